@@ -1,0 +1,1 @@
+"""Reflex: one pure scheduler decides which requests share the next forward pass."""

@@ -1,0 +1,181 @@
+"""How long a batch takes: a robust affine fit per executable, because wall ÷ size confuses size with cost.
+
+    T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
+
+Exponentially decayed least squares with relative errors, Huber weights, a ridge towards a slowly moving anchor (so that
+directions the load does not excite cannot drift) and a two-sided CUSUM that forgets the past when the device changed.
+Plain Python: at most five unknowns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Mapping
+from statistics import median
+
+MAX_CLASSES = 4
+DEFAULT_COST = 0.050  # seconds per request before anything was measured
+
+_FORGET, _RIDGE, _HUBER = 0.98, 0.02, 2.0
+_CUSUM_SLACK, _CUSUM_ALARM = 0.75, 6.0
+_SIGMA_START, _SIGMA_MIN, _SIGMA_MAX = 0.15, 0.01, 0.5
+_WARM_SAMPLES, _WARM_SIZES = 3, 2
+
+Counts = Mapping[Hashable, float]
+
+
+def solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
+    """Solve a small symmetric positive definite system by Gaussian elimination."""
+    n = len(vector)
+    rows = [[*matrix[i], vector[i]] for i in range(n)]
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(i + 1, n):
+            factor = rows[r][i] / rows[i][i]
+            if factor:
+                for c in range(i, n + 1):
+                    rows[r][c] -= factor * rows[i][c]
+    out = [0.0] * n
+    for i in reversed(range(n)):
+        out[i] = (rows[i][n] - sum(rows[i][c] * out[c] for c in range(i + 1, n))) / rows[i][i]
+    return out
+
+
+class AffineFit:
+    """The learned T of one (shape, stage).
+
+    fixed, slope(class): seconds. sigma: relative spread of the residuals. ready: False until three samples of two
+    batch sizes, when the caller's simpler estimate stands. alarms: how often the drift test fired.
+    """
+
+    __slots__ = (
+        "_anchor",
+        "_gram",
+        "_high",
+        "_index",
+        "_low",
+        "_moment",
+        "_recent",
+        "_sizes",
+        "_theta",
+        "alarms",
+        "samples",
+        "sigma",
+    )
+
+    def __init__(self) -> None:
+        self._index: dict[Hashable, int] = {}
+        self._theta = [0.0]
+        self._anchor = [0.0]
+        self._gram = [[0.0]]
+        self._moment = [0.0]
+        self._sizes: set[float] = set()
+        self._recent: deque[float] = deque(maxlen=4)
+        self._high = self._low = 0.0
+        self.samples = self.alarms = 0
+        self.sigma = _SIGMA_START
+
+    @property
+    def fixed(self) -> float:
+        """Seconds a batch costs before its first member."""
+        return self._theta[0]
+
+    @property
+    def ready(self) -> bool:
+        """Whether enough was measured to tell fixed from marginal."""
+        return self.samples >= _WARM_SAMPLES and len(self._sizes) >= _WARM_SIZES
+
+    @property
+    def classes(self) -> tuple[Hashable, ...]:
+        """The cost classes measured so far."""
+        return tuple(self._index)
+
+    def slope(self, cost_class: Hashable) -> float | None:
+        """Seconds one more member of the class costs; None when the class was never measured."""
+        i = self._index.get(cost_class)
+        if i is None:
+            # Past MAX_CLASSES the last one stands for all further classes.
+            i = MAX_CLASSES if len(self._index) >= MAX_CLASSES else None
+        return None if i is None else self._theta[i]
+
+    def predict(self, counts: Counts) -> float:
+        """Seconds a batch with these members per class takes; classes never measured count at the default."""
+        total = self._theta[0]
+        for cost_class, n in counts.items():
+            slope = self.slope(cost_class)
+            total += n * (DEFAULT_COST if slope is None else slope)
+        return total
+
+    def observe(self, counts: Counts, seconds: float) -> None:
+        """Learn from one measured batch. Values that are not finite or not above zero are ignored."""
+        if not (0.0 < seconds < math.inf):
+            return
+        x = self._design(counts)
+        predicted = max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
+        self.samples += 1
+        if len(self._sizes) < 64:
+            self._sizes.add(sum(counts.values()))
+        weight = 1.0
+        if self.samples > _WARM_SAMPLES:
+            predicted, weight = self._judge(x, predicted, seconds)
+        self._update(x, predicted, weight / (predicted * predicted), seconds)
+
+    def _design(self, counts: Counts) -> list[float]:
+        for cost_class in counts:
+            if cost_class not in self._index and len(self._index) < MAX_CLASSES:
+                self._index[cost_class] = len(self._theta)
+                self._theta.append(DEFAULT_COST)
+                self._anchor.append(DEFAULT_COST)
+                for row in self._gram:
+                    row.append(0.0)
+                self._gram.append([0.0] * len(self._theta))
+                self._moment.append(0.0)
+        x = [0.0] * len(self._theta)
+        x[0] = 1.0
+        for cost_class, n in counts.items():
+            x[self._index.get(cost_class, MAX_CLASSES)] += n
+        return x
+
+    def _judge(self, x: list[float], predicted: float, seconds: float) -> tuple[float, float]:
+        """Drift test and Huber weight of one sample: (prediction after a possible reset, weight)."""
+        ratio = seconds / predicted
+        z = math.log(ratio) / self.sigma
+        self._recent.append(ratio)
+        self._high = max(0.0, self._high + min(z, 4.0) - _CUSUM_SLACK)
+        self._low = max(0.0, self._low - max(z, -4.0) - _CUSUM_SLACK)
+        if max(self._high, self._low) > _CUSUM_ALARM:
+            self._forget(median(self._recent))
+            predicted = max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
+            z = math.log(seconds / predicted) / self.sigma
+        residual = (z * self.sigma) ** 2
+        variance = 0.97 * self.sigma**2 + 0.03 * min(residual, (3 * self.sigma) ** 2)
+        self.sigma = max(_SIGMA_MIN, min(_SIGMA_MAX, math.sqrt(variance)))
+        return predicted, min(1.0, _HUBER / abs(z)) if z else 1.0
+
+    def _forget(self, factor: float) -> None:
+        self.alarms += 1
+        self._theta = [t * factor for t in self._theta]
+        self._anchor = list(self._theta)
+        self._gram = [[0.02 * g for g in row] for row in self._gram]
+        self._moment = [sum(g * t for g, t in zip(row, self._theta, strict=True)) for row in self._gram]
+        self._high = self._low = 0.0
+
+    def _update(self, x: list[float], predicted: float, weight: float, seconds: float) -> None:
+        n = len(x)
+        gram, moment = self._gram, self._moment
+        for i in range(n):
+            moment[i] = _FORGET * moment[i] + weight * x[i] * seconds
+            row = gram[i]
+            for j in range(n):
+                row[j] = _FORGET * row[j] + weight * x[i] * x[j]
+        ridge = [_RIDGE / predicted**2] + [_RIDGE / max(1e-6, t) ** 2 for t in self._theta[1:]]
+        left = [[gram[i][j] + (ridge[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
+        right = [moment[i] + ridge[i] * self._anchor[i] for i in range(n)]
+        theta = solve(left, right)
+        if theta[0] < 0.0:  # a batch cannot cost less than nothing: the slopes alone explain it
+            theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
+        floor = 1e-3 * predicted
+        self._theta = [theta[0], *(max(t, floor) for t in theta[1:])]
+        self._anchor = [0.9 * a + 0.1 * t for a, t in zip(self._anchor, self._theta, strict=True)]

@@ -1,0 +1,100 @@
+"""A batch is a map from ticket to granted units; its outcomes are Done, More or Failed."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from reflex_runtime.core.request import Ticket
+
+
+class FlushReason(StrEnum):
+    """Why a batch left: the three documented reasons."""
+
+    BUDGET_REACHED = "budget_reached"
+    TIMEOUT = "timeout"
+    SINGLE_REQUEST_OVER_BUDGET = "single_request_over_budget"
+
+
+class Cause(StrEnum):
+    """Why a batch left, finer. `reason` is a function of it."""
+
+    BUDGET = "budget_reached"
+    SIZE = "size_reached"
+    SINGLE = "single_request_over_budget"
+    TIMEOUT = "timeout"
+    IDLE = "idle"
+    URGENT = "urgent"
+    STEP = "step"
+    DRAIN = "drain"
+
+    @property
+    def reason(self) -> FlushReason:
+        """The documented reason this cause counts as."""
+        if self is Cause.SINGLE:
+            return FlushReason.SINGLE_REQUEST_OVER_BUDGET
+        if self is Cause.BUDGET or self is Cause.SIZE:
+            return FlushReason.BUDGET_REACHED
+        return FlushReason.TIMEOUT
+
+
+class Done(NamedTuple):
+    """The request is answered with `value`."""
+
+    value: Any = None
+
+
+class More(NamedTuple):
+    """The request stays resident for another step.
+
+    value: an answer so far (a token), or None.  wants: units it wants next.  stage: its next stage; None keeps it.
+    """
+
+    value: Any = None
+    wants: float = 1.0
+    stage: str | None = None
+
+
+class Failed(NamedTuple):
+    """The request ran and failed with `error`."""
+
+    error: BaseException
+
+
+Outcome = Done | More | Failed
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Tickets that run together and the units granted to each.
+
+    expected: predicted seconds of this one call, 0.0 when unknown.
+    cost: predicted cost in the unit of the group's cost model (seconds of device time until
+        its last member ends, tokens, requests).
+    admitted: the tickets in it that run for the first time (the admission group; empty for a pure step).
+    left: residents gone since the group's last batch (preempted, cancelled, expired): the processor drops their state
+    first. notes: free for drivers and processors, written into the trace.
+    """
+
+    id: int
+    group: str
+    partition: Hashable
+    stage: str
+    cause: Cause
+    scheduled_at: float
+    cost: float
+    expected: float
+    grants: dict[Ticket, float]
+    admitted: tuple[Ticket, ...] = ()
+    left: tuple[Ticket, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> FlushReason:
+        """The documented reason."""
+        return self.cause.reason
+
+    def __len__(self) -> int:
+        return len(self.grants)

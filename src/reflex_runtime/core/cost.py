@@ -1,0 +1,480 @@
+"""How much fits: what a request costs, and how much of it a batch may take.
+
+A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
+adds those it takes; the tally keeps the running total, so nothing is ever summed again. Three models, one protocol:
+
+    UnitCost    every request costs 1: a batch size
+    TokenCost   a request takes as many of the units it wants as are left: a token budget
+    TimeCost    learned device seconds, for one-shot work and for work in stages and steps
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from math import inf
+from statistics import median
+from typing import Any, Protocol
+
+from reflex_runtime.core.affine import DEFAULT_COST, AffineFit
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Ticket
+
+NEARLY_FREE = 1.25  # company may pass the budget up to this multiple of the dearest member alone (contract B4)
+_SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget written as 0.1
+
+
+class Tally(Protocol):
+    """The running total of one batch being filled.
+
+    cost: predicted cost of what was added, in the model's unit. dearest: cost of the dearest member alone.
+    seconds: measured prediction of the device time, 0.0 while the model knows none; sigma: its relative spread.
+    blocks: seconds until the next boundary at which others may enter; 0.0 when unknown.
+    """
+
+    cost: float
+    dearest: float
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def sigma(self) -> float: ...
+    @property
+    def blocks(self) -> float: ...
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        """Units the ticket could be granted; 0.0 when it does not fit.
+
+        budget: ceiling on cost, with the exceptions of contract B4. limit: ceiling on seconds, without exception.
+        """
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        """Take the ticket with what `offer` granted it."""
+
+
+class CostModel(Protocol):
+    """What requests of one group cost. All seconds; see the module docstring."""
+
+    unit: str
+
+    def tally(self) -> Tally:
+        """Start filling a batch."""
+
+    def estimate(self, ticket: Ticket) -> float:
+        """Documented estimate of the whole request, in the model's unit."""
+
+    def remaining(self, ticket: Ticket) -> float:
+        """Seconds until the ticket is answered if it ran alone from now; 0.0 while nothing was measured."""
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        """What this grant adds to a batch: the part of the charge known before the batch is complete."""
+
+    def fixed(self, ticket: Ticket) -> float:
+        """What a batch of the ticket's shape and stage costs apart from its members; shared equally by them."""
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        """Learn from a batch that ran without a fault. elapsed: seconds."""
+
+    def settled(self, ticket: Ticket) -> None:
+        """Learn from a request that ran to its end."""
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Everything learned, for people: one mapping per key, JSON-safe."""
+
+
+class _UnitTally:
+    """Counts requests. Budget is the largest count."""
+
+    __slots__ = ("cost", "dearest")
+    seconds = sigma = blocks = 0.0
+
+    def __init__(self) -> None:
+        self.cost = self.dearest = 0.0
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        return 1.0 if self.cost + 1.0 <= budget else 0.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost += 1.0
+        self.dearest = 1.0
+
+
+class UnitCost:
+    """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
+
+    unit = "requests"
+
+    def tally(self) -> Tally:
+        return _UnitTally()
+
+    def estimate(self, ticket: Ticket) -> float:
+        return 1.0
+
+    def remaining(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        return 1.0
+
+    def fixed(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        return
+
+    def settled(self, ticket: Ticket) -> None:
+        return
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        return []
+
+
+class _TokenTally:
+    """Counts granted units; grants what is left, at most `threshold` per ticket and step."""
+
+    __slots__ = ("_threshold", "cost", "dearest")
+    seconds = sigma = blocks = 0.0
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self.cost = self.dearest = 0.0
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        return max(0.0, min(ticket.wants, budget - self.cost, self._threshold))
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost += units
+        self.dearest = max(self.dearest, units)
+
+
+class TokenCost(UnitCost):
+    """A request takes as many of the units it wants as are left in the budget, and the rest in later steps.
+
+    threshold: most units one request gets in one step (`long_prefill_token_threshold`).
+    """
+
+    unit = "tokens"
+
+    def __init__(self, threshold: float = inf) -> None:
+        if not threshold >= 1:
+            raise ConfigError(f"TokenCost.threshold={threshold!r}: must be >= 1 token")
+        self.threshold = threshold
+
+    def tally(self) -> Tally:
+        return _TokenTally(self.threshold)
+
+    def estimate(self, ticket: Ticket) -> float:
+        return ticket.wants
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        return units
+
+
+class RollingMedian:
+    """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
+
+    __slots__ = ("_values", "samples", "value")
+
+    WINDOW, WARM = 100, 3
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self.samples = 0
+        self.value = DEFAULT_COST
+
+    def observe(self, seconds: float) -> None:
+        """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
+        if not (0.0 < seconds < inf):
+            return
+        self._values.append(seconds)
+        self.samples += 1
+        if self.samples >= self.WARM:
+            self.value = median(self._values)
+
+
+class _Probe:
+    """The largest homogeneous batch measured, for the size probe: (size, seconds)."""
+
+    __slots__ = ("seconds", "size")
+
+    def __init__(self) -> None:
+        self.size, self.seconds = 0, inf
+
+    def observe(self, size: int, seconds: float) -> None:
+        if size > self.size:
+            self.size, self.seconds = size, seconds
+        elif size == self.size:
+            self.seconds += 0.3 * (seconds - self.seconds)
+
+    def bound(self, size: int) -> float:
+        """Seconds that a batch of `size` cannot exceed, given a ≥ 0; inf when it is too far from what was seen."""
+        if self.size and size <= self.size + max(1, self.size // 4):
+            return self.seconds * max(1.0, size / self.size)
+        return inf
+
+
+class TimeCost:
+    """Learned device seconds per request and batch.
+
+    stages: names of the stages in order. One-shot work has the single stage "". Otherwise every stage but the last takes
+    one unit of what a ticket wants and the last takes the rest, one unit a step: ("prefix", "denoise") with 6 wanted
+    units is one prefix and five denoise steps. The cost of a batch is then the time until its last member ends.
+    affine: False keeps the documented rolling median alone (`--cost-model median`).
+    sizes: batch sizes the processor pads to, ascending; empty when it runs what it is given.
+    max_keys: shapes remembered; the least recently used is forgotten beyond it.
+    """
+
+    unit = "seconds"
+
+    def __init__(
+        self, stages: Sequence[str] = ("",), affine: bool = True, sizes: Sequence[int] = (), max_keys: int = 256
+    ) -> None:
+        if not stages:
+            raise ConfigError("TimeCost.stages=(): name at least one stage")
+        self.stages = tuple(stages)
+        self.affine = affine
+        self.sizes = tuple(sorted(sizes))
+        self._max_keys = max_keys
+        self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
+        self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
+        self._probes: OrderedDict[tuple[Hashable, str, Hashable], _Probe] = OrderedDict()
+
+    # -- what the scheduler asks -------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        return _TimeTally(self)
+
+    def estimate(self, ticket: Ticket) -> float:
+        """The documented estimate: the rolling median of the ticket's (shape, class)."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        return known.value if known else DEFAULT_COST
+
+    def remaining(self, ticket: Ticket) -> float:
+        if not self.measured(ticket):
+            return 0.0
+        tally = _TimeTally(self)
+        return tally.with_ticket(ticket)
+
+    def measured(self, ticket: Ticket) -> bool:
+        """Whether anything was learned of such requests; a guess refuses nobody."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        return (known is not None and known.samples >= RollingMedian.WARM) or self.fits(ticket.request.shape) is not None
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        fit = self._fits.get((ticket.request.shape, ticket.stage))
+        if fit is not None and fit.ready and self.affine:
+            slope = fit.slope(self.class_of(ticket))
+            if slope is not None:
+                return slope * units
+        return self.whole(ticket) / max(1.0, ticket.request.wants) * units
+
+    def fixed(self, ticket: Ticket) -> float:
+        fit = self._fits.get((ticket.request.shape, ticket.stage))
+        return fit.fixed if fit is not None and fit.ready and self.affine else 0.0
+
+    # -- what it learns from -----------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        if not (0.0 < elapsed < inf):
+            return
+        counts: dict[Hashable, float] = {}
+        for ticket in batch.grants:
+            k = self.class_of(ticket)
+            counts[k] = counts.get(k, 0.0) + 1.0
+        shape, n = ticket.request.shape, len(batch)
+        padded = self.padded(n)
+        if padded != n:
+            counts = {k: c * padded / n for k, c in counts.items()}
+        self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
+        if len(self.stages) == 1 and len(counts) == 1:
+            k = next(iter(counts))
+            self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
+            self._entry(self._probes, (shape, batch.stage, k), _Probe).observe(n, elapsed)
+
+    def settled(self, ticket: Ticket) -> None:
+        """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
+        if len(self.stages) > 1:
+            key = (ticket.request.shape, ticket.request.cost_class)
+            self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
+
+    def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
+        known = table.get(key)
+        if known is None:
+            known = table[key] = make()
+            if len(table) > self._max_keys:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(key)
+        return known
+
+    # -- shared with the tally ---------------------------------------------------------------------------------------
+
+    def class_of(self, ticket: Ticket) -> Hashable:
+        """The class within a stage's fit: in staged work the stage alone decides what a step costs."""
+        return ticket.request.cost_class if len(self.stages) == 1 else ""
+
+    def fits(self, shape: Hashable) -> tuple[AffineFit, ...] | None:
+        """The fits of all stages of a shape, or None until every one is ready."""
+        if not self.affine:
+            return None
+        found = tuple(fit for s in self.stages if (fit := self._fits.get((shape, s))) is not None and fit.ready)
+        return found if len(found) == len(self.stages) else None
+
+    def probe(self, shape: Hashable, cost_class: Hashable) -> _Probe | None:
+        """The size probe of one-shot work."""
+        return self._probes.get((shape, "", cost_class))
+
+    def whole(self, ticket: Ticket) -> float:
+        """Seconds of the whole request by the documented estimate."""
+        return self.estimate(ticket)
+
+    def padded(self, n: int) -> int:
+        """The size the processor runs for n members."""
+        return next((s for s in self.sizes if s >= n), n)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Every key: shape, class, stage, samples, median, fixed, marginal, residual (milliseconds)."""
+        rows: list[dict[str, Any]] = []
+        for (shape, cost_class), known in self._medians.items():
+            rows.append(
+                {"shape": str(shape), "class": str(cost_class), "stage": None, "samples": known.samples}
+                | {"median_ms": round(known.value * 1e3, 4)}
+            )
+        for (shape, stage), fit in self._fits.items():
+            for cost_class in fit.classes:
+                slope = fit.slope(cost_class) or 0.0
+                rows.append(
+                    {"shape": str(shape), "class": str(cost_class), "stage": stage, "samples": fit.samples}
+                    | {"ready": fit.ready, "fixed_ms": round(fit.fixed * 1e3, 4), "marginal_ms": round(slope * 1e3, 4)}
+                    | {"residual": round(fit.sigma, 4), "drift_alarms": fit.alarms}
+                )
+        return rows
+
+
+class _TimeTally:
+    """Seconds until the last member ends: one addition per ticket, for one-shot and for staged work alike.
+
+    One-shot: a + Σ b. Staged: for each stage but the last a_s + Σ b_s over those still before it, plus for the last
+    a · max(steps) + Σ b · steps.
+    """
+
+    __slots__ = (
+        "_fits",
+        "_measured",
+        "_model",
+        "_n",
+        "_only",
+        "_shape",
+        "_slopes",
+        "_steps",
+        "_total",
+        "_waiting",
+        "cost",
+        "dearest",
+    )
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fits: tuple[AffineFit, ...] | None = None
+        self._shape: Hashable = None
+        self._measured = False
+        self._n = 0
+        self._only: Hashable = None  # the class of all members, while there is just one
+        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
+        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
+        self._slopes = 0.0  # Σ of marginal seconds over members, all stages
+        self._steps = 0.0  # longest remaining run of the last stage
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self._measured else 0.0
+
+    @property
+    def sigma(self) -> float:
+        return max(f.sigma for f in self._fits) if self._fits else 0.15
+
+    @property
+    def blocks(self) -> float:
+        return self.seconds if len(self._model.stages) == 1 else 0.0
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        if self._n == 0:
+            self._fits = self._model.fits(ticket.request.shape)
+            self._shape = ticket.request.shape
+            self._measured = self._model.measured(ticket)
+        if self._fits is None:
+            return self._total + self._guess(ticket)
+        slopes, steps, entering = self._price(ticket)
+        total = self._slopes + slopes + self._fits[-1].fixed * max(self._steps, steps)
+        for i, waiting in enumerate(self._waiting):
+            if waiting or entering <= i:
+                total += self._fits[i].fixed
+        return self._padding(self._probing(ticket, total))
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if cost > limit * _SLACK:
+            return 0.0
+        if self._n == 0 or cost <= budget * _SLACK:
+            return 1.0
+        if self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket)):
+            return 1.0
+        return 0.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost = self.with_ticket(ticket)
+        self.dearest = max(self.dearest, self._alone(ticket))
+        k = self._model.class_of(ticket)
+        self._only = k if self._n == 0 or k == self._only else self
+        self._n += 1
+        if self._fits is None:
+            self._total += self._guess(ticket)
+            return
+        slopes, steps, entering = self._price(ticket)
+        self._slopes += slopes
+        self._steps = max(self._steps, steps)
+        for i in range(entering, len(self._waiting)):
+            self._waiting[i] += 1
+
+    def _guess(self, ticket: Ticket) -> float:
+        """The documented estimate of what is left of the ticket."""
+        return self._model.whole(ticket) * (ticket.wants / ticket.request.wants)
+
+    def _alone(self, ticket: Ticket) -> float:
+        if self._n == 0:
+            return self.with_ticket(ticket)
+        return _TimeTally(self._model).with_ticket(ticket)
+
+    def _price(self, ticket: Ticket) -> tuple[float, float, int]:
+        """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
+        assert self._fits is not None
+        stages = self._model.stages
+        if len(stages) == 1:
+            slope = self._fits[0].slope(ticket.request.cost_class)
+            return (self._model.whole(ticket) if slope is None else slope), 1.0, 0
+        entering = stages.index(ticket.stage)
+        before = len(stages) - 1 - entering
+        steps = max(0.0, ticket.wants - before)
+        slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])
+        return slopes + (self._fits[-1].slope("") or 0.0) * steps, steps, entering
+
+    def _probing(self, ticket: Ticket, total: float) -> float:
+        """A pessimistic start never learns the fixed part: a size near one that was measured is bounded by it."""
+        if len(self._model.stages) > 1 or self._model.sizes:
+            return total
+        k = ticket.request.cost_class
+        if self._n and k != self._only:
+            return total
+        known = self._model.probe(self._shape, k)
+        return total if known is None else min(total, known.bound(self._n + 1))
+
+    def _padding(self, total: float) -> float:
+        n = self._n + 1
+        padded = self._model.padded(n)
+        if padded == n or not self._fits:
+            return total
+        fixed = self._fits[-1].fixed * max(self._steps, 1.0)
+        return fixed + (total - fixed) * padded / n

@@ -1,0 +1,151 @@
+"""Every way a request can end other than well, so that the class alone answers "may I retry?".
+
+    ReflexError
+    ├── Rejected            never entered the queue: a retry is safe
+    │   ├── QueueFull · InFlightCapReached · TooLate · TooLarge · Closed
+    ├── Dropped             entered, left without a result: a retry is safe
+    │   ├── Cancelled · Expired · Shed · Superseded · Drained
+    ├── ProcessorError      ran and failed: a retry may run it a second time
+    │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung
+    ├── WaitTimeout         the caller stopped waiting; the request may still run
+    └── ConfigError         a setting is wrong: names field, value and range
+
+Each class carries what a server puts on the wire (`code`, `http_status`, `retry_safe`, JSON-safe `details`), so no
+server keeps a table of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+JSON = str | int | float | bool | None
+
+
+class ReflexError(Exception):
+    """Base of all errors of the runtime.
+
+    `details` holds JSON-safe values that belong in an answer; `retry_after` is a hint in seconds or None.
+    """
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    retry_safe: ClassVar[bool] = False
+    outcome: ClassVar[str] = "failed"
+
+    def __init__(self, message: str = "", *, retry_after: float | None = None, **details: JSON) -> None:
+        super().__init__(message or self.code)
+        self.message = message or self.code
+        self.retry_after = retry_after
+        self.details: Mapping[str, JSON] = details
+
+    def __reduce__(self) -> Any:  # keyword details survive pickling between processes
+        return (_rebuild, (type(self), self.message, self.retry_after, dict(self.details)))
+
+
+def _rebuild(kind: type[ReflexError], message: str, retry_after: float | None, details: dict[str, JSON]) -> ReflexError:
+    return kind(message, retry_after=retry_after, **details)
+
+
+class Rejected(ReflexError):
+    """The request never entered the queue."""
+
+    code, http_status, retry_safe, outcome = "rejected", 503, True, "rejected"
+
+
+class QueueFull(Rejected):
+    """The group's queue is at capacity."""
+
+    code, http_status = "queue_full", 503
+
+
+class InFlightCapReached(Rejected):
+    """The client has as many unsettled requests as it may have."""
+
+    code, http_status = "client_at_capacity", 429
+
+
+class TooLate(Rejected):
+    """The estimate says the deadline cannot be met."""
+
+    code, http_status = "deadline_unreachable", 503
+
+
+class TooLarge(Rejected):
+    """The request could never run here: its resources exceed what exists."""
+
+    code, http_status, retry_safe = "too_large", 413, False
+
+
+class Closed(Rejected):
+    """The scheduler takes no new requests."""
+
+    code, http_status = "shutting_down", 503
+
+
+class Dropped(ReflexError):
+    """The request entered and left without a result and without a fault."""
+
+    code, http_status, retry_safe, outcome = "dropped", 503, True, "drained"
+
+
+class Cancelled(Dropped):
+    """The caller took it back or left."""
+
+    code, http_status, outcome = "cancelled", 499, "cancelled"
+
+
+class Expired(Dropped):
+    """Its deadline passed before it was answered."""
+
+    code, http_status, outcome = "deadline_exceeded", 504, "expired"
+
+
+class Shed(Dropped):
+    """Its deadline could no longer be met, so it was refused before it ran."""
+
+    code, http_status, outcome = "deadline_unreachable", 503, "shed"
+
+
+class Superseded(Dropped):
+    """A newer request of the same client replaced it."""
+
+    code, http_status, outcome = "superseded", 409, "superseded"
+
+
+class Drained(Dropped):
+    """The scheduler closed before it ran."""
+
+    code, http_status, outcome = "shutting_down", 503, "drained"
+
+
+class ProcessorError(ReflexError):
+    """The request ran and failed."""
+
+    code, http_status, retry_safe, outcome = "processor_failed", 500, False, "failed"
+
+
+class ResultCountMismatch(ProcessorError):
+    """The processor returned a wrong number of results."""
+
+
+class NonFiniteResult(ProcessorError):
+    """The result holds NaN or infinity, which must never reach a motor."""
+
+
+class ProcessorHung(ProcessorError):
+    """The processor did not come back within the watchdog limit."""
+
+    code = "processor_hung"
+
+
+class WaitTimeout(ReflexError):
+    """The caller stopped waiting. Its request keeps its place until it is answered or formed."""
+
+    code, http_status, retry_safe, outcome = "wait_timeout", 504, False, "expired"
+
+
+class ConfigError(ReflexError, ValueError):
+    """A setting is wrong. The message names the field, the value and the range."""
+
+    code, http_status = "invalid_config", 400

@@ -1,0 +1,104 @@
+"""The one event stream. Metrics, recorder, trace, health and dashboard are folds over it; nothing else observes.
+
+Events are plain tuples with names: cheap to make on the hot path, immutable, and each starts with its time in seconds on
+the driver's monotonic clock. Sinks must not keep a ticket longer than they need it: it holds the payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.request import Request, Ticket
+
+
+class RequestQueued(NamedTuple):
+    """A request was admitted."""
+
+    at: float
+    ticket: Ticket
+
+
+class RequestRejected(NamedTuple):
+    """A request was refused at the door; it never had a ticket."""
+
+    at: float
+    request: Request
+    error: ReflexError
+
+
+class RequestPreempted(NamedTuple):
+    """A resident lost its place and waits again."""
+
+    at: float
+    ticket: Ticket
+
+
+class RequestProgressed(NamedTuple):
+    """A resident finished a step; `value` is its answer so far, if it has one."""
+
+    at: float
+    ticket: Ticket
+    value: Any
+
+
+class RequestSettled(NamedTuple):
+    """A ticket reached its end: `ticket.outcome` is a Done, or a Failed with the error."""
+
+    at: float
+    ticket: Ticket
+
+
+class BatchScheduled(NamedTuple):
+    """A batch was formed and handed to the device."""
+
+    at: float
+    batch: Batch
+    queued: int
+
+
+class BatchFinished(NamedTuple):
+    """A batch came back; `crashed` when no item of it succeeded and the processor is to blame."""
+
+    at: float
+    batch: Batch
+    elapsed: float
+    crashed: bool
+
+
+class SchedulerPaused(NamedTuple):
+    """A group or one of its partitions takes no turn before `until`."""
+
+    at: float
+    group: str
+    partition: Hashable | None
+    until: float
+
+
+class RequestAnswered(NamedTuple):
+    """A server answered a request (added to the stream by servers, not by the core).
+
+    outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
+    """
+
+    at: float
+    slot: str
+    outcome: str
+    status: int
+    latency: float
+    ticket: Ticket | None = None
+
+
+Event = (
+    RequestQueued
+    | RequestRejected
+    | RequestPreempted
+    | RequestProgressed
+    | RequestSettled
+    | BatchScheduled
+    | BatchFinished
+    | SchedulerPaused
+    | RequestAnswered
+)

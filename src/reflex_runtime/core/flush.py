@@ -1,0 +1,137 @@
+"""When a batch leaves, and how large it may be.
+
+A `FlushPolicy` is a frozen value, not behaviour: four numbers per tier and two ceilings express every documented rule.
+`due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is the only other thing
+that may postpone a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Self
+
+from reflex_runtime.core.batch import Cause
+from reflex_runtime.core.errors import ConfigError
+
+Tiers = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushPolicy:
+    """When and how large.
+
+    max_batch_cost: ceiling in the cost model's unit.
+    max_batch_size: most tickets in a batch, residents included.
+    hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may be kept waiting for
+        company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs in
+        latency is at most hold_max; 0 sends at once.
+    target: how many to wait for; never how many may go.
+    returns: longest hold, in seconds, for clients that were answered a moment ago and are expected back; counted from
+        max(oldest arrival, device free). 0 switches it off.
+    shed: refuse before they run those requests with a deadline that cannot be met any more, and choose the set of
+        largest expected value when deadlines are at risk.
+    """
+
+    max_batch_cost: float = inf
+    max_batch_size: int = 4096
+    hold_min: Tiers = (0.0, 0.0, 0.0)
+    hold_max: Tiers = (0.0, 0.0, 0.0)
+    target: int = 1
+    returns: float = 0.0
+    shed: bool = False
+
+    def __post_init__(self) -> None:
+        _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
+        _check("max_batch_size", self.max_batch_size, 1, 1_000_000)
+        _check("target", self.target, 1, 1_000_000)
+        _check("returns", self.returns, 0.0, 60.0)
+        for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
+            for value in tiers:
+                _check(name, value, 0.0, 3600.0)
+
+    @classmethod
+    def window(cls, max_batch_cost: float, batch_timeout: float = 0.005, max_batch_size: int = 256) -> Self:
+        """The default: work conserving, held only for expected returns, shedding only what has a deadline."""
+        return cls(max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, returns=batch_timeout, shed=True)
+
+    @classmethod
+    def by_cost(cls, max_batch_cost: float, batch_timeout: float, max_batch_size: int = 4096) -> Self:
+        """The documented literal rule: wait out the timeout unless the summed estimate reaches the budget."""
+        hold = (0.0, batch_timeout, batch_timeout)
+        return cls(
+            max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, target=1
+        )
+
+    @classmethod
+    def by_size(cls, max_batch_size: int, max_latency: float) -> Self:
+        """Send at a count, or when the oldest has waited `max_latency` seconds."""
+        hold = (0.0, max_latency, max_latency)
+        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold)
+
+    @classmethod
+    def by_priority(
+        cls,
+        max_batch_size: int = 16,
+        target: int = 2,
+        min_hold: float = 0.00075,
+        max_hold: float = 0.003,
+        background_extra: float = 0.002,
+    ) -> Self:
+        """Urgent at once; default after min_hold, up to max_hold below the target; background a little longer."""
+        longest = max_hold + background_extra
+        return cls(
+            max_batch_size=max_batch_size,
+            hold_min=(0.0, min_hold, longest),
+            hold_max=(0.0, max_hold, longest),
+            target=target,
+        )
+
+    @classmethod
+    def every_step(cls, max_num_batched_tokens: int, max_num_seqs: int = 256) -> Self:
+        """Continuous batching: a step leaves whenever the device is free, within a token budget."""
+        return cls(max_batch_cost=max_num_batched_tokens, max_batch_size=max_num_seqs)
+
+    def due_at(self, heads: Sequence[float | None], waiting: int) -> float:
+        """Time at which what waits is due. heads: arrival of each tier's oldest waiting ticket, None if there is none."""
+        hold = self.hold_min if waiting >= self.target else self.hold_max
+        return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """What is known of a filled batch when its cause is named."""
+
+    cost: float
+    dearest: float
+    passed_over: bool  # something waiting did not fit the budget
+    size_reached: bool
+    urgent: bool
+    newcomers: bool
+    residents: bool
+    held: bool
+    draining: bool
+
+
+def cause_of(fill: Fill, budget: float) -> Cause:
+    """Name why a batch leaves. Precedence: single, budget, size, then what made it go."""
+    reached = budget * (1.0 - 1e-9)
+    if fill.newcomers and fill.dearest > budget * (1.0 + 1e-9):
+        return Cause.SINGLE
+    if fill.newcomers and (fill.cost >= reached or fill.passed_over):
+        return Cause.BUDGET
+    if fill.newcomers and fill.size_reached:
+        return Cause.SIZE
+    if fill.urgent:
+        return Cause.URGENT
+    if fill.residents:
+        return Cause.STEP
+    if fill.draining:
+        return Cause.DRAIN
+    return Cause.TIMEOUT if fill.held else Cause.IDLE
+
+
+def _check(name: str, value: float, low: float, high: float, exclusive: bool = False) -> None:
+    if not (low < value <= high if exclusive else low <= value <= high):
+        raise ConfigError(f"FlushPolicy.{name}={value!r}: must be in {'(' if exclusive else '['}{low:g}, {high:g}]")

@@ -1,0 +1,354 @@
+"""Forming one batch of one partition: fill it, choose whom to leave out, decide whether it goes now.
+
+Nothing here changes a queue. The result is a `Formed` batch for the scheduler to commit, or the time until which the
+partition is held. Only `Resources` are asked on the way, and then there are no holds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from math import ceil, inf
+
+from reflex_runtime.core.batch import Cause
+from reflex_runtime.core.cost import Tally
+from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
+from reflex_runtime.core.group import Group
+from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
+from reflex_runtime.core.request import Priority, Ticket, TicketState
+from reflex_runtime.core.select import Filled, at_risk, price_of_time, value, window
+
+
+@dataclass(slots=True)
+class Formed:
+    """A batch that may go. shed: waiting tickets that can no longer be answered in time. preempted: residents that
+    lost their place, in the order it happened."""
+
+    stage: str
+    grants: dict[Ticket, float]
+    cost: float
+    cause: Cause
+    newcomers: list[Ticket]
+    shed: list[Ticket] = field(default_factory=list)
+    preempted: list[Ticket] = field(default_factory=list)
+
+
+class Former:
+    """Forms a batch of one partition at one time."""
+
+    def __init__(
+        self, group: Group, partition: Partition, now: float, free_since: float, epoch: int, draining: bool
+    ) -> None:
+        self.group, self.partition, self.now = group, partition, now
+        self.free_since, self.epoch, self.draining = free_since, epoch, draining
+        self.preempted: list[Ticket] = []
+        self.held_until = inf
+        self._out_of_memory = False
+        self.policy = self._policy()
+
+    def _policy(self) -> FlushPolicy:
+        base = self.group.config.flush
+        controller = self.group.config.controller
+        head = self._head()
+        if controller is None or head is None:
+            return base
+        return controller.policy(base, lambda: self._affine(head), self.now)
+
+    def _head(self) -> Ticket | None:
+        return next((top[1] for tier in self.partition.tiers if (top := tier.oldest.first()) is not None), None)
+
+    def _affine(self, ticket: Ticket) -> tuple[float, float, float]:
+        """(fixed, marginal, sigma) seconds of batches of tickets like this one."""
+        tally = self.group.cost.tally()
+        tally.add(ticket, 1.0)
+        one = tally.seconds
+        tally.add(ticket, 1.0)
+        marginal = max(0.0, tally.seconds - one)
+        return max(0.0, one - marginal), marginal, tally.sigma
+
+    # -- the decision ------------------------------------------------------------------------------------------------
+
+    def form(self) -> Formed | None:
+        """The batch to send now, or None; then `held_until` says when to look again (inf: not without an input)."""
+        base = self._seed()
+        if self.preempted:  # memory is short: nobody enters in a step that threw somebody out
+            return self._finish(base, Filled({}, base.tally), [])
+        filled = self._fill_waiting(base)
+        shed: list[Ticket] = []
+        if self.policy.shed and self.partition.deadlines.first() is not None:
+            filled, shed = self._weigh(base, filled)
+        if not base.grants and (not filled.grants or self._held(filled)):
+            return Formed("", {}, 0.0, Cause.IDLE, [], shed) if shed else None
+        return self._finish(base, filled, shed)
+
+    def _finish(self, base: Filled, filled: Filled, shed: list[Ticket]) -> Formed:
+        grants, newcomers, tally = self._stage(base, filled)
+        if not grants:
+            return Formed("", {}, 0.0, Cause.IDLE, [], shed, self.preempted)
+        fill = Fill(
+            cost=tally.cost,
+            dearest=tally.dearest,
+            passed_over=filled.passed_over,
+            size_reached=filled.size_reached,
+            urgent=any(t.tier is Priority.URGENT for t in newcomers),
+            newcomers=bool(newcomers),
+            residents=bool(base.grants),
+            held=self.partition.was_held,
+            draining=self.draining,
+        )
+        cause = cause_of(fill, self.policy.max_batch_cost)
+        stage = next(iter(grants)).stage
+        return Formed(stage, grants, tally.cost, cause, newcomers, shed, self.preempted)
+
+    def _stage(self, base: Filled, filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
+        """A batch has one stage. Newcomers of another stage than the residents' go first if that pays, else wait."""
+        newcomers = list(filled.grants)
+        if not base.grants:
+            if not newcomers:
+                return {}, [], base.tally
+            stage = newcomers[0].stage
+        else:
+            stage = next(iter(base.grants)).stage
+            entering = [t for t in newcomers if t.stage != stage]
+            if entering and self._enters(base, entering):
+                chosen = [t for t in entering if t.stage == entering[0].stage]
+                return {t: filled.grants[t] for t in chosen}, chosen, filled.tally
+        chosen = [t for t in newcomers if t.stage == stage]
+        together = {**base.grants, **{t: filled.grants[t] for t in chosen}}
+        if len(chosen) == len(newcomers):
+            return together, chosen, filled.tally
+        return together, chosen, self._copy(together)
+
+    def _enters(self, base: Filled, entering: list[Ticket]) -> bool:
+        """Whether newcomers run their first stage before the residents' next step: no resident misses its deadline by
+        it, and it saves more than it costs."""
+        model = self.group.cost
+        first = [t for t in entering if t.stage == entering[0].stage]
+        takes = model.fixed(first[0]) + sum(model.marginal(t, 1.0) for t in first)
+        if any(
+            t.deadline < inf and not t.request.streams and self.now + takes + model.remaining(t) > t.deadline
+            for t in base.grants
+        ):
+            return False
+        return len(first) * base.tally.cost > len(base.grants) * takes
+
+    # -- filling -----------------------------------------------------------------------------------------------------
+
+    def _seed(self) -> Filled:
+        """The batch of residents alone: those of the first one's stage, within the budget.
+
+        In order: tiers, then those that want one unit, then the others, each by arrival.
+        """
+        filled = Filled({}, self.group.cost.tally())
+        movable = [t for t in self.partition.residents if t.state is TicketState.RESIDENT and not t.held]
+        movable.sort(key=lambda t: (t.tier, t.wants > 1.0, t.seq))
+        for ticket in movable:
+            if ticket in self.preempted or ticket.stage != movable[0].stage:
+                continue
+            units = filled.tally.offer(ticket, self.policy.max_batch_cost)
+            if units > 0.0 and self._make_room(ticket, units, filled.grants):
+                filled.tally.add(ticket, units)
+                filled.grants[ticket] = units
+        return filled
+
+    def _make_room(self, ticket: Ticket, units: float, granted: dict[Ticket, float]) -> bool:
+        """Reserve for a resident, preempting the lowest tier's newest until it fits or nobody is left."""
+        resources = self.group.config.resources
+        if resources is None:
+            return True
+        while not resources.reserve(ticket, units):
+            victim = self._victim(granted)
+            if victim is None:
+                return False
+            resources.release(victim)
+            self.preempted.append(victim)
+            if victim is ticket:
+                return False
+        return True
+
+    def _victim(self, granted: dict[Ticket, float]) -> Ticket | None:
+        candidates = [
+            t
+            for t in self.partition.residents
+            if t.state is TicketState.RESIDENT and t not in granted and t not in self.preempted
+        ]
+        # Not twice without progress between, unless nothing could run at all otherwise.
+        fresh = [t for t in candidates if t.progressed] or ([] if granted else candidates)
+        return max(fresh, key=lambda t: (t.held, t.tier, t.seq), default=None)
+
+    def _fill_waiting(self, base: Filled) -> Filled:
+        """Fill from the queue in serving order, streaming: O(batch + passed over)."""
+        cursor = Cursor(self.partition)
+        try:
+            return self._fill(base, iter(cursor.next, None), inf, cursor)
+        finally:
+            cursor.close()
+
+    def _fill(self, base: Filled, candidates: Iterable[Ticket], limit: float, cursor: Cursor | None = None) -> Filled:
+        """Add candidates in order while the predicted cost stays within the budget and the time within `limit`."""
+        model, budget = self.group.cost, self.policy.max_batch_cost
+        filled = Filled({}, self._copy(base.grants))
+        places, shares = self._places(), self._shares()
+        blocked: set[object] = set()
+        for ticket in candidates:
+            client = ticket.request.client
+            if len(filled.grants) >= places:
+                break
+            if client in blocked:
+                continue
+            units = 0.0 if shares is not None and shares[client] <= 0 else self._offer(filled.tally, ticket, limit)
+            if units > 0.0:
+                filled.tally.add(ticket, units)
+                filled.grants[ticket] = units
+                if shares is not None:
+                    shares[client] -= 1
+                if cursor is not None:
+                    cursor.take(model.marginal(ticket, units) / ticket.request.weight)
+                continue
+            filled.passed_over = True
+            blocked.add(client)
+            if cursor is not None:
+                cursor.skip()
+            if self._out_of_memory or len(blocked) >= MAX_PASSED_OVER or filled.tally.cost >= budget:
+                break
+        filled.size_reached = len(filled.grants) >= places
+        return filled
+
+    def _offer(self, tally: Tally, ticket: Ticket, limit: float) -> float:
+        resources, budget = self.group.config.resources, self.policy.max_batch_cost
+        if resources is None:
+            return tally.offer(ticket, budget, limit)
+        cached = resources.begin(ticket)
+        ticket.wants -= cached
+        units = tally.offer(ticket, budget, limit)
+        if units > 0.0 and resources.reserve(ticket, units):
+            ticket.cached += cached
+            ticket.computed = cached
+            return units
+        self._out_of_memory = units > 0.0
+        ticket.wants += cached
+        resources.release(ticket)
+        return 0.0
+
+    def _copy(self, grants: dict[Ticket, float]) -> Tally:
+        tally = self.group.cost.tally()
+        for ticket, units in grants.items():
+            tally.add(ticket, units)
+        return tally
+
+    def _places(self) -> int:
+        """Newcomers that may enter."""
+        places = self.policy.max_batch_size - len(self.partition.residents)
+        room = self.partition.room
+        return max(0, places if room is None else min(places, room))
+
+    def _shares(self) -> dict[object, int] | None:
+        """Resident places each client may still take while others wait: its even part less what it holds.
+
+        None when work is one-shot or only one client is here.
+        """
+        active = len(self.group.clients)
+        if not self.partition.residents or active < 2:
+            return None
+        even = ceil(self.policy.max_batch_size / active)
+        left: dict[object, int] = defaultdict(lambda: even)
+        for ticket in self.partition.residents:
+            left[ticket.request.client] -= 1
+        return left
+
+    # -- deadlines ---------------------------------------------------------------------------------------------------
+
+    def _weigh(self, base: Filled, full: Filled) -> tuple[Filled, list[Ticket]]:
+        """The batch of largest expected value when deadlines are at risk, and who is shed."""
+        chosen = full
+        shed: list[Ticket] = []
+        if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):
+            candidates = self._candidates()
+            chosen = Filled({}, full.tally)
+            if candidates:
+                price = self._price(candidates[0])
+                chosen = window(candidates, full, lambda some, limit: self._fill(base, some, limit), price, self.now)
+            shed = self._overtaken(chosen)
+        return chosen, shed + self._infeasible(chosen, shed)
+
+    def _candidates(self) -> list[Ticket]:
+        """The waiting tickets, in serving order, that can be answered in time; looks at 4 × the size cap."""
+        cursor = Cursor(self.partition)
+        cost, now = self.group.cost, self.now
+        found: list[Ticket] = []
+        try:
+            for ticket in islice(iter(cursor.next, None), 4 * self.policy.max_batch_size):
+                cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
+                if now + cost.remaining(ticket) <= ticket.deadline:
+                    found.append(ticket)
+        finally:
+            cursor.close()
+        return found
+
+    def _price(self, ticket: Ticket) -> float:
+        fixed, marginal, _ = self._affine(ticket)
+        rate = self.partition.arrivals.value(self.now)
+        return price_of_time(rate, self.partition.usual_limit, fixed, marginal, value(ticket))
+
+    def _infeasible(self, chosen: Filled, shed: list[Ticket]) -> list[Ticket]:
+        """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first."""
+        after = self.now + (chosen.tally.blocks if chosen.grants else 0.0)
+        found: list[Ticket] = []
+        for ticket in self.partition.deadlines.ascending():
+            if ticket.state is not TicketState.WAITING or ticket in chosen.grants or ticket in shed:
+                continue
+            if after + self.group.cost.remaining(ticket) <= ticket.deadline:
+                break
+            found.append(ticket)
+        return found
+
+    def _overtaken(self, chosen: Filled) -> list[Ticket]:
+        """Rather refuse an elder with a deadline than answer it after its client's younger one."""
+        last = {self.partition.queue_of(ticket): ticket for ticket in chosen.grants}
+        return [
+            elder
+            for queue, youngest in last.items()
+            for elder in takewhile(lambda t, stop=youngest: t is not stop, queue.tickets)  # type: ignore[misc]
+            if elder not in chosen.grants and elder.deadline < inf
+        ]
+
+    # -- holding -----------------------------------------------------------------------------------------------------
+
+    def _held(self, filled: Filled) -> bool:
+        """Whether to wait for company; sets `held_until`. The instant stands until the next input."""
+        full = filled.tally.cost >= self.policy.max_batch_cost * (1.0 - 1e-9)
+        if self.draining or full or filled.passed_over or filled.size_reached:
+            return False
+        partition = self.partition
+        if partition.hold_epoch != self.epoch:
+            partition.hold_epoch = self.epoch
+            partition.hold_until = self._hold_until(filled)
+        if partition.hold_until <= self.now:
+            return False
+        self.held_until = partition.hold_until
+        partition.was_held = True
+        return True
+
+    def _hold_until(self, filled: Filled) -> float:
+        """The time up to which company is worth waiting for; in the past when it is not."""
+        heads = self.partition.heads()
+        until = self.policy.due_at(heads, len(filled.grants))
+        if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:
+            until = max(until, self._expected_returns(filled, heads))
+        tightest = self.partition.deadlines.first()
+        if until > self.now and tightest is not None and filled.tally.seconds > 0.0:
+            head = next(iter(filled.grants))
+            next_one = filled.tally.seconds + self.group.cost.marginal(head, 1.0)
+            until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
+        return until
+
+    def _expected_returns(self, filled: Filled, heads: Sequence[float | None]) -> float:
+        oldest = min(h for h in heads if h is not None)
+        longest = max(oldest, self.free_since) + self.policy.returns - self.now
+        head = next(iter(filled.grants))
+        marginal = self.group.cost.marginal(head, 1.0)
+        return self.now + self.group.returns.hold(
+            self.now, longest, len(filled.grants), filled.tally.seconds, marginal
+        )

@@ -1,0 +1,161 @@
+"""A group: a slot, a tenant or a workload with its own capacity, caps, cost model, weight and pause."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from math import inf, isfinite
+
+from reflex_runtime.core.adapt import Controller
+from reflex_runtime.core.cost import CostModel, TimeCost
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.order import Clients, Partition
+from reflex_runtime.core.request import Priority, Ticket
+from reflex_runtime.core.resources import Resources
+from reflex_runtime.core.returns import Returns
+
+IDLE_PARTITIONS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """What a group is made of.
+
+    capacity: most waiting tickets; beyond it QueueFull.
+    max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
+    weight: share of device time against other groups; 0 runs only when nothing else waits.
+    latest_only: a newer request of a client replaces its waiting older ones.
+    promote_after: seconds after which background work counts as default; half its time limit when that is set.
+    cost, resources, controller: made once per group.
+    """
+
+    name: str = "default"
+    flush: FlushPolicy = field(default_factory=lambda: FlushPolicy.window(0.100))
+    capacity: int = 1000
+    max_in_flight_per_client: int = 0
+    weight: float = 1.0
+    latest_only: bool = False
+    promote_after: float = 1.0
+    cost: Callable[[], CostModel] = TimeCost
+    resources: Resources | None = None
+    controller: Controller | None = None
+
+    def __post_init__(self) -> None:
+        if not self.capacity >= 1:
+            raise ConfigError(f"GroupConfig.capacity={self.capacity!r}: must be >= 1 tickets")
+        if not self.max_in_flight_per_client >= 0:
+            raise ConfigError(f"GroupConfig.max_in_flight_per_client={self.max_in_flight_per_client!r}: must be >= 0")
+        if not (self.weight >= 0 and isfinite(self.weight)):
+            raise ConfigError(f"GroupConfig.weight={self.weight!r}: must be finite and >= 0")
+        if not self.promote_after >= 0:
+            raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
+        holds = (*self.flush.hold_max, self.flush.returns)
+        if self.resources is not None and any(holds):
+            raise ConfigError("GroupConfig.resources: needs a flush policy without holds (every_step)")
+
+
+class Group:
+    """The state of one group. Only the scheduler and `forming` touch it."""
+
+    def __init__(self, config: GroupConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.cost = config.cost()
+        self.clients = Clients()
+        self.returns = Returns()
+        self.partitions: OrderedDict[Hashable, Partition] = OrderedDict()
+        self.active: dict[Hashable, Partition] = {}  # partitions with unsettled tickets
+        self.queued = 0
+        self.unsettled = 0
+        self.paused_until = -inf
+        self.device_time = 0.0  # virtual: seconds over weight
+        self.seconds_per_item = 0.0
+        self.left: list[Ticket] = []  # residents gone since the last batch
+        self.promoted = 0
+
+    def partition(self, key: Hashable) -> Partition:
+        """The partition, made if it is new."""
+        found = self.partitions.get(key)
+        if found is None:
+            found = self.partitions[key] = Partition(key)
+            if len(self.partitions) > IDLE_PARTITIONS + len(self.active):
+                self._evict()
+        return found
+
+    def _evict(self) -> None:
+        idle = (k for k, p in self.partitions.items() if not p.unsettled and p.room is None and p.paused_until == -inf)
+        oldest = next(idle, None)
+        if oldest is not None:
+            del self.partitions[oldest]
+
+    def enter(self, ticket: Ticket, now: float) -> None:
+        """An admitted ticket joins its queue."""
+        request = ticket.request
+        partition = self.partition(request.partition)
+        client = self.clients.get(request.client)
+        self.clients.enter(client)
+        self.returns.arrived(request.client, now)
+        half = inf if request.time_limit is None else 0.5 * request.time_limit
+        partition.append(ticket, client, now + min(self.config.promote_after, half))
+        partition.arrivals.arrive(now)
+        if request.time_limit is not None:
+            partition.usual_limit += (request.time_limit - partition.usual_limit) * (0.05 if partition.usual_limit else 1)
+        if self.config.controller is not None:
+            self.config.controller.arrived(ticket, now)
+        self.active[partition.key] = partition
+        self.queued += 1
+        self.unsettled += 1
+
+    def leave(self, ticket: Ticket, answered: bool, now: float) -> None:
+        """A ticket settled; it has already stopped waiting."""
+        partition = self.active[ticket.request.partition]
+        partition.forget(ticket)
+        if not partition.unsettled:
+            del self.active[partition.key]
+            self.partitions.move_to_end(partition.key)
+        client = self.clients.get(ticket.request.client)
+        self.clients.leave(client)
+        self.unsettled -= 1
+        if answered and client.unsettled == 0:
+            self.returns.answered(client.key, now)
+
+    def stop_waiting(self, ticket: Ticket) -> None:
+        """A waiting ticket is taken into a batch or dropped."""
+        self.active[ticket.request.partition].take(ticket)
+        self.queued -= 1
+
+    def requeue(self, ticket: Ticket) -> None:
+        """A resident was preempted: it waits again, first of its client."""
+        self.active[ticket.request.partition].requeue(ticket, self.clients.get(ticket.request.client))
+        self.queued += 1
+
+    def promote(self, now: float) -> None:
+        """Apply aging to every partition."""
+        for partition in self.active.values():
+            self.promoted += partition.promote(now, lambda t: self.clients.get(t.request.client))
+
+    def in_order(self, now: float) -> list[Partition]:
+        """Partitions as they take turns: urgent, then least laxity at risk, then the oldest head."""
+        if len(self.active) == 1:
+            return list(self.active.values())
+        return sorted(self.active.values(), key=lambda p: self._turn(p, now))
+
+    def _turn(self, partition: Partition, now: float) -> tuple[bool, float, int]:
+        oldest = partition.oldest()
+        seq = oldest.seq if oldest is not None else 1 << 62
+        if partition.tiers[Priority.URGENT].oldest.first() is not None:
+            return (False, -inf, seq)
+        tightest = partition.deadlines.first()
+        if tightest is not None:
+            deadline, ticket = tightest
+            laxity = deadline - now - self.cost.remaining(ticket)
+            # At risk: another partition's batch may take up to the budget, and this deadline cannot wait for it.
+            if self.cost.unit == "seconds" and laxity < self.config.flush.max_batch_cost:
+                return (True, laxity, seq)
+        return (True, inf, seq)
+
+    def drain_time(self) -> float:
+        """Predicted seconds until what waits has run."""
+        return self.queued * self.seconds_per_item

@@ -1,0 +1,30 @@
+"""How fast requests arrive: exponentially decayed counts."""
+
+from __future__ import annotations
+
+from math import exp
+
+
+class Rate:
+    """Arrivals per second, over a time constant in seconds."""
+
+    __slots__ = ("_count", "_last", "_since", "_tau")
+
+    def __init__(self, tau: float = 0.5) -> None:
+        self._tau = tau
+        self._count = self._last = 0.0
+        self._since: float | None = None
+
+    def arrive(self, now: float) -> None:
+        """One more."""
+        if self._since is None:
+            self._since = self._last = now
+        self._count = self._count * exp((self._last - now) / self._tau) + 1.0
+        self._last = now
+
+    def value(self, now: float) -> float:
+        """The present rate."""
+        if self._since is None:
+            return 0.0
+        count = self._count * exp((self._last - now) / self._tau)
+        return count / max(self._tau * (1.0 - exp((self._since - now) / self._tau)), 0.001)

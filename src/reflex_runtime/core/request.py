@@ -1,0 +1,151 @@
+"""What a caller asked (`Request`, immutable) and the scheduler's record of it (`Ticket`).
+
+Life of a ticket; `TRANSITIONS` is the table, the scheduler moves along it and nowhere else:
+
+    WAITING ──granted──▶ RUNNING ──Done, Failed──▶ SETTLED
+       ▲                   │  ▲
+       │               More│  │granted
+       │                   ▼  │
+       └──preempted──── RESIDENT ──cancelled, expired, drained──▶ SETTLED
+    WAITING ──cancelled, expired, shed, superseded, drained──▶ SETTLED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError
+
+
+class Priority(IntEnum):
+    """Tiers in the order they are served."""
+
+    URGENT = 0
+    DEFAULT = 1
+    BACKGROUND = 2
+
+
+class TicketState(Enum):
+    """Where a ticket is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    RESIDENT = "resident"
+    SETTLED = "settled"
+
+
+TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
+    TicketState.WAITING: frozenset({TicketState.RUNNING, TicketState.SETTLED}),
+    TicketState.RUNNING: frozenset({TicketState.RESIDENT, TicketState.SETTLED}),
+    TicketState.RESIDENT: frozenset({TicketState.RUNNING, TicketState.WAITING, TicketState.SETTLED}),
+    TicketState.SETTLED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """What a caller asked.
+
+    payload: opaque to the scheduler.
+    id: for people and traces; need not be unique.
+    group: the slot, tenant or workload it belongs to.
+    partition: requests of different partitions never share a batch.
+    client: whoever has a share and an in-flight cap.
+    time_limit: seconds from arrival within which it is worth answering, or None.
+    shape: the executable it runs on (input shapes); costs are learned per shape.
+    cost_class: what makes requests of one shape cost differently (cache hit or miss, steps).
+    stage: what it does first ("" for one-shot work; "prefix", "denoise" …).
+    weight: its client's share relative to others, > 0.
+    wants: units of work it asks for: steps to run, tokens to compute; 1 for one-shot work.
+    streams: True when answers flow while it is resident; its deadline is then for the first one.
+    """
+
+    payload: Any = None
+    id: str = ""
+    group: str = "default"
+    partition: Hashable = ""
+    client: Hashable = ""
+    priority: Priority = Priority.DEFAULT
+    time_limit: float | None = None
+    shape: Hashable = ""
+    cost_class: Hashable = ""
+    stage: str = ""
+    weight: float = 1.0
+    wants: float = 1.0
+    streams: bool = False
+
+    def __post_init__(self) -> None:
+        # Chained so that NaN fails too; one expression because this runs for every request.
+        if not (0.0 < self.weight < float("inf") and 0.0 < self.wants < float("inf")):
+            raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
+        if self.time_limit is not None and not self.time_limit >= 0.0:
+            raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
+
+
+class Ticket:
+    """The scheduler's record of one request. Only the scheduler writes to it.
+
+    seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
+    tier: the tier it is served in; differs from the request's priority once aged.
+    stage, wants: what a resident does next and how many units of it are left.
+    granted, cached, recomputed: units granted in all, found already done, and granted but lost to preemption;
+    computed: units whose result the processor holds now.
+    batches: how many batches it was in; `admitted_in`: the id of the batch that first took it.
+    started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
+    waiter: free for the driver (a future).
+    """
+
+    __slots__ = (
+        "abandoned",
+        "admitted_in",
+        "answered",
+        "arrived",
+        "batches",
+        "cached",
+        "cancel_requested",
+        "computed",
+        "deadline",
+        "granted",
+        "held",
+        "outcome",
+        "progressed",
+        "recomputed",
+        "request",
+        "seq",
+        "shared",
+        "stage",
+        "started",
+        "state",
+        "tier",
+        "waiter",
+        "wants",
+    )
+
+    def __init__(self, request: Request, seq: int, now: float) -> None:
+        self.request = request
+        self.seq = seq
+        self.arrived = now
+        self.deadline = float("inf") if request.time_limit is None else now + request.time_limit
+        self.state = TicketState.WAITING
+        self.tier: Priority = request.priority
+        self.stage = request.stage
+        self.wants = request.wants
+        self.granted = self.cached = self.recomputed = self.computed = self.shared = 0.0
+        self.batches = 0
+        self.admitted_in = -1
+        self.started: float | None = None
+        self.cancel_requested = self.abandoned = self.held = self.answered = False
+        self.progressed = True  # since it was last preempted; a ticket is not preempted twice without progress
+        self.outcome: Any = None
+        self.waiter: Any = None
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.id
+
+    def __repr__(self) -> str:
+        return f"Ticket({self.seq}, {self.request.id!r}, {self.state.value})"

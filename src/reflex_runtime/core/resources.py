@@ -1,0 +1,71 @@
+"""What a resident occupies between steps (memory blocks, slots), and how the scheduler asks for it.
+
+The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it did not, so a step is a
+transaction. `UnitPool` is the smallest real resource and the example to copy.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Request, Ticket
+
+
+class Resources(Protocol):
+    """Memory of residents. All methods are called with the scheduler's lock held and must not wait."""
+
+    def fits(self, request: Request) -> bool:
+        """Whether the request could run if it were alone; False refuses it with TooLarge."""
+
+    def begin(self, ticket: Ticket) -> float:
+        """The ticket is about to enter: claim what is already there for it; returns the units that need no computing."""
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        """Make room for `units` more of the ticket; False when there is none."""
+
+    def commit(self, batch: Batch) -> None:
+        """The step succeeded."""
+
+    def rollback(self, batch: Batch) -> None:
+        """The step failed: what was reserved for it is void."""
+
+    def release(self, ticket: Ticket) -> None:
+        """The ticket left or was preempted: everything it holds is free again."""
+
+
+class UnitPool:
+    """A pool of `capacity` units: a ticket holds one for each unit it has computed or is about to."""
+
+    def __init__(self, capacity: float) -> None:
+        if not capacity > 0:
+            raise ConfigError(f"UnitPool.capacity={capacity!r}: must be > 0 units")
+        self.capacity = capacity
+        self._held: dict[Ticket, float] = {}
+        self.used = 0.0
+
+    def fits(self, request: Request) -> bool:
+        return request.wants <= self.capacity
+
+    def begin(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        if self.used + units > self.capacity:
+            return False
+        self._held[ticket] = self._held.get(ticket, 0.0) + units
+        self.used += units
+        return True
+
+    def commit(self, batch: Batch) -> None:
+        return
+
+    def rollback(self, batch: Batch) -> None:
+        for ticket, units in batch.grants.items():
+            if ticket in self._held:
+                self._held[ticket] -= units
+                self.used -= units
+
+    def release(self, ticket: Ticket) -> None:
+        self.used -= self._held.pop(ticket, 0.0)

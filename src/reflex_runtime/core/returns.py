@@ -1,0 +1,112 @@
+"""The hold for expected returns: the one thing that may postpone a batch on a free device.
+
+Callers that act and then ask again come back a think time after their answer. Without a hold they split into two
+alternating half-size groups; a fixed hold taxes everyone else. So each client's last think times are kept, and with n
+queued the batch waits for the h that maximises
+
+    G(h) = E(h) · T(n) − W(h) − n · (h + b · E(h))
+
+where E(h) is the expected number of clients back within h and W(h) their summed expected waits. If no G(h) > 0, nothing
+is held.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from itertools import accumulate
+
+RECENT = 64  # clients looked at per decision
+REMEMBERED = 1024  # clients whose think times are kept
+HISTORY = 32  # think times per client
+_GRID = (0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005)
+
+
+class _Thinker:
+    """One client: its last answer, its think times in order of arrival, and sorted with prefix sums."""
+
+    __slots__ = ("answered", "history", "ordered", "sums")
+
+    def __init__(self) -> None:
+        self.answered: float | None = None
+        self.history: deque[float] = deque()
+        self.ordered: list[float] = []
+        self.sums: list[float] = [0.0]
+
+    def add(self, think: float) -> None:
+        if len(self.history) == HISTORY:
+            self.ordered.remove(self.history.popleft())
+        self.history.append(think)
+        insort(self.ordered, think)
+        self.sums = [0.0, *accumulate(self.ordered)]
+
+
+class Returns:
+    """Think times of a group's clients and the hold they justify."""
+
+    def __init__(self) -> None:
+        self._clients: OrderedDict[Hashable, _Thinker] = OrderedDict()
+        self._away: OrderedDict[Hashable, _Thinker] = OrderedDict()  # answered and not back, most recent last
+
+    def arrived(self, client: Hashable, now: float) -> None:
+        """The client is back."""
+        thinker = self._clients.get(client)
+        if thinker is not None and thinker.answered is not None:
+            thinker.add(now - thinker.answered)
+            thinker.answered = None
+            self._away.pop(client, None)
+
+    def answered(self, client: Hashable, now: float) -> None:
+        """The client has its last answer and nothing else in the system."""
+        thinker = self._clients.get(client)
+        if thinker is None:
+            thinker = self._clients[client] = _Thinker()
+            if len(self._clients) > REMEMBERED:
+                self._away.pop(self._clients.popitem(last=False)[0], None)
+        thinker.answered = now
+        self._clients.move_to_end(client)
+        self._away[client] = thinker
+        self._away.move_to_end(client)
+        if len(self._away) > RECENT:
+            self._away.popitem(last=False)
+
+    def hold(self, now: float, longest: float, queued: int, batch_time: float, marginal: float) -> float:
+        """Seconds to hold, at most `longest`; 0.0 to send at once.
+
+        queued: n. batch_time: T(n) in seconds. marginal: b, seconds one more member costs.
+        """
+        if longest <= 0.0 or batch_time <= 0.0:
+            return 0.0
+        grid = [h for h in _GRID if h < longest]
+        h = _GRID[-1] * 2.0
+        while h < longest and len(grid) < 16:  # timeouts beyond the usual 5 ms
+            grid.append(h)
+            h *= 2.0
+        grid.append(longest)
+        expected = [0.0] * len(grid)
+        waits = [0.0] * len(grid)
+        for thinker in self._away.values():
+            self._add(thinker, now, grid, expected, waits)
+        best, gain = 0.0, 0.0
+        for h, e, w in zip(grid, expected, waits, strict=True):
+            g = e * batch_time - w - queued * (h + marginal * e)
+            if g > gain:
+                best, gain = h, g
+        return best
+
+    @staticmethod
+    def _add(thinker: _Thinker, now: float, grid: list[float], expected: list[float], waits: list[float]) -> None:
+        """Add one client's E(h) and W(h) for every h of the grid."""
+        assert thinker.answered is not None
+        ordered, sums = thinker.ordered, thinker.sums
+        age = now - thinker.answered
+        first = bisect_right(ordered, age)
+        left = len(ordered) - first
+        if not left or ordered[first] > age + grid[-1]:
+            return
+        for i, h in enumerate(grid):
+            last = bisect_right(ordered, age + h, first)
+            if last > first:
+                expected[i] += (last - first) / left
+                waits[i] += (sums[last] - sums[first] - (last - first) * age) / left

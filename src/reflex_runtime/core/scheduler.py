@@ -1,0 +1,435 @@
+"""The scheduler: the life cycle of tickets, and nothing else.
+
+What may live here: state transitions and the order in which the parts are asked. What may not: a clock, a thread, a
+loop, I/O, randomness, or any rule about whether (`admission`), when (`flush`, `returns`), how much (`cost`) and who
+(`order`, `select`); `forming` composes those into one batch. Inputs carry `now`, seconds on one monotonic clock that
+never goes back. Two questions are answered: which batch next (`next_batch`), and when to ask again (`wake_at`).
+
+A driver does, under one lock:
+
+    batch = scheduler.next_batch(now)                        schedule
+    outcomes = processor.run(batch)                          run       (outside the lock)
+    scheduler.complete(batch, outcomes, elapsed, now)        complete
+
+and hands what `take_events` returns to its sinks and waiters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from math import inf
+from typing import Any
+
+from reflex_runtime.core.admission import admit
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, Expired, ReflexError, Rejected, Shed, Superseded
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestPreempted,
+    RequestProgressed,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+    SchedulerPaused,
+)
+from reflex_runtime.core.forming import Formed, Former
+from reflex_runtime.core.group import Group, GroupConfig
+from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.order import Partition
+from reflex_runtime.core.request import TRANSITIONS, Request, Ticket, TicketState
+
+
+class Scheduler:
+    """One per device. Not thread-safe: its driver holds one lock around every call.
+
+    groups: at least one configuration, names unique. max_batches: batches in flight at a time.
+    """
+
+    def __init__(self, groups: Iterable[GroupConfig] = (GroupConfig(),), max_batches: int = 1) -> None:
+        self._groups = {config.name: Group(config) for config in groups}
+        if not self._groups:
+            raise ConfigError("Scheduler.groups=(): needs at least one group")
+        if not max_batches >= 1:
+            raise ConfigError(f"Scheduler.max_batches={max_batches!r}: must be >= 1")
+        self._max_batches = max_batches
+        self._in_flight: dict[Batch, None] = {}
+        self._expiry: LazyHeap[Ticket] = LazyHeap()
+        self._abandoned: list[Ticket] = []
+        self._events: list[Event] = []
+        self._now = -inf
+        self._free_since = -inf
+        self._epoch = 0  # number of the last input; holds stand until the next
+        self._decided = -1  # epoch at which next_batch last found nothing
+        self._hold = inf
+        self._tickets = self._batches = 0
+        self._closed = self._draining = False
+
+    # -- inputs ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> Ticket:
+        """Admit a request, or raise the `Rejected` that says why not."""
+        self._input(now)
+        group = self._groups.get(request.group)
+        if group is None:
+            raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
+        ticket = Ticket(request, self._tickets, now)
+        replaced = self._replaced(group, request) if group.config.latest_only else []
+        try:
+            admit(group, ticket, self._closed, len(replaced), now)
+        except Rejected as error:
+            self._events.append(RequestRejected(now, request, error))
+            raise
+        self._tickets += 1
+        for old in replaced:
+            self._settle(old, Failed(Superseded("a newer request of the same client replaced it")))
+        if group.unsettled == 0:
+            self._lift(group)
+        group.enter(ticket, now)
+        if ticket.deadline < inf:
+            self._expiry.push(ticket.deadline, ticket)
+        self._events.append(RequestQueued(now, ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket, now: float) -> None:
+        """The caller takes it back. Waiting and resident tickets settle at once, a running one at its boundary."""
+        self._input(now)
+        if ticket.state is TicketState.RUNNING:
+            ticket.cancel_requested = True
+        elif ticket.state is not TicketState.SETTLED:
+            self._settle(ticket, Failed(Cancelled("cancelled by the caller")))
+
+    def abandon(self, ticket: Ticket, now: float) -> None:
+        """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
+        self._input(now)
+        if ticket.state is not TicketState.SETTLED and not ticket.abandoned:
+            ticket.abandoned = True
+            self._abandoned.append(ticket)
+
+    def hold(self, ticket: Ticket, now: float) -> None:
+        """A resident gets no grants until resumed; it keeps its memory and is preempted first."""
+        self._input(now)
+        ticket.held = True
+
+    def resume(self, ticket: Ticket, now: float) -> None:
+        """End a hold."""
+        self._input(now)
+        ticket.held = False
+
+    def set_room(self, group: str, partition: Hashable, n: int | None, now: float) -> None:
+        """At most n newcomers may enter the partition from now on; None lifts the limit."""
+        self._input(now)
+        self._groups[group].partition(partition).room = n
+
+    def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
+        """The group, or one of its partitions, takes no turn before `until`. A time in the past ends a pause."""
+        self._input(now)
+        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
+        target.paused_until = until if until > now else -inf
+        self._events.append(SchedulerPaused(now, group, partition, until))
+
+    def close(self, now: float, drain: bool = True) -> None:
+        """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained."""
+        self._input(now)
+        self._closed, self._draining = True, drain
+        if not drain:
+            for ticket in self._unsettled():
+                if ticket.state is not TicketState.RUNNING:  # a running one leaves at its boundary
+                    self._settle(ticket, Failed(Drained("the server is shutting down")))
+
+    def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
+        """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
+        self._input(now)
+        del self._in_flight[batch]
+        self._free_since = now
+        group = self._groups[batch.group]
+        clean = not any(isinstance(o, Failed) for o in outcomes)
+        crashed = bool(outcomes) and all(isinstance(o, Failed) for o in outcomes)
+        self._account(group, batch, elapsed, clean)
+        resources = group.config.resources
+        if resources is not None:
+            resources.rollback(batch) if crashed else resources.commit(batch)
+        self._events.append(BatchFinished(now, batch, elapsed, crashed))
+        share = elapsed / len(batch)
+        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
+            ticket.shared += share
+            self._advance(group, ticket, units, outcome)
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def next_batch(self, now: float) -> Batch | None:
+        """The batch to run now, or None; then `wake_at` says when to ask again."""
+        self._now = max(self._now, now)
+        self._apply_due()
+        if len(self._in_flight) >= self._max_batches:
+            return None
+        self._settle_abandoned()
+        self._hold = inf
+        for group in self._turns():
+            batch = self._form(group)
+            if batch is not None:
+                return batch
+        self._decided = self._epoch
+        return None
+
+    def wake_at(self) -> float:
+        """When to call `next_batch` again if no input comes first; inf: not at all.
+
+        Exact once `next_batch` returned None; straight after an input to a free device it is the time of that input.
+        """
+        times = [top[0]] if (top := self._expiry.first()) is not None else []
+        times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
+        times += [p.paused_until for g in self._groups.values() for p in g.active.values() if p.paused_until > -inf]
+        if len(self._in_flight) < self._max_batches:
+            times.append(self._hold if self._decided == self._epoch else self._now)
+        return min(times, default=inf)
+
+    def take_events(self) -> list[Event]:
+        """The events since the last call, oldest first."""
+        events, self._events = self._events, []
+        return events
+
+    def take_left(self, group: str) -> tuple[Ticket, ...]:
+        """Residents gone since the group's last batch, when no next batch will carry them to the processor."""
+        left = tuple(self._groups[group].left)
+        self._groups[group].left.clear()
+        return left
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything countable, JSON-safe."""
+        return {
+            "in_flight_batches": len(self._in_flight),
+            "admitted": self._tickets,
+            "batches": self._batches,
+            "closed": self._closed,
+            "groups": {name: self._describe(group) for name, group in self._groups.items()},
+        }
+
+    def queued(self, group: str) -> int:
+        """Waiting tickets of the group."""
+        return self._groups[group].queued
+
+    @property
+    def idle(self) -> bool:
+        """Whether every admitted ticket has settled."""
+        return not self._in_flight and all(g.unsettled == 0 for g in self._groups.values())
+
+    def cost_model(self, group: str) -> Any:
+        """The group's cost model, for diagnostics."""
+        return self._groups[group].cost
+
+    # -- due -----------------------------------------------------------------------------------------------------------
+
+    def _input(self, now: float) -> None:
+        self._now = max(self._now, now)
+        self._epoch += 1
+
+    def _apply_due(self) -> None:
+        """Settle what expired and end what was paused."""
+        while (top := self._expiry.first()) is not None and top[0] <= self._now:
+            ticket = top[1]
+            self._expiry.discard(ticket)
+            if ticket.state is not TicketState.RUNNING:  # a running one is looked at when it comes back
+                self._settle(ticket, Failed(Expired("its deadline passed before it was answered")))
+        for group in self._groups.values():
+            if -inf < group.paused_until <= self._now:
+                group.paused_until = -inf
+            for partition in group.active.values():
+                if -inf < partition.paused_until <= self._now:
+                    partition.paused_until = -inf
+
+    def _settle_abandoned(self) -> None:
+        still = []
+        for ticket in self._abandoned:
+            if ticket.state is TicketState.RUNNING:
+                still.append(ticket)
+            elif ticket.state is not TicketState.SETTLED:
+                self._settle(ticket, Failed(Cancelled("its caller stopped waiting")))
+        self._abandoned = still
+
+    # -- forming -------------------------------------------------------------------------------------------------------
+
+    def _turns(self) -> list[Group]:
+        """Groups as they take turns: least device time over weight; weight 0 only when nothing else waits."""
+        ready = [g for g in self._groups.values() if g.active and g.paused_until <= self._now]
+        if len(ready) > 1:
+            if any(g.config.weight > 0.0 for g in ready):
+                ready = [g for g in ready if g.config.weight > 0.0]
+            ready.sort(key=lambda g: g.device_time)
+        return ready
+
+    def _form(self, group: Group) -> Batch | None:
+        group.promote(self._now)
+        for partition in group.in_order(self._now):
+            if partition.paused_until > self._now:
+                continue
+            while partition.unsettled:
+                former = Former(group, partition, self._now, self._free_since, self._epoch, self._draining)
+                formed = former.form()
+                if formed is None:
+                    self._hold = min(self._hold, former.held_until)
+                    break
+                self._apply(group, formed)
+                if formed.grants:
+                    return self._schedule(group, partition, formed)
+        return None
+
+    def _apply(self, group: Group, formed: Formed) -> None:
+        """Carry out what forming decided beside the batch itself."""
+        for ticket in formed.shed:
+            self._settle(ticket, Failed(Shed("its deadline can no longer be met")))
+        for ticket in formed.preempted:
+            self._preempt(group, ticket)
+
+    def _schedule(self, group: Group, partition: Partition, formed: Formed) -> Batch:
+        self._batches += 1
+        model, n = group.cost, len(formed.grants)
+        fixed = model.fixed(next(iter(formed.grants)))
+        expected = fixed
+        for ticket, units in formed.grants.items():
+            if ticket.state is TicketState.WAITING:
+                group.stop_waiting(ticket)
+                ticket.admitted_in = self._batches
+                if ticket.started is None:
+                    ticket.started = self._now
+            self._move(ticket, TicketState.RUNNING)
+            ticket.granted += units
+            ticket.batches += 1
+            marginal = model.marginal(ticket, units)
+            expected += marginal
+            client = group.clients.get(ticket.request.client)
+            group.clients.charge(client, (marginal + fixed / n) / ticket.request.weight)
+        if partition.room is not None:
+            partition.room -= len(formed.newcomers)
+        partition.was_held = False
+        batch = Batch(
+            id=self._batches,
+            group=group.name,
+            partition=partition.key,
+            stage=formed.stage,
+            cause=formed.cause,
+            scheduled_at=self._now,
+            cost=formed.cost,
+            expected=expected if model.unit == "seconds" else 0.0,
+            grants=formed.grants,
+            admitted=tuple(formed.newcomers),
+            left=self.take_left(group.name),
+        )
+        self._in_flight[batch] = None
+        self._decided = -1
+        self._charge_device(group, batch.expected)
+        self._events.append(BatchScheduled(self._now, batch, group.queued))
+        return batch
+
+    # -- completing ----------------------------------------------------------------------------------------------------
+
+    def _account(self, group: Group, batch: Batch, elapsed: float, clean: bool) -> None:
+        self._charge_device(group, elapsed - batch.expected)
+        if clean:
+            group.cost.observe(batch, elapsed)
+            per_item = elapsed / len(batch)
+            known = group.seconds_per_item
+            group.seconds_per_item = per_item if known == 0.0 else known + 0.1 * (per_item - known)
+
+    def _advance(self, group: Group, ticket: Ticket, units: float, outcome: Outcome) -> None:
+        """Move one ticket on from a batch."""
+        if isinstance(outcome, More):
+            ticket.computed += units
+            ticket.progressed = True
+            ticket.wants = outcome.wants
+            if outcome.stage is not None:
+                ticket.stage = outcome.stage
+            self._move(ticket, TicketState.RESIDENT)
+            group.active[ticket.request.partition].residents[ticket] = None
+            self._events.append(RequestProgressed(self._now, ticket, outcome.value))
+            if ticket.request.streams and outcome.value is not None:
+                ticket.answered = True  # a stream's deadline is for its first answer
+                self._expiry.discard(ticket)
+            error = self._boundary(ticket)
+            if error is not None:
+                self._settle(ticket, Failed(error))
+            return
+        if isinstance(outcome, Done):
+            ticket.computed += units
+            group.cost.settled(ticket)
+        if ticket.cancel_requested:
+            outcome = Failed(Cancelled("cancelled by the caller"))
+        self._settle(ticket, outcome)
+
+    def _boundary(self, ticket: Ticket) -> ReflexError | None:
+        """Why a resident leaves at this boundary, if it does."""
+        if ticket.cancel_requested or ticket.abandoned:
+            return Cancelled("cancelled by the caller")
+        if self._closed and not self._draining:
+            return Drained("the server is shutting down")
+        if ticket.deadline <= self._now and not ticket.answered:
+            return Expired("its deadline passed before it was answered")
+        return None
+
+    def _preempt(self, group: Group, ticket: Ticket) -> None:
+        """A resident starts over from the front of its queue; the scheduler has released its resources."""
+        ticket.recomputed += ticket.computed
+        ticket.wants += ticket.computed
+        ticket.computed = 0.0
+        ticket.progressed = False
+        ticket.stage = ticket.request.stage
+        self._move(ticket, TicketState.WAITING)
+        group.requeue(ticket)
+        group.left.append(ticket)
+        self._events.append(RequestPreempted(self._now, ticket))
+
+    def _settle(self, ticket: Ticket, outcome: Done | Failed) -> None:
+        """The end of a ticket, exactly once."""
+        group = self._groups[ticket.request.group]
+        if ticket.state is TicketState.WAITING:
+            group.stop_waiting(ticket)
+        elif ticket.state is TicketState.RESIDENT:
+            group.left.append(ticket)
+        resources = group.config.resources
+        if resources is not None and ticket.state is not TicketState.WAITING:
+            resources.release(ticket)
+        self._move(ticket, TicketState.SETTLED)
+        ticket.outcome = outcome
+        self._expiry.discard(ticket)
+        group.active[ticket.request.partition].hold_epoch = -1  # what it held for has changed
+        group.leave(ticket, isinstance(outcome, Done), self._now)
+        self._events.append(RequestSettled(self._now, ticket))
+
+    @staticmethod
+    def _move(ticket: Ticket, state: TicketState) -> None:
+        assert state in TRANSITIONS[ticket.state], (ticket, state)
+        ticket.state = state
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _replaced(self, group: Group, request: Request) -> list[Ticket]:
+        """Waiting tickets of the same client that a newer request supersedes."""
+        partition = group.active.get(request.partition)
+        return partition.waiting_of(request.client) if partition is not None else []
+
+    def _lift(self, group: Group) -> None:
+        """A group that becomes active gets no credit for the time it was idle."""
+        busy = [g.device_time for g in self._groups.values() if g.unsettled and g is not group]
+        if busy:
+            group.device_time = max(group.device_time, min(busy))
+
+    @staticmethod
+    def _charge_device(group: Group, seconds: float) -> None:
+        group.device_time += seconds / (group.config.weight or 1.0)
+
+    def _unsettled(self) -> Iterator[Ticket]:
+        return iter([t for g in self._groups.values() for p in list(g.active.values()) for t in list(p.unsettled)])
+
+    def _describe(self, group: Group) -> dict[str, Any]:
+        residents = sum(len(p.residents) for p in group.active.values())
+        return {
+            "queued": group.queued,
+            "residents": residents,
+            "unsettled": group.unsettled,
+            "clients": len(group.clients),
+            "partitions": len(group.active),
+            "promoted": group.promoted,
+            "paused": group.paused_until > self._now,
+            "seconds_per_item": group.seconds_per_item,
+        }

@@ -1,0 +1,1 @@
+"""Whatever waits: thin loops around the pure scheduler."""

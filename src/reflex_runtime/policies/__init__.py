@@ -1,0 +1,1 @@
+"""Robot policies: exports, how they run, what they remember."""

@@ -1,0 +1,125 @@
+"""Code that runs a batch, and the one wall around it.
+
+A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
+exceptions), `run_batch` turns it into exactly one outcome per ticket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil, log2
+from typing import Any, Protocol
+
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ProcessorError, ReflexError, ResultCountMismatch
+from reflex_runtime.core.request import Ticket
+
+
+class Processor(Protocol):
+    """What a driver runs batches on. All methods are called on the device thread, one at a time.
+
+    repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
+    tickets to find the guilty one; False makes the whole batch fail as one.
+    """
+
+    repeatable: bool
+
+    def start(self) -> None:
+        """Called once before the first batch."""
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        """One result per ticket, in the order of `batch.grants`.
+
+        A result is a `Done`, `More` or `Failed`; an exception instance counts as that item's failure, and any other
+        value as Done(value). State kept for `batch.left` is to be dropped first.
+        """
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        """These residents are gone and no next batch will say so."""
+
+    def stop(self) -> None:
+        """Called once after the last batch."""
+
+
+def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
+    """Run a batch and return one outcome per ticket, whatever the processor does.
+
+    A call that raises is bisected with at most 2·⌈log₂ n⌉ + 2 further calls until each guilty item stands alone; what
+    stays unresolved fails. A wrong number of results fails the batch: nobody can tell whose is missing.
+    """
+    tickets = list(batch.grants)
+    whole = _call(processor, batch)
+    if not isinstance(whole, ReflexError):
+        return whole
+    if len(tickets) == 1 or not processor.repeatable or isinstance(whole, ResultCountMismatch):
+        return [Failed(whole)] * len(tickets)
+    return _bisect(processor, batch, tickets, whole)
+
+
+def _bisect(processor: Processor, batch: Batch, tickets: list[Ticket], error: ReflexError) -> list[Outcome]:
+    found: dict[Ticket, Outcome] = {}
+    calls = 2 * ceil(log2(len(tickets))) + 2
+    failing = [(tickets, error)]
+    used = 0
+    while failing:
+        suspects, error = failing.pop(0)
+        if len(suspects) == 1 or used >= calls:
+            found.update((ticket, Failed(error)) for ticket in suspects)
+            continue
+        middle = len(suspects) // 2
+        for half in (suspects[:middle], suspects[middle:]):
+            if used >= calls:
+                failing.append((half, error))
+                continue
+            used += 1
+            result = _call(processor, replace(batch, grants={t: batch.grants[t] for t in half}, left=()))
+            if isinstance(result, ReflexError):
+                failing.append((half, result))
+            else:
+                found.update(zip(half, result, strict=True))
+    batch.notes["bisect_calls"] = used
+    return [found[ticket] for ticket in tickets]
+
+
+def _call(processor: Processor, batch: Batch) -> list[Outcome] | ReflexError:
+    """One call: outcomes, or the error that befell it as a whole."""
+    try:
+        results = processor.run(batch)
+        count = len(results)
+    except ReflexError as error:
+        return error
+    except Exception as error:
+        wrapped = ProcessorError(f"{type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return wrapped
+    if count != len(batch.grants):
+        return ResultCountMismatch(f"the processor returned {count} results for {len(batch.grants)} requests")
+    return [_outcome(result) for result in results]
+
+
+def _outcome(result: Any) -> Outcome:
+    if isinstance(result, (Done, More, Failed)):
+        return result
+    if isinstance(result, ReflexError):
+        return Failed(result)
+    if isinstance(result, BaseException):
+        wrapped = ProcessorError(f"{type(result).__name__}: {result}")
+        wrapped.__cause__ = result
+        return Failed(wrapped)
+    return Done(result)
+
+
+class BaseProcessor:
+    """Defaults for the methods most processors do not need."""
+
+    repeatable = True
+
+    def start(self) -> None:
+        return
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        return
+
+    def stop(self) -> None:
+        return
