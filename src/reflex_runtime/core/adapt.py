@@ -5,13 +5,14 @@ A controller never decides a batch; it returns a policy value with other numbers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Hashable
 from dataclasses import replace
-from math import inf
+from itertools import accumulate
+from math import exp, expm1, inf
 from typing import Protocol
 
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.core.select import TIER_WEIGHT
 
@@ -29,57 +30,116 @@ class Controller(Protocol):
 
 
 class Planner:
-    """Plans the batch length from the tightest deadlines and tiers in sight.
+    """Plans the batch length from the tightest deadlines, tiers and shares in sight.
 
-    Priority without a length limit is cosmetic on a device that cannot be interrupted. For a batch time T the device
-    serves (T − a)/(b·T) requests a second, and a class with time limit D keeps the share of its arrivals that still has
-    T left; classes are served in tier order. The effective budget is the largest T within 0.2 % of the best value. With
-    one class it changes nothing: the window rule sizes itself.
+    Priority without a length limit is cosmetic on a device that cannot be interrupted, and so is a fair order when
+    batches are so long that half of what a modest client asks is too old at the next one. For a batch time T the device
+    serves (T − a)/(b·T) requests a second, and requests with time limit D keep the share of their arrivals that still
+    has T left; tiers are served in order, and within one each client's fair share counts fully, what it asks beyond that
+    a quarter. The effective budget is the largest T within 0.2 % of the best value. Where all requests are of one kind
+    and no client takes from another it changes nothing: the window rule sizes itself.
     """
 
     PERIOD = 0.100  # seconds between plans
-    CLASSES = 32  # (tier, time limit) classes followed
+    TAU = 1.0  # seconds over which rates are measured
+    CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[Priority, float], Rate] = {}
-        self._next = -inf
+        self._counts: dict[_Key, float] = {}  # decayed arrivals
+        self._weights: dict[_Key, float] = {}
+        self._since = self._planned = -inf
         self._budget = inf
 
     def arrived(self, ticket: Ticket, now: float) -> None:
-        limit = ticket.request.time_limit
-        key = (ticket.request.priority, inf if limit is None else round(limit, 3))
-        rate = self._rates.get(key)
-        if rate is None:
-            if len(self._rates) >= self.CLASSES:
-                del self._rates[min(self._rates, key=lambda k: self._rates[k].value(now))]
-            rate = self._rates[key] = Rate(1.0)
-        rate.arrive(now)
+        request = ticket.request
+        key = (request.priority, inf if request.time_limit is None else round(request.time_limit, 3), request.client)
+        count = self._counts.get(key)
+        if count is None:
+            if self._since == -inf:
+                self._since = self._planned = now
+            if len(self._counts) >= self.CLIENTS:
+                key = (*key[:2], None)
+            count = self._counts.get(key, 0.0)
+            self._weights[key] = request.weight
+        self._counts[key] = count + 1.0
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float) -> FlushPolicy:
-        if len(self._rates) < 2:
+        if len(self._counts) < 2:
             return base
-        if now >= self._next:
-            self._next = now + self.PERIOD
+        if now >= self._planned + self.PERIOD:
             self._budget = self._plan(base.max_batch_cost, *affine(), now)
         return base if self._budget >= base.max_batch_cost else replace(base, max_batch_cost=self._budget)
 
     def _plan(self, budget: float, a: float, b: float, sigma: float, now: float) -> float:
-        classes = sorted((tier, limit, r) for (tier, limit), rate in self._rates.items() if (r := rate.value(now)) > 1e-3)
-        if len(classes) < 2 or min(limit for _, limit, _ in classes) == inf or b <= 0.0:
+        demands = self._demands(now)
+        if b <= 0.0 or budget == inf or budget <= a + b or all(limit == inf for _, limit in demands):
             return budget
-        if budget <= a + b or budget == inf:
+        fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands.values())
+        if len(demands) < 2 and not any(d.greedy(fair) for d in demands.values()):
             return budget
         grid = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]
-        values = [self._value(classes, t, a, b, sigma) for t in grid]
+        values = [_planned_value(demands, fair, t, a, b, sigma) for t in grid]
         best = max(values)
         return max(t for t, v in zip(grid, values, strict=True) if v >= 0.998 * best)
 
-    @staticmethod
-    def _value(classes: list[tuple[Priority, float, float]], t: float, a: float, b: float, sigma: float) -> float:
-        left, total = (t - a) / (b * t), 0.0
-        for tier, limit, rate in classes:
-            share = 1.0 if limit == inf else max(0.0, min(1.0, (limit - t * (1.0 + sigma)) / t))
-            served = min(rate * share, left)
-            left -= served
-            total += TIER_WEIGHT[tier] * served
-        return total
+    def _demands(self, now: float) -> dict[tuple[Priority, float], _Demand]:
+        """What is asked now, by tier and time limit, tiers in order; ages the counts."""
+        seen = self.TAU * -expm1((self._since - now) / self.TAU)
+        clients: dict[tuple[Priority, float], list[tuple[float, float]]] = {}
+        for key in sorted(self._counts, key=lambda k: k[:2]):
+            clients.setdefault(key[:2], []).append((self._counts[key] / seen, self._weights[key]))
+        fade = exp((self._planned - now) / self.TAU)
+        self._counts = {key: count * fade for key, count in self._counts.items() if count * fade > _FORGOTTEN}
+        self._weights = {key: self._weights[key] for key in self._counts}
+        self._planned = now
+        return {kind: _Demand(found) for kind, found in clients.items()}
+
+
+_Key = tuple[Priority, float, Hashable]
+_FORGOTTEN = 0.02  # arrivals: four seconds after a single one
+_GREEDY = 1.5  # times the fair share; equal clients stray that far by chance, and planning for them costs goodput
+_SURPLUS = 0.25  # what serving a client beyond its fair share counts
+
+
+class _Demand:
+    """The clients of one tier and time limit, ascending by rate over weight, with running sums."""
+
+    __slots__ = ("rates", "ratios", "weights")
+
+    def __init__(self, clients: list[tuple[float, float]]) -> None:
+        clients.sort(key=lambda c: c[0] / c[1])
+        self.ratios = [rate / weight for rate, weight in clients]
+        self.rates = [0.0, *accumulate(rate for rate, _ in clients)]
+        self.weights = [0.0, *accumulate(weight for _, weight in clients)]
+
+    def greedy(self, fair: float) -> bool:
+        """Whether somebody takes clearly more than its share while somebody else asks for less."""
+        return self.ratios[0] <= fair and self.ratios[-1] > _GREEDY * fair
+
+    def split(self, share: float, fair: float) -> tuple[float, float]:
+        """(requests a second within fair shares, those beyond) when `share` of what is asked can be on time."""
+        if share <= 0.0:
+            return 0.0, 0.0
+        modest = bisect_right(self.ratios, fair / share)
+        within = share * self.rates[modest] + fair * (self.weights[-1] - self.weights[modest])
+        return within, max(0.0, share * self.rates[-1] - within)
+
+
+def _planned_value(
+    demands: dict[tuple[Priority, float], _Demand], fair: float, t: float, a: float, b: float, sigma: float
+) -> float:
+    """Value a second of batches that take t seconds. fair: requests a second that are a client's due, per weight."""
+    left, total = (t - a) / (b * t), 0.0
+    for tier, value in TIER_WEIGHT.items():
+        within = beyond = 0.0
+        for (kind, limit), demand in demands.items():
+            if kind is tier:
+                share = 1.0 if limit == inf else max(0.0, min(1.0, (limit - t * (1.0 + sigma)) / t))
+                due, more = demand.split(share, fair)
+                within += due
+                beyond += more
+        served = min(within, left)
+        surplus = min(beyond, left - served)
+        left -= served + surplus
+        total += value * (served + _SURPLUS * surplus)
+    return total

@@ -58,6 +58,10 @@ class CostModel(Protocol):
 
     unit: str
 
+    @property
+    def linear(self) -> bool:
+        """Whether a batch of equal requests takes fixed + marginal · n seconds."""
+
     def tally(self) -> Tally:
         """Start filling a batch."""
 
@@ -93,7 +97,7 @@ class _UnitTally:
         self.cost = self.dearest = 0.0
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        return 1.0 if self.cost + 1.0 <= budget else 0.0
+        return 1.0 if self.cost == 0.0 or self.cost + 1.0 <= budget else 0.0
 
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost += 1.0
@@ -104,6 +108,7 @@ class UnitCost:
     """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
 
     unit = "requests"
+    linear = False
 
     def tally(self) -> Tally:
         return _UnitTally()
@@ -238,12 +243,21 @@ class TimeCost:
         self._max_keys = max_keys
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
-        self._probes: OrderedDict[tuple[Hashable, str, Hashable], _Probe] = OrderedDict()
+        self._probes: OrderedDict[tuple[Hashable, Hashable], _Probe] = OrderedDict()
+        self._marginals: dict[tuple[Hashable, str, Hashable], float] = {}  # these two until something is learned
+        self._remaining: dict[tuple[Hashable, str, Hashable, float], float] = {}
+
+    @property
+    def linear(self) -> bool:
+        return len(self.stages) == 1 and not self.sizes
 
     # -- what the scheduler asks -------------------------------------------------------------------------------------
 
     def tally(self) -> Tally:
-        return _TimeTally(self)
+        return self._open()
+
+    def _open(self) -> _OneShotTally | _StagedTally:
+        return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
 
     def estimate(self, ticket: Ticket) -> float:
         """The documented estimate: the rolling median of the ticket's (shape, class)."""
@@ -251,10 +265,14 @@ class TimeCost:
         return known.value if known else DEFAULT_COST
 
     def remaining(self, ticket: Ticket) -> float:
-        if not self.measured(ticket):
-            return 0.0
-        tally = _TimeTally(self)
-        return tally.with_ticket(ticket)
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class, ticket.wants)
+        known = self._remaining.get(key)
+        if known is None:
+            tally = self._open()
+            seconds = tally.with_ticket(ticket)
+            known = self._remaining[key] = seconds if tally.measured else 0.0
+        return known
 
     def measured(self, ticket: Ticket) -> bool:
         """Whether anything was learned of such requests; a guess refuses nobody."""
@@ -262,12 +280,20 @@ class TimeCost:
         return (known is not None and known.samples >= RollingMedian.WARM) or self.fits(ticket.request.shape) is not None
 
     def marginal(self, ticket: Ticket, units: float) -> float:
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class)
+        known = self._marginals.get(key)
+        if known is None:
+            known = self._marginals[key] = self._marginal(ticket)
+        return known * units
+
+    def _marginal(self, ticket: Ticket) -> float:
         fit = self._fits.get((ticket.request.shape, ticket.stage))
         if fit is not None and fit.ready and self.affine:
             slope = fit.slope(self.class_of(ticket))
             if slope is not None:
-                return slope * units
-        return self.whole(ticket) / max(1.0, ticket.request.wants) * units
+                return slope
+        return self.estimate(ticket) / max(1.0, ticket.request.wants)
 
     def fixed(self, ticket: Ticket) -> float:
         fit = self._fits.get((ticket.request.shape, ticket.stage))
@@ -286,17 +312,23 @@ class TimeCost:
         padded = self.padded(n)
         if padded != n:
             counts = {k: c * padded / n for k, c in counts.items()}
+        self._relearn()
         self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
         if len(self.stages) == 1 and len(counts) == 1:
             k = next(iter(counts))
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
-            self._entry(self._probes, (shape, batch.stage, k), _Probe).observe(n, elapsed)
+            self._entry(self._probes, (shape, k), _Probe).observe(n, elapsed)
 
     def settled(self, ticket: Ticket) -> None:
         """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
         if len(self.stages) > 1:
             key = (ticket.request.shape, ticket.request.cost_class)
+            self._relearn()
             self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
+
+    def _relearn(self) -> None:
+        self._marginals.clear()
+        self._remaining.clear()
 
     def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
         known = table.get(key)
@@ -323,11 +355,7 @@ class TimeCost:
 
     def probe(self, shape: Hashable, cost_class: Hashable) -> _Probe | None:
         """The size probe of one-shot work."""
-        return self._probes.get((shape, "", cost_class))
-
-    def whole(self, ticket: Ticket) -> float:
-        """Seconds of the whole request by the documented estimate."""
-        return self.estimate(ticket)
+        return self._probes.get((shape, cost_class))
 
     def padded(self, n: int) -> int:
         """The size the processor runs for n members."""
@@ -352,67 +380,127 @@ class TimeCost:
         return rows
 
 
-class _TimeTally:
-    """Seconds until the last member ends: one addition per ticket, for one-shot and for staged work alike.
+class _OneShotTally:
+    """a + Σ b over the members: one addition per ticket."""
 
-    One-shot: a + Σ b. Staged: for each stage but the last a_s + Σ b_s over those still before it, plus for the last
-    a · max(steps) + Σ b · steps.
-    """
-
-    __slots__ = (
-        "_fits",
-        "_measured",
-        "_model",
-        "_n",
-        "_only",
-        "_shape",
-        "_slopes",
-        "_steps",
-        "_total",
-        "_waiting",
-        "cost",
-        "dearest",
-    )
+    __slots__ = ("_classes", "_fit", "_model", "_n", "_offered", "_probe", "_shape", "_slopes", "cost", "dearest", "measured")
 
     def __init__(self, model: TimeCost) -> None:
         self._model = model
-        self._fits: tuple[AffineFit, ...] | None = None
+        self._fit: AffineFit | None = None
         self._shape: Hashable = None
-        self._measured = False
         self._n = 0
-        self._only: Hashable = None  # the class of all members, while there is just one
-        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
-        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
-        self._slopes = 0.0  # Σ of marginal seconds over members, all stages
-        self._steps = 0.0  # longest remaining run of the last stage
+        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
+        self._classes: set[Hashable] = set()  # of the members
+        self._probe: _Probe | None = None
+        self._offered: tuple[Ticket, float] | None = None
+        self.measured = False
         self.cost = self.dearest = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.cost if self._measured else 0.0
+        return self.cost if self.measured else 0.0
+
+    blocks = seconds
+
+    @property
+    def sigma(self) -> float:
+        return self._fit.sigma if self._fit is not None else 0.15
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if self._n and cost > budget * _SLACK:
+            cost = self._near(ticket, cost, budget)
+        if cost == inf or cost > limit * _SLACK:
+            return 0.0
+        self._offered = (ticket, cost)
+        return 1.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        offered = self._offered
+        self.cost = offered[1] if offered is not None and offered[0] is ticket else self.with_ticket(ticket)
+        self._offered = None
+        k = ticket.request.cost_class
+        self._classes.add(k)
+        self._n += 1
+        alone = self._fixed + self._slopes[k]
+        if alone > self.dearest:
+            self.dearest = alone
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        k = ticket.request.cost_class
+        slope = self._slopes.get(k)
+        if slope is None:
+            slope = self._open(ticket)
+        if self._model.sizes:
+            return self._padded(slope)
+        return (self.cost if self._n else self._fixed) + slope
+
+    @property
+    def _fixed(self) -> float:
+        return self._fit.fixed if self._fit is not None else 0.0
+
+    def _open(self, ticket: Ticket) -> float:
+        """Look up a class met for the first time."""
+        model, request = self._model, ticket.request
+        if not self._slopes:
+            fits = model.fits(request.shape)
+            self._fit = fits[0] if fits else None
+            self._shape = request.shape
+            self.measured = model.measured(ticket)
+        slope = self._fit.slope(request.cost_class) if self._fit is not None else None
+        found = self._slopes[request.cost_class] = model.estimate(ticket) if slope is None else slope
+        return found
+
+    def _near(self, ticket: Ticket, cost: float, budget: float) -> float:
+        """Above the budget: what the batch is bounded by all the same, or inf.
+
+        A size near one that was measured is bounded by it (a pessimistic start would otherwise never learn the fixed
+        part); company that is nearly free may pass the budget.
+        """
+        if self._fit is None:
+            return inf
+        k = ticket.request.cost_class
+        if not self._model.sizes and self._classes == {k}:
+            known = self._model.probe(self._shape, k)
+            bound = inf if known is None else known.bound(self._n + 1)
+            if bound <= budget * _SLACK:
+                return bound
+        return cost if cost <= NEARLY_FREE * max(self.dearest, self._fixed + self._slopes[k]) else inf
+
+    def _padded(self, slope: float) -> float:
+        """The same for a processor that pads: members cost what the padded size costs, in proportion."""
+        before = self._n
+        slopes = slope + (0.0 if not before else (self.cost - self._fixed) * before / self._model.padded(before))
+        return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
+
+
+class _StagedTally:
+    """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
+    last a · max(steps) + Σ b · steps."""
+
+    __slots__ = ("_fits", "_model", "_n", "_slopes", "_steps", "_total", "_waiting", "cost", "dearest", "measured")
+    blocks = 0.0  # others enter at the next step
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fits: tuple[AffineFit, ...] | None = None
+        self._n = 0
+        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
+        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
+        self._slopes = 0.0  # Σ of marginal seconds over members, all stages
+        self._steps = 0.0  # longest remaining run of the last stage
+        self.measured = False
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self.measured else 0.0
 
     @property
     def sigma(self) -> float:
         return max(f.sigma for f in self._fits) if self._fits else 0.15
-
-    @property
-    def blocks(self) -> float:
-        return self.seconds if len(self._model.stages) == 1 else 0.0
-
-    def with_ticket(self, ticket: Ticket) -> float:
-        """Predicted seconds if the ticket joined."""
-        if self._n == 0:
-            self._fits = self._model.fits(ticket.request.shape)
-            self._shape = ticket.request.shape
-            self._measured = self._model.measured(ticket)
-        if self._fits is None:
-            return self._total + self._guess(ticket)
-        slopes, steps, entering = self._price(ticket)
-        total = self._slopes + slopes + self._fits[-1].fixed * max(self._steps, steps)
-        for i, waiting in enumerate(self._waiting):
-            if waiting or entering <= i:
-                total += self._fits[i].fixed
-        return self._padding(self._probing(ticket, total))
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
@@ -420,15 +508,12 @@ class _TimeTally:
             return 0.0
         if self._n == 0 or cost <= budget * _SLACK:
             return 1.0
-        if self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket)):
-            return 1.0
-        return 0.0
+        free = self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket))
+        return 1.0 if free else 0.0
 
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost = self.with_ticket(ticket)
         self.dearest = max(self.dearest, self._alone(ticket))
-        k = self._model.class_of(ticket)
-        self._only = k if self._n == 0 or k == self._only else self
         self._n += 1
         if self._fits is None:
             self._total += self._guess(ticket)
@@ -439,42 +524,33 @@ class _TimeTally:
         for i in range(entering, len(self._waiting)):
             self._waiting[i] += 1
 
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        if self._n == 0:
+            self._fits = self._model.fits(ticket.request.shape)
+            self.measured = self._model.measured(ticket)
+        if self._fits is None:
+            return self._total + self._guess(ticket)
+        slopes, steps, entering = self._price(ticket)
+        n = self._n + 1
+        total = (self._slopes + slopes) * self._model.padded(n) / n + self._fits[-1].fixed * max(self._steps, steps)
+        for i, waiting in enumerate(self._waiting):
+            if waiting or entering <= i:
+                total += self._fits[i].fixed
+        return total
+
     def _guess(self, ticket: Ticket) -> float:
         """The documented estimate of what is left of the ticket."""
-        return self._model.whole(ticket) * (ticket.wants / ticket.request.wants)
+        return self._model.estimate(ticket) * (ticket.wants / ticket.request.wants)
 
     def _alone(self, ticket: Ticket) -> float:
-        if self._n == 0:
-            return self.with_ticket(ticket)
-        return _TimeTally(self._model).with_ticket(ticket)
+        return _StagedTally(self._model).with_ticket(ticket)
 
     def _price(self, ticket: Ticket) -> tuple[float, float, int]:
         """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
         assert self._fits is not None
         stages = self._model.stages
-        if len(stages) == 1:
-            slope = self._fits[0].slope(ticket.request.cost_class)
-            return (self._model.whole(ticket) if slope is None else slope), 1.0, 0
         entering = stages.index(ticket.stage)
-        before = len(stages) - 1 - entering
-        steps = max(0.0, ticket.wants - before)
+        steps = max(0.0, ticket.wants - (len(stages) - 1 - entering))
         slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])
         return slopes + (self._fits[-1].slope("") or 0.0) * steps, steps, entering
-
-    def _probing(self, ticket: Ticket, total: float) -> float:
-        """A pessimistic start never learns the fixed part: a size near one that was measured is bounded by it."""
-        if len(self._model.stages) > 1 or self._model.sizes:
-            return total
-        k = ticket.request.cost_class
-        if self._n and k != self._only:
-            return total
-        known = self._model.probe(self._shape, k)
-        return total if known is None else min(total, known.bound(self._n + 1))
-
-    def _padding(self, total: float) -> float:
-        n = self._n + 1
-        padded = self._model.padded(n)
-        if padded == n or not self._fits:
-            return total
-        fixed = self._fits[-1].fixed * max(self._steps, 1.0)
-        return fixed + (total - fixed) * padded / n

@@ -18,7 +18,7 @@ from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
-from reflex_runtime.core.select import Filled, at_risk, price_of_time, value, window
+from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, value, window
 
 
 @dataclass(slots=True)
@@ -145,6 +145,8 @@ class Former:
         movable = [t for t in self.partition.residents if t.state is TicketState.RESIDENT and not t.held]
         movable.sort(key=lambda t: (t.tier, t.wants > 1.0, t.seq))
         for ticket in movable:
+            if len(filled.grants) >= self.policy.max_batch_size:
+                break
             if ticket in self.preempted or ticket.stage != movable[0].stage:
                 continue
             units = filled.tally.offer(ticket, self.policy.max_batch_cost)
@@ -198,7 +200,12 @@ class Former:
                 break
             if client in blocked:
                 continue
-            units = 0.0 if shares is not None and shares[client] <= 0 else self._offer(filled.tally, ticket, limit)
+            if ticket.held:  # thrown out while held: it waits for its resume and holds up nobody
+                if cursor is not None:
+                    cursor.take(0.0)
+                continue
+            entitled = shares is None or shares[client] > 0
+            units = self._offer(filled.tally, ticket, limit) if entitled else 0.0
             if units > 0.0:
                 filled.tally.add(ticket, units)
                 filled.grants[ticket] = units
@@ -207,7 +214,7 @@ class Former:
                 if cursor is not None:
                     cursor.take(model.marginal(ticket, units) / ticket.request.weight)
                 continue
-            filled.passed_over = True
+            filled.passed_over = filled.passed_over or entitled
             blocked.add(client)
             if cursor is not None:
                 cursor.skip()
@@ -247,10 +254,10 @@ class Former:
     def _shares(self) -> dict[object, int] | None:
         """Resident places each client may still take while others wait: its even part less what it holds.
 
-        None when work is one-shot or only one client is here.
+        None when work is one-shot or nobody else waits.
         """
         active = len(self.group.clients)
-        if not self.partition.residents or active < 2:
+        if not self.partition.residents or active < 2 or not self.partition.contended():
             return None
         even = ceil(self.policy.max_batch_size / active)
         left: dict[object, int] = defaultdict(lambda: even)
@@ -269,7 +276,8 @@ class Former:
             chosen = Filled({}, full.tally)
             if candidates:
                 price = self._price(candidates[0])
-                chosen = window(candidates, full, lambda some, limit: self._fill(base, some, limit), price, self.now)
+                members = window(candidates, full, self._fitter(base, full, candidates), price, self.now)
+                chosen = self._fill(base, members, inf)
             shed = self._overtaken(chosen)
         return chosen, shed + self._infeasible(chosen, shed)
 
@@ -286,6 +294,21 @@ class Former:
         finally:
             cursor.close()
         return found
+
+    def _fitter(self, base: Filled, full: Filled, candidates: Sequence[Ticket]) -> Fitter:
+        """How window selection asks what fits a limit: by formula where all cost the same, by filling otherwise."""
+        one = candidates[0].request
+        alike = self.group.cost.linear and all(t.request.cost_class == one.cost_class for t in candidates)
+        if base.grants or not alike:
+            return lambda some, limit: (list((filled := self._fill(base, some, limit)).grants), filled.tally.seconds)
+        fixed, marginal, _ = self._affine(candidates[0])
+        most = len(full.grants)  # what the budget and the places allow
+
+        def fit(some: Sequence[Ticket], limit: float) -> tuple[Sequence[Ticket], float]:
+            n = min(most, len(some), int((limit - fixed) / marginal + 1e-9)) if marginal > 0.0 else most
+            return some[: max(0, n)], fixed + marginal * n
+
+        return fit
 
     def _price(self, ticket: Ticket) -> float:
         fixed, marginal, _ = self._affine(ticket)

@@ -51,9 +51,9 @@ class GroupConfig:
             raise ConfigError(f"GroupConfig.weight={self.weight!r}: must be finite and >= 0")
         if not self.promote_after >= 0:
             raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
-        holds = (*self.flush.hold_max, self.flush.returns)
+        holds = (*self.flush.hold_min, *self.flush.hold_max, self.flush.returns, self.flush.shed)
         if self.resources is not None and any(holds):
-            raise ConfigError("GroupConfig.resources: needs a flush policy without holds (every_step)")
+            raise ConfigError("GroupConfig.resources: needs a flush policy without holds and shedding (every_step)")
 
 
 class Group:
@@ -79,9 +79,9 @@ class Group:
         """The partition, made if it is new."""
         found = self.partitions.get(key)
         if found is None:
-            found = self.partitions[key] = Partition(key)
             if len(self.partitions) > IDLE_PARTITIONS + len(self.active):
                 self._evict()
+            found = self.partitions[key] = Partition(key)
         return found
 
     def _evict(self) -> None:
@@ -97,8 +97,7 @@ class Group:
         client = self.clients.get(request.client)
         self.clients.enter(client)
         self.returns.arrived(request.client, now)
-        half = inf if request.time_limit is None else 0.5 * request.time_limit
-        partition.append(ticket, client, now + min(self.config.promote_after, half))
+        partition.append(ticket, client, self._promote_at(ticket))
         partition.arrivals.arrive(now)
         if request.time_limit is not None:
             partition.usual_limit += (request.time_limit - partition.usual_limit) * (0.05 if partition.usual_limit else 1)
@@ -128,8 +127,13 @@ class Group:
 
     def requeue(self, ticket: Ticket) -> None:
         """A resident was preempted: it waits again, first of its client."""
-        self.active[ticket.request.partition].requeue(ticket, self.clients.get(ticket.request.client))
+        client = self.clients.get(ticket.request.client)
+        self.active[ticket.request.partition].requeue(ticket, client, self._promote_at(ticket))
         self.queued += 1
+
+    def _promote_at(self, ticket: Ticket) -> float:
+        limit = ticket.request.time_limit
+        return ticket.arrived + min(self.config.promote_after, inf if limit is None else 0.5 * limit)
 
     def promote(self, now: float) -> None:
         """Apply aging to every partition."""

@@ -8,8 +8,9 @@ Counters only ever grow, so a stale heap entry is too small, surfaces early and 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from math import inf
 
 from reflex_runtime.core.heap import LazyHeap
@@ -37,6 +38,7 @@ class Clients:
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Client] = OrderedDict()
         self._active: LazyHeap[Client] = LazyHeap()
+        self._rest = 0.0  # largest counter when the last active client left: an idle device is nobody's debt
 
     def __len__(self) -> int:
         """Clients that have something in the system."""
@@ -67,6 +69,8 @@ class Clients:
         client.unsettled -= 1
         if client.unsettled == 0:
             self._active.discard(client)
+            if not len(self._active):
+                self._rest = max(self._rest, client.counter)
             if len(self._known) > IDLE_CLIENTS + len(self._active):
                 self._evict()
 
@@ -75,13 +79,13 @@ class Clients:
         client.counter += units
 
     def floor(self) -> float:
-        """The smallest counter of an active client; 0 when there is none."""
+        """The smallest counter of an active client; when there is none, where the last one left."""
         while (top := self._active.first()) is not None:
             key, client = top
             if key == client.counter:
                 return key
             self._active.push(client.counter, client)
-        return 0.0
+        return self._rest
 
     def _evict(self) -> None:
         """Forget the client that has been idle longest."""
@@ -129,8 +133,10 @@ class Tier:
         if queue is None:
             queue = self._queues[key] = ClientQueue(client)
         queue.tickets[ticket] = None
-        if front:
-            queue.tickets.move_to_end(ticket, last=False)
+        if front:  # behind elders that were preempted before it
+            elders = list(takewhile(lambda t: t.seq < ticket.seq, queue.tickets))
+            for t in (ticket, *reversed(elders)):
+                queue.tickets.move_to_end(t, last=False)
         self.oldest.push(ticket.seq, ticket)
         if queue.entry is None or front:
             self.open(queue)
@@ -147,6 +153,10 @@ class Tier:
     def queue_of(self, ticket: Ticket) -> ClientQueue:
         """The queue a waiting ticket stands in."""
         return self._queues[(ticket.request.client, ticket.request.priority)]
+
+    def queues(self) -> Iterable[ClientQueue]:
+        """The queues that hold tickets, at most one per client and priority."""
+        return self._queues.values()
 
     def waiting_of(self, client: Hashable) -> list[Ticket]:
         """The client's tickets in this tier."""
@@ -237,8 +247,12 @@ class Cursor:
             if top is None or (self._ahead and self._ahead[0][:2] < top[:2]):
                 if not self._ahead:
                     return None
-                _, _, ticket, queue, rest = heappop(self._ahead)
-                return ticket, queue, rest
+                counter, seq, ticket, queue, rest = heappop(self._ahead)
+                moved = queue.client.counter + self._charged.get(queue.client, 0.0)
+                if counter == moved:
+                    return ticket, queue, rest
+                heappush(self._ahead, (moved, seq, ticket, queue, rest))  # its client has another queue in this tier
+                continue
             tier.pop()
             queue = top[2]
             self._opened.append(queue)
@@ -290,6 +304,16 @@ class Partition:
         tiers = self.tiers
         return len(tiers[0].oldest) + len(tiers[1].oldest) + len(tiers[2].oldest)
 
+    def contended(self) -> bool:
+        """Whether more than one client waits."""
+        first: Client | None = None
+        for tier in self.tiers:
+            for queue in tier.queues():
+                if first is not None and queue.client is not first:
+                    return True
+                first = queue.client
+        return False
+
     def heads(self) -> list[float | None]:
         """Arrival of each tier's oldest waiting ticket."""
         return [top[1].arrived if (top := tier.oldest.first()) is not None else None for tier in self.tiers]
@@ -307,10 +331,12 @@ class Partition:
         if ticket.tier is Priority.BACKGROUND and promote_at < inf:
             self.promotions.push(promote_at, ticket)
 
-    def requeue(self, ticket: Ticket, client: Client) -> None:
+    def requeue(self, ticket: Ticket, client: Client, promote_at: float) -> None:
         """A preempted ticket goes to the front of its queue."""
         self.residents.pop(ticket, None)
         self.tiers[ticket.tier].append(ticket, client, front=True)
+        if ticket.tier is Priority.BACKGROUND and promote_at < inf:
+            self.promotions.push(promote_at, ticket)
 
     def take(self, ticket: Ticket) -> None:
         """A waiting ticket stops waiting."""

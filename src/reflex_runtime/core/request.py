@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reflex_runtime.core.batch import Admission
 
 
 class Priority(IntEnum):
@@ -93,14 +96,14 @@ class Ticket:
     stage, wants: what a resident does next and how many units of it are left.
     granted, cached, recomputed: units granted in all, found already done, and granted but lost to preemption;
     computed: units whose result the processor holds now.
-    batches: how many batches it was in; `admitted_in`: the id of the batch that first took it.
+    batches: how many batches it was in; `admission`: the batch that took it in, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
     waiter: free for the driver (a future).
     """
 
     __slots__ = (
         "abandoned",
-        "admitted_in",
+        "admission",
         "answered",
         "arrived",
         "batches",
@@ -135,7 +138,7 @@ class Ticket:
         self.wants = request.wants
         self.granted = self.cached = self.recomputed = self.computed = self.shared = 0.0
         self.batches = 0
-        self.admitted_in = -1
+        self.admission: Admission | None = None
         self.started: float | None = None
         self.cancel_requested = self.abandoned = self.held = self.answered = False
         self.progressed = True  # since it was last preempted; a ticket is not preempted twice without progress

@@ -12,7 +12,7 @@ is held.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable
 from itertools import accumulate
@@ -26,20 +26,27 @@ _GRID = (0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005)
 class _Thinker:
     """One client: its last answer, its think times in order of arrival, and sorted with prefix sums."""
 
-    __slots__ = ("answered", "history", "ordered", "sums")
+    __slots__ = ("_sums", "answered", "history", "ordered")
 
     def __init__(self) -> None:
         self.answered: float | None = None
         self.history: deque[float] = deque()
         self.ordered: list[float] = []
-        self.sums: list[float] = [0.0]
+        self._sums: list[float] | None = None
 
     def add(self, think: float) -> None:
         if len(self.history) == HISTORY:
             self.ordered.remove(self.history.popleft())
         self.history.append(think)
         insort(self.ordered, think)
-        self.sums = [0.0, *accumulate(self.ordered)]
+        self._sums = None
+
+    @property
+    def sums(self) -> list[float]:
+        """Prefix sums of the ordered think times; made when first asked for."""
+        if self._sums is None:
+            self._sums = [0.0, *accumulate(self.ordered)]
+        return self._sums
 
 
 class Returns:
@@ -99,14 +106,17 @@ class Returns:
     def _add(thinker: _Thinker, now: float, grid: list[float], expected: list[float], waits: list[float]) -> None:
         """Add one client's E(h) and W(h) for every h of the grid."""
         assert thinker.answered is not None
-        ordered, sums = thinker.ordered, thinker.sums
+        ordered = thinker.ordered
         age = now - thinker.answered
-        first = bisect_right(ordered, age)
+        # Just late is still due: clients that come back together reach the scheduler one by one, and without this the
+        # first of them would send the batch away from the rest.
+        first = bisect_left(ordered, age - _GRID[0])
         left = len(ordered) - first
         if not left or ordered[first] > age + grid[-1]:
             return
+        sums = thinker.sums
         for i, h in enumerate(grid):
             last = bisect_right(ordered, age + h, first)
             if last > first:
                 expected[i] += (last - first) / left
-                waits[i] += (sums[last] - sums[first] - (last - first) * age) / left
+                waits[i] += max(0.0, sums[last] - sums[first] - (last - first) * age) / left

@@ -21,8 +21,18 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import admit
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, Expired, ReflexError, Rejected, Shed, Superseded
+from reflex_runtime.core.batch import Admission, Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import (
+    Cancelled,
+    ConfigError,
+    Drained,
+    Expired,
+    ProcessorError,
+    ReflexError,
+    Rejected,
+    Shed,
+    Superseded,
+)
 from reflex_runtime.core.events import (
     BatchFinished,
     BatchScheduled,
@@ -48,9 +58,12 @@ class Scheduler:
     """
 
     def __init__(self, groups: Iterable[GroupConfig] = (GroupConfig(),), max_batches: int = 1) -> None:
-        self._groups = {config.name: Group(config) for config in groups}
-        if not self._groups:
+        configs = list(groups)
+        self._groups = {config.name: Group(config) for config in configs}
+        if not configs:
             raise ConfigError("Scheduler.groups=(): needs at least one group")
+        if len(self._groups) < len(configs):
+            raise ConfigError(f"Scheduler.groups={[c.name for c in configs]}: names must be unique")
         if not max_batches >= 1:
             raise ConfigError(f"Scheduler.max_batches={max_batches!r}: must be >= 1")
         self._max_batches = max_batches
@@ -140,6 +153,10 @@ class Scheduler:
 
     def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
         """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
+        if batch not in self._in_flight:
+            raise ValueError(f"batch {batch.id} is not in flight")
+        if len(outcomes) != len(batch):
+            raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {len(outcomes)}")
         self._input(now)
         del self._in_flight[batch]
         self._free_since = now
@@ -210,6 +227,10 @@ class Scheduler:
         """Waiting tickets of the group."""
         return self._groups[group].queued
 
+    def unsettled(self, group: str) -> int:
+        """Tickets of the group that have not ended."""
+        return self._groups[group].unsettled
+
     @property
     def idle(self) -> bool:
         """Whether every admitted ticket has settled."""
@@ -228,10 +249,7 @@ class Scheduler:
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
         while (top := self._expiry.first()) is not None and top[0] <= self._now:
-            ticket = top[1]
-            self._expiry.discard(ticket)
-            if ticket.state is not TicketState.RUNNING:  # a running one is looked at when it comes back
-                self._settle(ticket, Failed(Expired("its deadline passed before it was answered")))
+            self._settle(top[1], Failed(Expired("its deadline passed before it was answered")))
         for group in self._groups.values():
             if -inf < group.paused_until <= self._now:
                 group.paused_until = -inf
@@ -254,10 +272,14 @@ class Scheduler:
         """Groups as they take turns: least device time over weight; weight 0 only when nothing else waits."""
         ready = [g for g in self._groups.values() if g.active and g.paused_until <= self._now]
         if len(ready) > 1:
-            if any(g.config.weight > 0.0 for g in ready):
+            if any(g.config.weight > 0.0 and self._waits(g) for g in ready):
                 ready = [g for g in ready if g.config.weight > 0.0]
             ready.sort(key=lambda g: g.device_time)
         return ready
+
+    def _waits(self, group: Group) -> bool:
+        """Whether the group has anything that does not run."""
+        return group.unsettled > sum(len(batch) for batch in self._in_flight if batch.group == group.name)
 
     def _form(self, group: Group) -> Batch | None:
         group.promote(self._now)
@@ -287,13 +309,18 @@ class Scheduler:
         model, n = group.cost, len(formed.grants)
         fixed = model.fixed(next(iter(formed.grants)))
         expected = fixed
+        cause = formed.cause
+        admission = Admission(self._batches, len(formed.newcomers), cause.reason, cause, formed.cost)
         for ticket, units in formed.grants.items():
             if ticket.state is TicketState.WAITING:
                 group.stop_waiting(ticket)
-                ticket.admitted_in = self._batches
+                ticket.admission = admission
                 if ticket.started is None:
                     ticket.started = self._now
             self._move(ticket, TicketState.RUNNING)
+            if ticket.deadline < inf:  # nothing happens at the deadline of what runs; it is looked at when it comes back
+                self._expiry.discard(ticket)
+                partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
             marginal = model.marginal(ticket, units)
@@ -334,6 +361,8 @@ class Scheduler:
 
     def _advance(self, group: Group, ticket: Ticket, units: float, outcome: Outcome) -> None:
         """Move one ticket on from a batch."""
+        if isinstance(outcome, More) and not 0.0 < outcome.wants < inf:
+            outcome = Failed(ProcessorError(f"More.wants={outcome.wants!r}: must be finite and > 0"))
         if isinstance(outcome, More):
             ticket.computed += units
             ticket.progressed = True
@@ -341,14 +370,17 @@ class Scheduler:
             if outcome.stage is not None:
                 ticket.stage = outcome.stage
             self._move(ticket, TicketState.RESIDENT)
-            group.active[ticket.request.partition].residents[ticket] = None
+            partition = group.active[ticket.request.partition]
+            partition.residents[ticket] = None
             self._events.append(RequestProgressed(self._now, ticket, outcome.value))
             if ticket.request.streams and outcome.value is not None:
-                ticket.answered = True  # a stream's deadline is for its first answer
-                self._expiry.discard(ticket)
+                ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
             error = self._boundary(ticket)
             if error is not None:
                 self._settle(ticket, Failed(error))
+            elif ticket.deadline < inf:
+                self._expiry.push(ticket.deadline, ticket)
+                partition.deadlines.push(ticket.deadline, ticket)
             return
         if isinstance(outcome, Done):
             ticket.computed += units
@@ -363,7 +395,7 @@ class Scheduler:
             return Cancelled("cancelled by the caller")
         if self._closed and not self._draining:
             return Drained("the server is shutting down")
-        if ticket.deadline <= self._now and not ticket.answered:
+        if ticket.deadline <= self._now:
             return Expired("its deadline passed before it was answered")
         return None
 
@@ -384,7 +416,9 @@ class Scheduler:
         group = self._groups[ticket.request.group]
         if ticket.state is TicketState.WAITING:
             group.stop_waiting(ticket)
-        elif ticket.state is TicketState.RESIDENT:
+        elif ticket.state is TicketState.RESIDENT or (
+            isinstance(outcome, Failed) and ticket in group.active[ticket.request.partition].residents
+        ):
             group.left.append(ticket)
         resources = group.config.resources
         if resources is not None and ticket.state is not TicketState.WAITING:
@@ -405,14 +439,15 @@ class Scheduler:
 
     def _replaced(self, group: Group, request: Request) -> list[Ticket]:
         """Waiting tickets of the same client that a newer request supersedes."""
-        partition = group.active.get(request.partition)
-        return partition.waiting_of(request.client) if partition is not None else []
+        if not group.clients.unsettled(request.client):
+            return []
+        return [ticket for partition in group.active.values() for ticket in partition.waiting_of(request.client)]
 
     def _lift(self, group: Group) -> None:
-        """A group that becomes active gets no credit for the time it was idle."""
-        busy = [g.device_time for g in self._groups.values() if g.unsettled and g is not group]
-        if busy:
-            group.device_time = max(group.device_time, min(busy))
+        """A group that becomes active gets no credit for the time it was idle, and an idle device is nobody's debt."""
+        peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
+        busy = [g.device_time for g in peers if g.unsettled and g is not group]
+        group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))
 
     @staticmethod
     def _charge_device(group: Group, seconds: float) -> None:

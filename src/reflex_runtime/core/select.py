@@ -10,9 +10,9 @@ its expected on-time value less the price of the device time it takes. The best 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import erf, inf, log
+from math import erf, exp, inf, log
 
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.request import Priority, Ticket
@@ -32,7 +32,10 @@ class Filled:
     size_reached: bool = False
 
 
-Filler = Callable[[Sequence[Ticket], float], Filled]  # (candidates in order, limit in seconds) → batch
+Fitter = Callable[[Sequence[Ticket], float], tuple[Sequence[Ticket], float]]
+"""(candidates in order, limit in seconds) → those that fit, and the seconds they take together."""
+
+_SURE = 4.0  # standard deviations beyond which an outcome is taken as certain
 
 
 def value(ticket: Ticket) -> float:
@@ -46,41 +49,45 @@ def at_risk(filled: Filled, now: float) -> bool:
     return tightest - now < filled.tally.seconds * (1.0 + 2.0 * filled.tally.sigma)
 
 
-def window(candidates: Sequence[Ticket], full: Filled, fill: Filler, price: float, now: float) -> Filled:
-    """The batch of largest expected value.
+def window(candidates: Sequence[Ticket], full: Filled, fit: Fitter, price: float, now: float) -> Sequence[Ticket]:
+    """The members of the batch of largest expected value.
 
     candidates: in serving order, each able to make its deadline alone. full: the batch that ignores deadlines.
     """
     sigma = max(0.01, full.tally.sigma)
     risky = full.tally.seconds * (1.0 + 2.0 * sigma)
-    slacks = sorted({t.deadline - now for t in candidates if t.deadline - now < risky})
+    slacks = sorted({slack for t in candidates if (slack := t.deadline - now) < risky})
     if len(slacks) > THRESHOLDS:
         slacks = [slacks[i * len(slacks) // THRESHOLDS] for i in range(THRESHOLDS)]
-    best, top = fill(candidates[:1], inf), -inf  # whatever happens, the device does not idle
+    values = {t: value(t) for t in candidates}
+    best, top = candidates[:1], -inf  # whatever happens, the device does not idle
     for slack in (*slacks, risky):
         enough = [t for t in candidates if t.deadline - now >= slack]
         if not enough:
             break
         for factor in (1.0, 1.0 + sigma, 1.0 + 2.0 * sigma):
-            filled = fill(enough, slack / factor)
-            if not filled.grants:
-                continue
-            score = expected_value(filled, sigma, now) - KAPPA * price * filled.tally.seconds
+            chosen, seconds = fit(enough, slack / factor)
+            cost = KAPPA * price * seconds
+            if not chosen or sum([values[t] for t in chosen]) - cost <= top + 1e-9:
+                continue  # even if all were in time it could not win
+            score = expected_value(chosen, values, seconds, sigma, now) - cost
             if score > top + 1e-9:
-                best, top = filled, score
+                best, top = chosen, score
     return best
 
 
-def expected_value(filled: Filled, sigma: float, now: float) -> float:
-    """Σ w · P(in time) over the members."""
-    seconds = max(1e-9, filled.tally.seconds)
+def expected_value(
+    chosen: Sequence[Ticket], values: Mapping[Ticket, float], seconds: float, sigma: float, now: float
+) -> float:
+    """Σ w · P(in time) over the members of a batch that takes `seconds`."""
+    surely, never = seconds * exp(_SURE * sigma), seconds * exp(-_SURE * sigma)
     total = 0.0
-    for ticket in filled.grants:
+    for ticket in chosen:
         slack = ticket.deadline - now
-        if slack == inf:
-            total += value(ticket)
-        elif slack > 0.0:
-            total += value(ticket) * _normal(log(slack / seconds) / sigma)
+        if slack >= surely:
+            total += values[ticket]
+        elif slack > never:
+            total += values[ticket] * 0.5 * (1.0 + erf(log(slack / seconds) / sigma * 0.7071067811865476))
     return total
 
 
@@ -93,7 +100,3 @@ def price_of_time(rate: float, limit: float, fixed: float, marginal: float, weig
         return 0.0
     n = max(1.0, rate * (limit - fixed) / (1.0 + rate * marginal))
     return weight * min(rate, n / (fixed + marginal * n))
-
-
-def _normal(x: float) -> float:
-    return 0.5 * (1.0 + erf(x * 0.7071067811865476))

@@ -1,1 +1,63 @@
-"""Robot policies: exports, how they run, what they remember."""
+"""Robot policies: an export directory becomes a processor that answers requests with chunks of actions.
+
+Public names, and how a server uses them:
+
+    export  = Export.load("path/to/export")                      config, files, hashes; ConfigError names file and key
+    policy  = load_policy(export, slot="prod", cache_bytes=…)    MonolithicPolicy or DecomposedPolicy
+    served  = served_by(policy, guard=…, faults=…, latency=…)    the Processor for the driver: policy, faults, guard
+
+    GroupConfig(name=policy.slot, cost=policy.cost_model)        the scheduler's group of this slot
+    policy.warm_up((1, 2, 4)).teach(scheduler.cost_model(slot))  on the device, before serving
+
+    observation = policy.prepare(images=…, instruction=…, state=…, episode_id=…, request_id=…)
+                                                                 in a worker thread; InvalidRequest names the field
+    request = policy.request(observation, client=…, time_limit=…)          on the event loop: a core Request to submit
+    chunk: ActionChunk = the value of its Done                             actions, denoising_steps, cache, guard
+
+The layers under them: `export` (files → values), `observation` (what goes in and comes out), `policy` (what both kinds
+share), `monolithic` and `decomposed` (the two kinds), `prefix_cache`, `guard`, `faults`.
+"""
+
+from __future__ import annotations
+
+from reflex_runtime.policies.decomposed import DecomposedPolicy
+from reflex_runtime.policies.export import Embodiment, Export
+from reflex_runtime.policies.faults import Fault, FaultyProcessor, parse_fault
+from reflex_runtime.policies.guard import ActionGuard, GuardedProcessor
+from reflex_runtime.policies.load import load_policy, served_by
+from reflex_runtime.policies.monolithic import MonolithicPolicy
+from reflex_runtime.policies.observation import (
+    ActionChunk,
+    GuardReport,
+    InvalidRequest,
+    Observation,
+    decode_image,
+    noise_of,
+    seed_of,
+)
+from reflex_runtime.policies.policy import Policy, WarmUp
+from reflex_runtime.policies.prefix_cache import PrefixCache
+
+__all__ = [
+    "ActionChunk",
+    "ActionGuard",
+    "DecomposedPolicy",
+    "Embodiment",
+    "Export",
+    "Fault",
+    "FaultyProcessor",
+    "GuardReport",
+    "GuardedProcessor",
+    "InvalidRequest",
+    "MonolithicPolicy",
+    "Observation",
+    "Policy",
+    "PrefixCache",
+    "WarmUp",
+    "decode_image",
+    "load_policy",
+    "noise_of",
+    "parse_fault",
+    "seed_of",
+    "served_by",
+]

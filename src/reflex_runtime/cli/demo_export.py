@@ -1,0 +1,33 @@
+"""`reflex demo-export DIR`: write out the bundled demo policy."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "demo-export",
+        help="write the bundled demo policy to a directory",
+        description="Write the bundled demo policy (trained on six Meta-World tasks) to a directory that "
+        "`reflex serve` takes.",
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
+    parser.add_argument("--variant", choices=("v1", "v2"), default="v2", help="trained version (default v2, the better)")
+    parser.add_argument(
+        "--kind", choices=("monolithic", "decomposed"), default="decomposed",
+        help="one model, or prefix and denoise steps apart (default decomposed)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Copy the export."""
+    from reflex_runtime.demo.exports import write_export
+
+    write_export(args.directory, args.variant, args.kind)
+    print(f"wrote {args.variant} {args.kind} to {args.directory}; serve it with: reflex serve {args.directory}")
+    return 0

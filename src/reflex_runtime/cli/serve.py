@@ -1,0 +1,99 @@
+"""`reflex serve EXPORT`: serve a robot policy over HTTP, batched by cost."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from reflex_runtime.config import ServeConfig, add_options, environment, load, table
+from reflex_runtime.core.affine import DEFAULT_COST
+
+_EPILOG = """\
+examples:
+  reflex serve ./my-export
+  reflex serve ./my-export --max-batch-cost-ms 250                        deeper batches, longer waits
+  reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
+  reflex serve ./my-export --trace batches.jsonl    then: reflex trace batches.jsonl
+
+Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
+Exit status: 0 after a drain, 1 when the policy or the device was lost, 2 for a wrong option or export.
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "serve",
+        help="serve a robot policy over HTTP (POST /act)",
+        description="Serve a robot policy over HTTP. Requests that can share a forward pass do, within a cost budget.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("export", type=Path, metavar="EXPORT", help="export directory (see docs/exports.md)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
+    add_options(parser, ServeConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, then open the port, then load."""
+    from reflex_runtime.policies import Export, parse_fault
+    from reflex_runtime.server.serve import bind, serve
+    from reflex_runtime.server.slo import Objective
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    config = load(ServeConfig, "serve", args.config, environment(), vars(args))
+    if config.slo:
+        Objective.parse(config.slo)
+    for fault in config.inject_fault:
+        parse_fault(fault)
+    export = Export.load(args.export)
+    sock = bind(config.host, config.port)
+    _announce(config, export.model_id, sock.getsockname())
+    return serve(config, export, sock, lambda runtime: _ready(runtime, sock.getsockname()))
+
+
+def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
+    """The settings in force, and what deserves a warning."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True, highlight=False)
+    shown = Table(title=f"reflex serve {model_id}", title_justify="left", show_header=False, box=None)
+    for name, value in table(config):
+        shown.add_row(name, value)
+    console.print(shown)
+    if config.max_batch > 1:
+        budget = config.max_batch * DEFAULT_COST * 1e3
+        logging.warning(
+            "--max-batch=%d is ignored: batches are bounded by cost; use --max-batch-cost-ms %g (about N x 50)",
+            config.max_batch, budget,
+        )
+    if not _loopback(address[0]) and not config.api_key:
+        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
+    for fault in config.inject_fault:
+        logging.warning("FAULT INJECTION IS ON: --inject-fault %s", fault)
+    if config.inject_latency_ms:
+        logging.warning("FAULT INJECTION IS ON: --inject-latency-ms %g", config.inject_latency_ms)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _ready(runtime: Any, address: Any) -> None:
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    where = f"http://{host}:{address[1]}"
+    if runtime.state == "ready":
+        logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.inference_mode, where)
+    else:
+        logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)
+
+

@@ -1,0 +1,227 @@
+"""Settings: one tree of frozen values.
+
+Default, unit and range stand at the dataclass field, and everything else follows from there: the flags and their help,
+the TOML keys, the environment names, validation, and the table printed at start-up. Precedence: defaults, then the TOML
+file, then the environment (`REFLEX_` + the field's name), then flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from reflex_runtime.core.errors import ConfigError
+
+C = TypeVar("C")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    secret: bool = False,
+    repeat: bool = False,
+) -> Any:
+    """A settings field: its default, what it does, its unit and its inclusive range."""
+    meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar}
+    return field(default=default, metadata=meta | {"secret": secret, "repeat": repeat})
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Everything `reflex serve` can be told."""
+
+    # batching
+    max_batch_cost_ms: float = option(
+        100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
+        low=10, high=10_000, unit="ms",
+    )
+    batch_timeout_ms: float = option(
+        5.0, "longest hold on a free device, used only when clients answered a moment ago are expected back",
+        low=0, high=1000, unit="ms",
+    )
+    max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
+    cost_model: str = option(
+        "affine", "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
+        choices=("affine", "median"),
+    )
+    max_batch: int = option(1, "ignored, kept for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    latest_only: bool = option(False, "a newer request of the same robot replaces its waiting older one (409 superseded)")
+    max_in_flight_per_client: int = option(
+        0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
+    )
+    cuda_graphs: str = option("", "batch sizes to capture at warm-up and pad to, such as 1,2,4,8", metavar="SIZES")
+    # the policy
+    provider: str = option("cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently")
+    threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
+    prefix_max_age_chunks: int = option(
+        0, "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)", low=0, high=1000
+    )
+    prefix_cache_mb: float = option(
+        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB"
+    )
+    on_bad_action: str = option(
+        "error", "what a non-finite action becomes: an error, or a hold of the episode's last good action",
+        choices=("error", "hold"),
+    )
+    deadline_ms: float = option(0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms")
+    # protection
+    max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
+    max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    watchdog_s: float = option(10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s")
+    max_consecutive_crashes: int = option(5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000)
+    slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
+    slo_mode: str = option(
+        "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
+        choices=("log_only", "503", "degrade"),
+    )
+    drain_timeout_s: float = option(10.0, "time to finish what is queued after SIGTERM", low=0, high=600, unit="s")
+    # the door
+    host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
+    # watching
+    trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    # drills
+    inject_latency_ms: float = option(0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms")
+    inject_fault: tuple[str, ...] = option(
+        (), "SLOT:KIND:RATE[:MS], KIND raise nan hang slow die; for drills and tests", metavar="FAULT", repeat=True
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def validate(config: Any) -> None:
+    """Check every field against its range and choices; the error names flag, value and range."""
+    for f in fields(config):
+        value, meta = getattr(config, f.name), f.metadata
+        unit = f" {meta['unit']}" if meta.get("unit") else ""
+        low, high = meta.get("low"), meta.get("high")
+        if low is not None and not low <= value <= high:
+            raise ConfigError(f"{flag(f.name)}={value:g}: must be in [{low:g}, {high:.10g}]{unit}", field=f.name)
+        if meta.get("choices") and value not in meta["choices"]:
+            raise ConfigError(f"{flag(f.name)}={value}: must be one of {', '.join(meta['choices'])}", field=f.name)
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """One flag per field. Unset flags stay out of the namespace, so that the file and the environment can speak."""
+    hints = get_type_hints(kind)
+    for f in fields(kind):
+        meta = f.metadata
+        text = meta["help"].replace("%", "%%") + _suffix(f)
+        common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
+        if hints[f.name] is bool:
+            parser.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
+        elif meta["repeat"]:
+            parser.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
+        else:
+            shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
+            shown = shown or ("{" + ",".join(meta["choices"]) + "}" if meta["choices"] else "N" if hints[f.name] is int else "TEXT")
+            parser.add_argument(flag(f.name), metavar=shown, **common)
+
+
+def _suffix(f: Field[Any]) -> str:
+    if f.metadata["secret"] or f.default in ("", (), MISSING):
+        return ""
+    default = "off" if f.default is False else f"{f.default:g}" if isinstance(f.default, float) else f.default
+    unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
+    low, high = f.metadata["low"], f.metadata["high"]
+    bounds = f", range {low:g} to {high:.10g}" if low is not None else ""
+    return f" (default {default}{unit}{bounds})"
+
+
+def load(kind: type[C], section: str, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> C:
+    """Build the settings from all sources; every error says where the value came from."""
+    hints = get_type_hints(kind)
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, value in (_table(file, section) if file is not None else {}).items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"{file}: [{section}] {key}: no such setting")
+        values[name] = _convert(value, hints[name], f"{file}: [{section}] {key}")
+    for name in names:
+        text = environ.get("REFLEX_" + name.upper())
+        if text is not None:
+            values[name] = _convert(text, hints[name], "REFLEX_" + name.upper())
+    for name in names & flags.keys():
+        values[name] = _convert(flags[name], hints[name], flag(name))
+    return kind(**values)
+
+
+def _table(file: Path, section: str) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(file.read_text(encoding="utf-8")).get(section, {})
+    except OSError as error:
+        raise ConfigError(f"--config={file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config={file}: not TOML: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: [{section}] must be a table")
+    return found
+
+
+def _convert(value: Any, kind: Any, where: str) -> Any:
+    """A value of the field's type from TOML, a flag or an environment string."""
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        if kind is int:
+            return int(value) if not isinstance(value, float) else _whole(value)
+        if kind is float:
+            number = float(value)
+            if number != number:
+                raise ValueError
+            return number
+        if kind is str:
+            return str(value)
+        return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
+    except (ValueError, KeyError, TypeError):
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+        raise ConfigError(f"{where}={value}: must be {wanted}") from None
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def table(config: Any) -> list[tuple[str, str]]:
+    """(flag, value) of every setting in force, secrets hidden."""
+    rows = []
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.metadata["secret"]:
+            shown = "set" if value else "not set"
+        elif value in ("", (), False):
+            shown = "off" if value is False else "-"
+        else:
+            shown = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+        rows.append((flag(f.name), f"{shown} {f.metadata['unit']}".strip() if shown != "-" else "-"))
+    return rows
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, in one place so that tests can pass another."""
+    return os.environ

@@ -1,0 +1,242 @@
+"""Start a fleet of simulated robots against a server, each in its own process, and add up what they report.
+
+Processes, because a robot is one: its physics must not share an interpreter lock with another robot, and its requests
+must arrive when they like. Nothing here knows which server answers; `reflex demo` hands in its own, a test a stub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.robot import EXECUTE, Episode, Event, OnEvent
+from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS
+
+ServerFactory = Callable[[], AbstractContextManager[str]]
+"""Starts a server, gives its URL, and stops it on the way out."""
+
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_STDERR_KEPT = 2000  # characters of a failed robot's standard error that go into its report
+
+
+@dataclass(frozen=True, slots=True)
+class RobotReport:
+    """One robot process from start to end. exit_code 0: every episode was played to its end, solved or not."""
+
+    robot_id: str
+    task: str
+    episodes: tuple[Episode, ...]
+    startup_s: float | None
+    exit_code: int
+    stderr: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Nearest-rank percentiles, so that each is a value that occurred."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        """None without data."""
+        if not values:
+            return None
+        ranked = sorted(values)
+        p50, p90, p99 = (ranked[max(0, -(-len(ranked) * q // 100) - 1)] for q in (50, 90, 99))
+        return cls(p50, p90, p99, ranked[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """What the fleet did.
+
+    calls: chunks answered; refused: answers 429 or 503 met on the way (asked again after the time the server named);
+    latency_ms: of answered attempts, as the robots measured them; mean_batch_size: as the server reported per answer,
+    so weighted by requests; None where nothing was reported.
+    """
+
+    robots: tuple[RobotReport, ...]
+    calls: int
+    refused: int
+    latency_ms: Percentiles | None
+    mean_batch_size: float | None
+    wall_s: float
+
+    @property
+    def episodes(self) -> tuple[Episode, ...]:
+        return tuple(e for robot in self.robots for e in robot.episodes)
+
+    @property
+    def by_task(self) -> dict[str, tuple[int, int]]:
+        """Task → (solved, played), in the order of the tasks."""
+        counts = {}
+        for task in INSTRUCTIONS:
+            played = [e.success for e in self.episodes if e.task == task]
+            if played:
+                counts[task] = (sum(played), len(played))
+        return counts
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Sentences about robots that did not play all their episodes; empty when all is well."""
+        told = []
+        for robot in self.robots:
+            errors = [e.error for e in robot.episodes if e.error]
+            if robot.exit_code or errors:
+                why = errors[0] if errors else robot.stderr.strip() or "no message"
+                told.append(f"{robot.robot_id} ({robot.task}) ended with code {robot.exit_code}: {why}")
+        return tuple(told)
+
+
+@dataclass(slots=True, eq=False)
+class _Robot:
+    """A running child and what it has said so far."""
+
+    robot_id: str
+    task: str
+    process: subprocess.Popen[str]
+    errors: IO[str]
+    episodes: list[Episode] = field(default_factory=list)
+    startup_s: float | None = None
+    overdue: bool = False
+
+    def report(self) -> RobotReport:
+        code = self.process.wait()
+        self.errors.seek(0)
+        stderr = "killed at the time limit" if self.overdue else self.errors.read()[-_STDERR_KEPT:] if code else ""
+        return RobotReport(self.robot_id, self.task, tuple(self.episodes), self.startup_s, code, stderr)
+
+
+def run_demo(
+    server: str | ServerFactory,
+    robots: int = 6,
+    episodes: int = 2,
+    *,
+    tasks: Sequence[str] = tuple(INSTRUCTIONS),
+    seed: int = 7,
+    execute: int = EXECUTE,
+    max_steps: int = MAX_STEPS,
+    control_hz: float = 0.0,
+    wire: str = "msgpack",
+    time_limit: float = 120.0,
+    on_progress: OnEvent = lambda event: None,
+) -> DemoResult:
+    """Run `robots` processes of `episodes` episodes each against `server`, a URL or a factory of one.
+
+    Robots take the tasks in turn; those with the same task play different situations of `seed`. on_progress gets every
+    event of every robot as it arrives, on the calling thread. After `time_limit` seconds the robots still running are
+    killed, and their reports say so. On any way out, an exception included, no child is left.
+    """
+    for name, value in (("robots", robots), ("episodes", episodes)):
+        if value < 1:
+            raise ConfigError(f"{name}: {value} is less than 1")
+    for task in tasks or ("",):
+        if task not in INSTRUCTIONS:
+            raise ConfigError(f"tasks: {task!r} is none of {', '.join(INSTRUCTIONS)}")
+    with ExitStack() as stack:
+        url = stack.enter_context(nullcontext(server) if isinstance(server, str) else server())
+        began = time.monotonic()
+        options = {
+            "--url": url,
+            "--episodes": episodes,
+            "--seed": seed,
+            "--execute": execute,
+            "--max-steps": max_steps,
+            "--control-hz": control_hz,
+            "--wire": wire,
+        }
+        fleet = []
+        for i in range(robots):
+            turn, which = divmod(i, len(tasks))
+            mine = {"--robot-id": f"r{i}", "--task": tasks[which], "--first-episode": turn * episodes}
+            fleet.append(stack.enter_context(_spawn(options | mine)))
+        calls = _follow(fleet, began + time_limit, on_progress)
+        answered = [call for call in calls if call["status"] == 200]
+        sizes = [call["batch_size"] for call in answered if call.get("batch_size")]
+        return DemoResult(
+            robots=tuple(robot.report() for robot in fleet),
+            calls=len(answered),
+            refused=sum(call["status"] in {429, 503} for call in calls),
+            latency_ms=Percentiles.of([call["latency_ms"] for call in answered]),
+            mean_batch_size=sum(sizes) / len(sizes) if sizes else None,
+            wall_s=time.monotonic() - began,
+        )
+
+
+@contextmanager
+def _spawn(options: Mapping[str, Any]) -> Iterator[_Robot]:
+    """A robot process that cannot outlive this one: it ends when its standard input closes, however that happens."""
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "reflex_runtime.demo.robot", "--end-with-stdin", *words]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | _ONE_THREAD,
+        )
+        try:
+            yield _Robot(str(options["--robot-id"]), str(options["--task"]), process, errors)
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> list[Event]:
+    """Pass on all events until every robot has closed its output or the deadline kills it. Returns the calls."""
+    events: queue.SimpleQueue[tuple[_Robot, Event | None]] = queue.SimpleQueue()
+
+    def read(robot: _Robot) -> None:
+        assert robot.process.stdout is not None
+        for line in robot.process.stdout:
+            events.put((robot, json.loads(line)))
+        events.put((robot, None))
+
+    readers = [threading.Thread(target=read, args=(robot,), daemon=True) for robot in fleet]
+    for reader in readers:
+        reader.start()
+    talking = list(fleet)
+    calls = []
+    try:
+        while talking:
+            try:
+                robot, event = events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if event is None:
+                talking.remove(robot)
+                continue
+            if event["event"] == "ready":
+                robot.startup_s = event["startup_s"]
+            elif event["event"] == "episode_end":
+                robot.episodes.append(Episode(**{name: event[name] for name in Episode.__dataclass_fields__}))
+            elif event["event"] == "act":
+                calls.append(event)
+            on_progress(event)
+    finally:
+        for robot in talking:
+            robot.overdue = True
+            robot.process.kill()
+        for reader in readers:
+            reader.join()
+    return calls

@@ -1,0 +1,77 @@
+"""One simulated robot arm and its table: a Meta-World task behind four methods.
+
+Runs from pip packages alone. MuJoCo computes the physics, `SchematicCamera` draws the picture, so neither a display nor
+a system OpenGL library is needed or loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.tasks import INSTRUCTIONS, Observation
+
+os.environ.setdefault("MUJOCO_GL", "disable")  # before the import of mujoco, which would look for OpenGL otherwise
+
+try:
+    import mujoco
+    from metaworld.env_dict import ENV_CLS_MAP
+    from metaworld.types import Task
+except ImportError as error:
+    raise ImportError("the simulated robots need Meta-World: pip install 'reflex-runtime[demo]'") from error
+
+from reflex_runtime.demo.camera import SchematicCamera
+
+
+class World:
+    """One task, reset as often as wanted. Not safe to share between threads.
+
+    `seed` and the episode number fix where the furniture stands: (task, seed, episode) names a situation for good.
+    Physics is deterministic: the same actions from the same situation end the same way.
+    """
+
+    def __init__(self, task: str, seed: int = 0) -> None:
+        if task not in INSTRUCTIONS:
+            raise ConfigError(f"task: {task!r} is none of {', '.join(INSTRUCTIONS)}")
+        self.task = task
+        self.seed = seed
+        self.episode_id = ""
+        self._env = ENV_CLS_MAP[task]()
+        self._camera = SchematicCamera(self._env.model)
+        self._vector = np.zeros(39)
+
+    def reset(self, episode: int) -> None:
+        """Put the arm back and the furniture where (seed, episode) says."""
+        space = self._env._random_reset_space
+        assert space is not None
+        where = np.random.default_rng([self.seed, episode]).uniform(space.low, space.high)
+        what = {"env_cls": type(self._env), "rand_vec": where, "partially_observable": False}
+        self._env.set_task(Task(self.task, pickle.dumps(what)))
+        self._env.reset()
+        self.episode_id = f"{self.task}/{self.seed}/{episode}"
+        # Furniture has been moved in the model; positions derived from it, and what was read from them, are older.
+        mujoco.mj_forward(self._env.model, self._env.data)
+        self._vector = self._env._get_obs()
+
+    def observe(self) -> Observation:
+        """Draw and read the present moment; costs nothing in simulated time."""
+        image = self._camera.picture(self._env.data)
+        state = self._vector[:4].astype(np.float32)
+        return Observation(image, state, INSTRUCTIONS[self.task], self.episode_id)
+
+    def step(self, action: NDArray[np.float32] | NDArray[np.float64]) -> bool:
+        """Move the hand by action[:3] (each in [-1, 1], 1 is a centimetre) and close the gripper by action[3].
+
+        Returns whether the task is solved at this instant. Values out of range are clipped.
+        """
+        self._vector, _, _, _, info = self._env.step(np.clip(action, -1.0, 1.0))
+        return bool(info["success"])
+
+    @property
+    def privileged(self) -> NDArray[np.float64]:
+        """Meta-World's own 39 numbers with the exact object positions: for scripted experts, never for a policy."""
+        return self._vector

@@ -1,0 +1,173 @@
+"""The asyncio driver: an event loop submits, cancels and awaits; device work happens in its own thread.
+
+Futures are resolved and sinks are called on the loop, once per batch. One loop timer serves expiry and the watchdog while
+the device is busy; when it is free the device thread waits for itself. The loop never waits for the device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+from typing import Any, Self
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.processors.base import Processor
+
+Sink = Callable[[Event], None]
+
+
+class Batcher:
+    """Batches requests of one event loop on one device.
+
+        async with Batcher({"default": processor}) as batcher:
+            value = await batcher.run(Request(payload))
+
+    processors: one per group. watchdog: seconds a batch may run before its callers are told (0 switches it off).
+    sinks: called on the loop with every event, in order. on_fatal: called on the loop when the device is given up.
+    """
+
+    def __init__(
+        self,
+        processors: Mapping[str, Processor],
+        groups: Iterable[GroupConfig] = (GroupConfig(),),
+        sinks: Iterable[Sink] = (),
+        watchdog: float = 10.0,
+        clock: Clock = time.monotonic,
+        on_fatal: Callable[[], None] | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(groups)
+        self.device = Device(self.scheduler, processors, self._notified, clock, self._fatal_from_thread)
+        self.sinks = list(sinks)
+        self._watchdog = watchdog
+        self._clock = clock
+        self._on_fatal = on_fatal
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pump_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._idle: asyncio.Event | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Bind to the running loop and start the device thread."""
+        self._loop = asyncio.get_running_loop()
+        self.device.start()
+
+    def submit(self, request: Request) -> Ticket:
+        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop."""
+        assert self._loop is not None, "Batcher.start was not awaited"
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+        return self.device.submit(request, self._loop.create_future())
+
+    async def run(self, request: Request) -> Any:
+        """Submit and wait for the value; cancelling the awaiting task takes the request back."""
+        ticket = self.submit(request)
+        try:
+            return await ticket.waiter
+        except asyncio.CancelledError:
+            self.device.cancel(ticket)
+            raise
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take a request back. Its future ends with `Cancelled` unless it is already done."""
+        self.device.cancel(ticket)
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+        """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.
+
+        Returns whether the thread ended.
+        """
+        assert self._loop is not None
+        self.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        if drain and timeout > 0 and not self.scheduler.idle:
+            self._idle = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._idle.wait()
+            except TimeoutError:
+                pass
+        self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+        self._pump()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_at = None, inf
+        ended = await self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
+        self._pump()
+        return ended
+
+    # -- on the loop -----------------------------------------------------------------------------------------------------
+
+    def _notified(self) -> None:
+        """There are events; called on any thread."""
+        if self._pump_due or self._loop is None:
+            return
+        self._pump_due = True
+        try:
+            self._loop.call_soon_threadsafe(self._pump)
+        except RuntimeError:  # the loop is closed: nobody is left to tell
+            return
+
+    def _pump(self) -> None:
+        """Call the sinks, resolve the futures, keep the timer right."""
+        self._pump_due = False
+        for event in self.device.take_events():
+            for sink in self.sinks:
+                sink(event)
+            if isinstance(event, RequestSettled):
+                self._resolve(event.ticket)
+        if self._idle is not None and self.scheduler.idle:
+            self._idle.set()
+        self._arm()
+
+    @staticmethod
+    def _resolve(ticket: Ticket) -> None:
+        waiter: asyncio.Future[Any] | None = ticket.waiter
+        if waiter is None or waiter.done():
+            return
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            waiter.set_result(outcome.value)
+        else:
+            waiter.set_exception(outcome.error)
+
+    def _arm(self) -> None:
+        """One timer, for what must happen while the device is busy: expiry, and the watchdog."""
+        since = self.device.running_since
+        at = inf
+        if since is not None:
+            at = self.device.wake_at()
+            if self._watchdog > 0:
+                at = min(at, since + self._watchdog)
+        if at >= self._timer_at:  # an early timer is harmless: it looks and arms again
+            return
+        assert self._loop is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._loop.call_later(max(0.0, at - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, inf
+        self.device.expire()
+        if self._watchdog > 0:
+            self.device.check(self._watchdog)
+        self._pump()
+
+    def _fatal_from_thread(self) -> None:
+        if self._loop is not None and self._on_fatal is not None:
+            self._loop.call_soon_threadsafe(self._on_fatal)

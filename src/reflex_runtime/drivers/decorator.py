@@ -1,0 +1,112 @@
+"""`@batched`: write a function over a list, call it with one item, from threads or from coroutines.
+
+    @batched(max_batch_size=32)
+    def embed(texts: list[str]) -> list[Vector]: ...
+
+    vector = embed("one text")              # blocks this thread
+    vector = await embed.aio("one text")    # does not block the loop
+
+The function runs on one thread of its own and needs no lock. Concurrent callers share its calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Generic, TypeVar
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.errors import ConfigError, WaitTimeout
+from reflex_runtime.core.events import RequestSettled
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.device import Device
+from reflex_runtime.processors.function import FunctionProcessor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class BatchedFunction(Generic[Item, Result]):
+    """A function over a list that is called with single items. See the module docstring."""
+
+    def __init__(self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool) -> None:
+        functools.update_wrapper(self, function)
+        self._scheduler = Scheduler([config])
+        self._device = Device(
+            self._scheduler, {config.name: FunctionProcessor(function, repeatable)}, self._deliver, name=function.__name__
+        )
+        self._group = config.name
+        self._delivery = threading.Lock()
+        self._starting = threading.Lock()
+        self._started = False
+
+    def __call__(self, item: Item, timeout: float | None = None) -> Result:
+        """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout."""
+        ticket, future = self._submit(item)
+        try:
+            return future.result(timeout)
+        except FutureTimeout:
+            if future.done():
+                raise  # the function itself raised a TimeoutError
+            self._device.input(lambda scheduler, now: scheduler.abandon(ticket, now))
+            raise WaitTimeout(f"no answer within {timeout:g} s") from None
+
+    async def aio(self, item: Item) -> Result:
+        """The result for one item, without blocking the loop; cancelling the task takes the item back."""
+        ticket, future = self._submit(item)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._device.cancel(ticket)
+            raise
+
+    def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
+        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended."""
+        self._device.input(lambda scheduler, now: scheduler.close(now, drain))
+        return self._device.stop(timeout)
+
+    def _submit(self, item: Item) -> tuple[Ticket, Future[Result]]:
+        if not self._started:
+            with self._starting:
+                if not self._started:
+                    self._device.start()
+                    self._started = True
+        future: Future[Result] = Future()
+        return self._device.submit(Request(item, group=self._group, client=threading.get_ident()), future), future
+
+    def _deliver(self) -> None:
+        with self._delivery:  # one place takes events, so they stay in order
+            for event in self._device.take_events():
+                if isinstance(event, RequestSettled):
+                    future, outcome = event.ticket.waiter, event.ticket.outcome
+                    if not future.set_running_or_notify_cancel():
+                        continue
+                    if isinstance(outcome, Done):
+                        future.set_result(outcome.value)
+                    else:
+                        future.set_exception(outcome.error)
+
+
+def batched(
+    max_batch_size: int = 32, max_latency: float = 0.0, capacity: int = 1000, repeatable: bool = True
+) -> Callable[[Callable[[list[Item]], Sequence[Result]]], BatchedFunction[Item, Result]]:
+    """Make a function over a list callable with one item at a time.
+
+    max_batch_size: most items in a call. max_latency: seconds the oldest item may wait for company on a free thread;
+    the default 0 sends at once, and batches form by themselves while a call runs. capacity: most waiting items.
+    repeatable: False if the function must not see an item twice (then one bad item fails its whole call).
+    """
+    if callable(max_batch_size):
+        raise ConfigError("@batched: needs parentheses, as in @batched()")
+    config = GroupConfig(
+        name="batched", flush=FlushPolicy.by_size(max_batch_size, max_latency), capacity=capacity, cost=UnitCost
+    )
+    return lambda function: BatchedFunction(function, config, repeatable)

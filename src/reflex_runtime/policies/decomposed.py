@@ -1,0 +1,192 @@
+"""A policy in two graphs: the prefix reads the scene once, the expert denoises in steps.
+
+Requests are resident between steps, so the batch may change at every step boundary: a row carries its own flow time
+k/n, and a robot joins a running batch at the next step instead of waiting for the last. Prefix and step are stages of
+the scheduler; every stage is one call for all its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch, Done, More
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.request import Ticket, TicketState
+from reflex_runtime.policies.export import Export
+from reflex_runtime.policies.observation import Observation
+from reflex_runtime.policies.policy import Policy
+from reflex_runtime.policies.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
+from reflex_runtime.processors.onnx import CPU, OnnxSession
+
+PREFIX, DENOISE = "prefix", "denoise"
+CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flow:
+    """A resident between two steps: x after `step` of them, in the model's units."""
+
+    prefix: Prefix
+    x: NDArray[np.float32]
+    step: int = 0
+
+
+class DecomposedPolicy(Policy):
+    """Runs `vlm_prefix.onnx` and `expert_denoise.onnx`.
+
+    A request whose prefix is cached enters at stage "denoise" and wants the steps; any other enters at "prefix" and
+    wants one unit more. Requests without an episode are not cached.
+
+    cache_bytes: bound of the prefix cache, 0 for none; what unsettled requests hold comes on top. max_age_chunks: see
+    `PrefixCache`. provider, threads: as in `OnnxSession`.
+
+    ConfigError when the graphs are not what the export says or do not fit each other.
+    """
+
+    stages = (PREFIX, DENOISE)
+    inference_mode = "decomposed"
+
+    def __init__(
+        self,
+        export: Export,
+        slot: str = "prod",
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        max_age_chunks: int = 0,
+        provider: str = CPU,
+        threads: int = 1,
+    ) -> None:
+        super().__init__(export, slot)
+        self.cache = PrefixCache(cache_bytes, max_age_chunks) if cache_bytes else None
+        prefix, expert = export.graphs["prefix"], export.graphs["expert"]
+        self._prefix_inputs = {role: spec.name for role, spec in prefix.inputs.items()}
+        self._inputs = {role: spec.name for role, spec in expert.inputs.items()}
+        self._output = expert.outputs["actions"].name
+        self._prefix, self._expert = (
+            OnnxSession(graph.file, list(graph.inputs.values()), list(graph.outputs.values()), provider, threads)
+            for graph in (prefix, expert)
+        )
+        for made, read in export.past_kv.items():
+            left, right = self._prefix.outputs[made], self._expert.inputs[read]
+            fit = len(left.dims) == len(right.dims) and all(
+                a is None or b is None or a == b for a, b in zip(left.dims, right.dims, strict=True)
+            )
+            if not fit or left.dtype != right.dtype:
+                raise ConfigError(
+                    f"{expert.file}: input {read!r}: {right.dtype} {right.dims}, but {prefix.file.name} makes "
+                    f"{left.dtype} {left.dims} (decomposed.past_kv_tensor_names)"
+                )
+        self._flows: dict[Ticket, _Flow] = {}
+        self._packed: tuple[tuple[Ticket, ...], dict[str, Any]] = ((), {})
+
+    # -- on the way in -------------------------------------------------------------------------------------------------
+
+    def _prepared(self, observation: Observation, instruction: str) -> Observation:
+        if self.cache is None or not observation.episode_id:
+            return observation
+        text = np.frombuffer(instruction.encode("utf-8", "surrogatepass"), np.uint8)
+        seen = [observation.row(role) for role in sorted(self._prefix_inputs)]
+        return replace(
+            observation, prefix_key=PrefixKey(self.slot, observation.episode_id, digest(text), digest(*seen))
+        )
+
+    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
+        steps = float(self.export.num_denoising_steps)
+        if self.cache is None or observation.prefix_key is None:
+            return observation, PREFIX, steps + 1.0
+        use, prefix = self.cache.lookup(observation.prefix_key)
+        observation = replace(observation, cache=use, prefix=prefix)
+        return (observation, PREFIX, steps + 1.0) if prefix is None else (observation, DENOISE, steps)
+
+    # -- device thread -------------------------------------------------------------------------------------------------
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        self.drop(batch.left)
+        self._forget_settled()
+        return self._run_prefix(batch) if batch.stage == PREFIX else self._run_step(batch)
+
+    def drop(self, tickets: Iterable[Ticket]) -> None:
+        for ticket in tickets:
+            if self._flows.pop(ticket, None) is not None:
+                self._packed = ((), {})
+
+    def stop(self) -> None:
+        self._flows.clear()
+        self._packed = ((), {})
+
+    def _forget_settled(self) -> None:
+        """A ticket that failed in a call, or was given up in one, is never among `left`: it was not resident then."""
+        self.drop([ticket for ticket in self._flows if ticket.state is TicketState.SETTLED])
+
+    def _run_prefix(self, batch: Batch) -> Sequence[Any]:
+        tickets = list(batch.grants)
+        seen: list[Observation] = [ticket.request.payload for ticket in tickets]
+        rows = {name: np.stack([o.row(role) for o in seen]) for role, name in self._prefix_inputs.items()}
+        made = self._prefix.run(rows, batch.notes)
+        # Nothing above has changed any state, and nothing below can fail: a call that raises may be repeated.
+        steps = float(self.export.num_denoising_steps)
+        for i, (ticket, observation) in enumerate(zip(tickets, seen, strict=True)):
+            # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
+            prefix = Prefix({read: made[name][i].copy() for name, read in self.export.past_kv.items()})
+            self._flows[ticket] = _Flow(prefix, self._noise(observation))
+            if self.cache is not None and observation.prefix_key is not None:
+                self.cache.insert(observation.prefix_key, prefix)
+        return [More(wants=steps, stage=DENOISE)] * len(tickets)
+
+    def _run_step(self, batch: Batch) -> Sequence[Any]:
+        steps = self.export.num_denoising_steps
+        flows = {ticket: flow for ticket in batch.grants if (flow := self._flow(ticket)) is not None}
+        tickets = tuple(flows)
+        moved: dict[Ticket, NDArray[np.float32]] = {}
+        if tickets:
+            rows = self._constants(tickets, flows)
+            rows[self._inputs["noise"]] = np.stack([flow.x for flow in flows.values()])
+            rows[self._inputs["time"]] = np.array([flow.step / steps for flow in flows.values()], np.float32)
+            moved = dict(zip(tickets, self._expert.run(rows, batch.notes)[self._output], strict=True))
+        results: list[Any] = []
+        for ticket in batch.grants:
+            flow = flows.get(ticket)
+            if flow is None:
+                results.append(ProcessorError("its keys and values are gone"))
+            elif flow.step + 1 < steps:
+                self._flows[ticket] = replace(flow, x=moved[ticket], step=flow.step + 1)
+                results.append(More(wants=float(steps - flow.step - 1)))
+            else:
+                self._flows.pop(ticket, None)
+                results.append(self._chunk(ticket.request.payload, moved[ticket]))
+        if any(isinstance(result, Done) for result in results):
+            self._packed = ((), {})
+        return results
+
+    def _flow(self, ticket: Ticket) -> _Flow | None:
+        """Where the ticket stands; one whose prefix was cached starts here."""
+        known = self._flows.get(ticket)
+        observation: Observation = ticket.request.payload
+        if known is None and observation.prefix is not None:
+            return _Flow(observation.prefix, self._noise(observation))
+        return known
+
+    def _constants(self, tickets: tuple[Ticket, ...], flows: dict[Ticket, _Flow]) -> dict[str, Any]:
+        """State, keys and values of the rows, stacked once for as many steps as the same tickets run together."""
+        if self._packed[0] != tickets:
+            stacked = {
+                name: np.stack([flow.prefix.tensors[name] for flow in flows.values()])
+                for name in self.export.past_kv.values()
+            }
+            if "state" in self._inputs:
+                stacked[self._inputs["state"]] = np.stack([t.request.payload.row("state") for t in tickets])
+            self._packed = (tickets, {name: self._expert.place(array, name) for name, array in stacked.items()})
+        return dict(self._packed[1])
+
+    def _describe(self) -> dict[str, Any]:
+        both = self._prefix.dynamic_batch and self._expert.dynamic_batch
+        return {
+            "provider": self._expert.provider,
+            "fanout": "batched" if both else "sequential",
+            "prefix_cache": None if self.cache is None else self.cache.snapshot(),
+        }

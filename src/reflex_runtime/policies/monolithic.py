@@ -1,0 +1,50 @@
+"""A policy that is one graph: image, text, state and noise in, a chunk of actions out, in one call per batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.policies.export import Export
+from reflex_runtime.policies.observation import Observation
+from reflex_runtime.policies.policy import Policy
+from reflex_runtime.processors.onnx import CPU, OnnxSession
+
+
+class MonolithicPolicy(Policy):
+    """Runs `model.onnx`. It remembers nothing between calls, so every answer has `cache: off`.
+
+    provider, threads: as in `OnnxSession`. ConfigError when the graph is not what the export says.
+    """
+
+    stages = ("",)
+    inference_mode = "monolithic"
+
+    def __init__(self, export: Export, slot: str = "prod", *, provider: str = CPU, threads: int = 1) -> None:
+        super().__init__(export, slot)
+        self._graph = export.graphs["model"]
+        self._session = OnnxSession(
+            self._graph.file, list(self._graph.inputs.values()), list(self._graph.outputs.values()), provider, threads
+        )
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
+        rows = {spec.name: np.stack([self._row(o, role) for o in seen]) for role, spec in self._graph.inputs.items()}
+        actions = self._session.run(rows, batch.notes)[self._graph.outputs["actions"].name]
+        return [self._chunk(observation, row) for observation, row in zip(seen, actions, strict=True)]
+
+    def _row(self, observation: Observation, role: str) -> Any:
+        return self._noise(observation) if role == "noise" else observation.row(role)
+
+    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
+        return observation, "", 1.0
+
+    def _describe(self) -> dict[str, Any]:
+        return {
+            "provider": self._session.provider,
+            "fanout": "batched" if self._session.dynamic_batch else "sequential",
+            "prefix_cache": None,
+        }

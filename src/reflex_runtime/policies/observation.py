@@ -1,0 +1,138 @@
+"""What a policy is asked (`Observation`) and what it answers (`ActionChunk`)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import Rejected
+from reflex_runtime.policies.prefix_cache import Prefix, PrefixKey
+
+Image = NDArray[np.uint8]
+CacheUse = Literal["hit", "hit_stale", "miss", "off"]
+
+MAX_IMAGE_PIXELS = 4096 * 4096
+
+
+class InvalidRequest(Rejected):
+    """What was sent is not what the policy needs; `details["field"]` names it. Sending it again changes nothing."""
+
+    code, http_status, retry_safe, outcome = "invalid_request", 422, False, "client_error"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field=field)
+
+    def __reduce__(self) -> Any:
+        return (InvalidRequest, (self.message, self.details["field"]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
+
+    images: by the export's names, uint8 [height, width, 3] at the export's sizes.
+    tokens: int64 [max_tokens], or None where the policy reads no text.
+    state: float32 [state_dim], normalised, or None where the policy takes none.
+    seed: of the noise, in [0, 2⁶⁴).
+    episode_id: "" when the caller named none; nothing is then remembered between its requests.
+    prefix_key: what its keys and values are cached under, or None.
+    cache, prefix: set by `Policy.request`: how the cache answered, and the keys and values it had. The reference keeps
+        them in memory until the request is settled, whatever the cache evicts.
+    """
+
+    images: Mapping[str, Image] = field(default_factory=dict)
+    tokens: NDArray[np.int64] | None = None
+    state: NDArray[np.float32] | None = None
+    seed: int = 0
+    request_id: str = ""
+    episode_id: str = ""
+    prefix_key: PrefixKey | None = None
+    cache: CacheUse = "off"
+    prefix: Prefix | None = None
+
+    def row(self, role: str) -> NDArray[Any]:
+        """What it holds for a role of the export: "tokens", "state" or the name of an image."""
+        if role == "tokens":
+            assert self.tokens is not None
+            return self.tokens
+        if role == "state":
+            assert self.state is not None
+            return self.state
+        return self.images[role]
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    """What the action guard changed in one chunk.
+
+    clamped: how many values were outside their range. joints: whose, by name or else by index, in their order.
+    held: the chunk was not finite and is the episode's last good action, repeated.
+    """
+
+    clamped: int = 0
+    joints: tuple[str, ...] = ()
+    held: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"clamped": self.clamped, "joints": list(self.joints), "held": self.held}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionChunk:
+    """What a policy answers.
+
+    actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
+    denoising_steps: Euler steps behind it. cache: how the prefix cache answered ("off" where there is none).
+    guard: what the action guard did, or None where none looked.
+    """
+
+    actions: NDArray[np.float32]
+    denoising_steps: int
+    cache: CacheUse = "off"
+    guard: GuardReport | None = None
+
+
+def seed_of(request_id: str) -> int:
+    """The default noise seed of a request: the first 8 bytes, big-endian, of SHA-256(UTF-8 request id)."""
+    return int.from_bytes(hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]:
+    """Standard normal float32 [chunk_size, action_dim]; the same seed gives the same noise in every process."""
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal((chunk_size, action_dim), dtype=np.float32)
+
+
+def decode_image(data: bytes, field: str = "image") -> Image:
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
+
+    The size is read from the header and checked before anything is decompressed.
+    """
+    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+
+    try:
+        with PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
+            width, height = image.size
+            if not 0 < width * height <= MAX_IMAGE_PIXELS:
+                raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+            return np.asarray(image.convert("RGB"))
+    except InvalidRequest:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+
+
+def resize_image(image: Image, height: int, width: int) -> Image:
+    """Bilinear, without keeping the aspect ratio; unchanged when it already has the size."""
+    if image.shape[:2] == (height, width):
+        return image
+    import PIL.Image
+
+    resized = PIL.Image.fromarray(image).resize((width, height), PIL.Image.Resampling.BILINEAR)
+    return np.asarray(resized)

@@ -1,0 +1,290 @@
+"""What monolithic and decomposed policies share: preparing what came in, requests, the cost model and warm-up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
+from reflex_runtime.core.cost import CostModel, TimeCost
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.policies.export import Export
+from reflex_runtime.policies.observation import (
+    MAX_IMAGE_PIXELS,
+    ActionChunk,
+    CacheUse,
+    Image,
+    InvalidRequest,
+    Observation,
+    decode_image,
+    noise_of,
+    resize_image,
+    seed_of,
+)
+from reflex_runtime.processors.base import BaseProcessor, run_batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WarmUp:
+    """What warming up measured: (batch, seconds) of every call that counts, and the tickets that ran to their end."""
+
+    batches: Sequence[tuple[Batch, float]]
+    finished: Sequence[Ticket]
+
+    def teach(self, model: CostModel) -> None:
+        """Let a cost model learn from it as if the scheduler had run these batches."""
+        for batch, elapsed in self.batches:
+            model.observe(batch, elapsed)
+        for ticket in self.finished:
+            model.settled(ticket)
+
+
+class Policy(BaseProcessor):
+    """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
+
+    export: what is served. slot: the scheduler group of its requests; nothing it remembers crosses slots.
+    stages: what a request passes through, as the cost model knows it. inference_mode: "monolithic" or "decomposed".
+    """
+
+    stages: ClassVar[tuple[str, ...]]
+    inference_mode: ClassVar[str]
+
+    def __init__(self, export: Export, slot: str) -> None:
+        if export.export_kind != self.inference_mode:
+            raise ConfigError(
+                f"{export.path}: export_kind: found {export.export_kind!r}, {type(self).__name__} expects "
+                f"{self.inference_mode!r}; `load_policy` picks the right one"
+            )
+        self.export, self.slot = export, slot
+        self.shape: Hashable = _shape(export)
+
+    # -- worker thread -------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        images: Mapping[str, Image | bytes] | None = None,
+        instruction: str | None = None,
+        state: Sequence[float] | NDArray[Any] | None = None,
+        episode_id: str | None = None,
+        request_id: str = "",
+        seed: int | None = None,
+    ) -> Observation:
+        """Check and convert what was sent. Slow (decoding, resizing): for a worker thread, any number at a time.
+
+        images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
+        Images the policy does not know are ignored: versions behind one router may see different cameras.
+        state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
+
+        Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
+        """
+        export = self.export
+        seen = {name: self._image(name, images or {}) for name in export.images}
+        tokens = self._tokens(instruction)
+        normalised = self._state(state)
+        if seed is None:
+            seed = seed_of(request_id)
+        elif not 0 <= seed < 1 << 64:
+            raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
+        observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "")
+        return self._prepared(observation, instruction or "")
+
+    def _prepared(self, observation: Observation, instruction: str) -> Observation:
+        """A last word on what was prepared."""
+        return observation
+
+    def _image(self, name: str, images: Mapping[str, Image | bytes]) -> Image:
+        height, width = self.export.images[name]
+        # The error names the field the caller would write: `image` and `image_wrist` stand alone, others in `images`.
+        field = name if name in ("image", "image_wrist") else f"images.{name}"
+        sent = images.get(name)
+        if sent is None and len(self.export.images) == 1:
+            sent = images.get("image")
+        if sent is None:
+            raise InvalidRequest(f"{field}: missing, and this policy needs it", field)
+        if isinstance(sent, bytes | bytearray | memoryview):
+            sent = decode_image(bytes(sent), field)
+        if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
+            raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
+        if not 0 < sent.shape[0] * sent.shape[1] <= MAX_IMAGE_PIXELS:
+            raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+        return resize_image(sent, height, width)
+
+    def _tokens(self, instruction: str | None) -> NDArray[np.int64] | None:
+        tokenizer = self.export.tokenizer
+        if tokenizer is None:
+            return None
+        if not instruction or not instruction.strip():
+            raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
+        return tokenizer.encode(instruction, self.export.max_tokens)
+
+    def _state(self, state: Sequence[float] | NDArray[Any] | None) -> NDArray[np.float32] | None:
+        if state is None:
+            if self.export.takes_state:
+                raise InvalidRequest("state: missing, and this policy needs it", "state")
+            return None
+        try:
+            sent = np.asarray(state)
+        except ValueError:  # ragged lists
+            sent = np.array(None)
+        dim, norm = self.export.state_dim, self.export.state_norm
+        if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
+            raise InvalidRequest(f"state: must be {dim} numbers", "state")
+        with np.errstate(all="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+            values = sent.astype(np.float32)
+            values = values if norm is None else norm.normalise(values)
+        if not np.isfinite(values).all():
+            raise InvalidRequest("state: must be finite numbers", "state")
+        return values if self.export.takes_state else None
+
+    # -- event loop ----------------------------------------------------------------------------------------------------
+
+    def request(
+        self,
+        observation: Observation,
+        *,
+        client: Hashable = "",
+        priority: Priority = Priority.DEFAULT,
+        time_limit: float | None = None,
+        weight: float = 1.0,
+    ) -> Request:
+        """The request to submit: its shape, cost class, first stage and units, and what the prefix cache had for it.
+
+        Quick; for the thread that submits, immediately before it does. time_limit: seconds.
+        """
+        observation, stage, wants = self._enter(observation)
+        return Request(
+            payload=observation,
+            id=observation.request_id,
+            group=self.slot,
+            partition=self.shape,
+            client=client,
+            priority=priority,
+            time_limit=time_limit,
+            shape=self.shape,
+            cost_class=self.cost_class(observation.cache),
+            stage=stage,
+            weight=weight,
+            wants=wants,
+        )
+
+    def cost_class(self, cache: CacheUse) -> str:
+        """What makes requests of one shape cost differently: whether a prefix is to be computed, and the steps."""
+        kind = "hit" if cache in ("hit", "hit_stale") else "miss"
+        return f"{kind}, {self.export.num_denoising_steps} steps"
+
+    def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
+        """(payload, first stage, wanted units) of a request."""
+        raise NotImplementedError
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        raise NotImplementedError
+
+    def cost_model(self, affine: bool = True, sizes: Sequence[int] = ()) -> TimeCost:
+        """A fresh cost model for a group of this policy; pass the method itself as `GroupConfig.cost`."""
+        return TimeCost(self.stages, affine, sizes)
+
+    # -- device --------------------------------------------------------------------------------------------------------
+
+    def warm_up(
+        self,
+        sizes: Sequence[int] = (1, 2, 4),
+        repeats: int = 3,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> WarmUp:
+        """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
+
+        Two sizes and three repeats are what a cost model needs to know every stage. Made-up observations, no episode:
+        nothing of it is cached or remembered. To be called where batches run, before the first of them. A batch that
+        fails raises its error: a policy that cannot answer noise must not be served.
+        """
+        if not sizes or min(sizes) < 1 or repeats < 1:
+            raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
+        batches: list[tuple[Batch, float]] = []
+        finished: list[Ticket] = []
+        for measured in [False] + [True] * repeats:
+            for size in sizes:  # innermost: a run of equal sizes would look like drift to the cost model at the next
+                ran = self._warm_batch([Ticket(self._warm_request(i), i, 0.0) for i in range(size)], clock)
+                if measured:
+                    batches += ran
+                    finished += list(ran[-1][0].grants)
+        return WarmUp(batches, finished)
+
+    def _warm_batch(self, tickets: Sequence[Ticket], clock: Callable[[], float]) -> list[tuple[Batch, float]]:
+        """Tickets from their first stage to their end, all in step."""
+        ran: list[tuple[Batch, float]] = []
+        left = set(tickets)
+        while left:
+            grants = dict.fromkeys(tickets, 1.0)
+            batch = Batch(0, self.slot, self.shape, tickets[0].stage, Cause.IDLE, 0.0, 0.0, 0.0, grants)
+            began = clock()
+            outcomes = run_batch(self, batch)
+            elapsed = clock() - began
+            ran.append((batch, elapsed))
+            for ticket, outcome in zip(tickets, outcomes, strict=True):
+                ticket.shared += elapsed / len(tickets)
+                if isinstance(outcome, Failed):
+                    self.drop(tickets)
+                    raise outcome.error
+                if isinstance(outcome, More):
+                    ticket.wants = outcome.wants
+                    ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
+                else:
+                    left.discard(ticket)
+        return ran
+
+    def _warm_request(self, seed: int) -> Request:
+        rng = np.random.Generator(np.random.PCG64(seed))
+        export = self.export
+        images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in export.images.items()}
+        tokens = None if export.tokenizer is None else export.tokenizer.encode("warm up", export.max_tokens)
+        state = np.zeros(export.state_dim, np.float32) if export.takes_state else None  # the mean, once normalised
+        return self.request(Observation(images, tokens, state, seed, f"warm-up-{seed}"))
+
+    # -- shared by both kinds ------------------------------------------------------------------------------------------
+
+    def _noise(self, observation: Observation) -> NDArray[np.float32]:
+        return noise_of(observation.seed, self.export.chunk_size, self.export.action_dim)
+
+    def _chunk(self, observation: Observation, actions: NDArray[np.float32]) -> Done:
+        """The answer made of one row of the model's output."""
+        norm = self.export.action_norm
+        with np.errstate(all="ignore"):  # what is not finite is the guard's to judge
+            actions = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
+        return Done(ActionChunk(actions, self.export.num_denoising_steps, observation.cache))
+
+    def describe(self) -> dict[str, Any]:
+        """What is loaded, JSON-safe: the configuration as it stands in the export, the hashes, and how it runs."""
+        export = self.export
+        return {
+            "export_dir": str(export.path),
+            "slot": self.slot,
+            "model_id": export.model_id,
+            "model_hash": export.model_hash,
+            "config_hash": export.config_hash,
+            "model_bytes": export.model_bytes,
+            "embodiment": export.embodiment.name,
+            "inference_mode": self.inference_mode,
+            "shape": str(self.shape),
+            **self._describe(),
+            "config": dict(export.config),
+        }
+
+    def _describe(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+def _shape(export: Export) -> str:
+    """The input shapes, as a key that reads well in diagnostics."""
+    parts = [f"{name}[{h},{w},3]" for name, (h, w) in export.images.items()]
+    if export.takes_text:
+        parts.append(f"tokens[{export.max_tokens}]")
+    if export.takes_state:
+        parts.append(f"state[{export.state_dim}]")
+    return " ".join([*parts, f"actions[{export.chunk_size},{export.action_dim}]"])

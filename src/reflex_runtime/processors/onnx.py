@@ -1,0 +1,271 @@
+"""ONNX Runtime: one graph as a session that runs rows in one call, and as a processor for anyone's model.
+
+The only module that imports onnxruntime, and only when a session is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.processors.base import BaseProcessor
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
+
+_DTYPES: dict[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int16)": np.int16,
+    "tensor(int8)": np.int8,
+    "tensor(uint64)": np.uint64,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What somebody expects of a graph's input or output.
+
+    kind: numpy's letter for the type: "f" float, "i" integer, "u" unsigned (images), "" any.
+    dims: sizes after the batch axis, None in a place for any; None altogether: not known.
+    """
+
+    name: str
+    kind: str = ""
+    dims: tuple[int | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output as the graph declares it. dims: sizes with the batch axis, None where symbolic."""
+
+    name: str
+    dtype: Any
+    dims: tuple[int | None, ...]
+
+
+class OnnxSession:
+    """One graph. Its first axis is the batch axis of every input and output.
+
+    path: the .onnx file; external data lies beside it.
+    inputs, outputs: what is expected; a name, type or size that differs is a ConfigError. Inputs must be all of the
+        graph's, outputs may be some of them and are then the only ones computed. None expects nothing.
+    provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
+        the processes of one machine otherwise fight for its cores.
+
+    `dynamic_batch` is False when the batch axis is fixed at 1; `run` then calls the graph once per row. Any other fixed
+    size is a ConfigError.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        inputs: Sequence[TensorSpec] | None = None,
+        outputs: Sequence[TensorSpec] | None = None,
+        provider: str = CPU,
+        threads: int = 1,
+    ) -> None:
+        if not threads >= 1:
+            raise ConfigError(f"OnnxSession.threads={threads!r}: must be >= 1")
+        self.path, self.provider = path, provider
+        self._session, self._ort = _open(path, provider, threads)
+        self.inputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_inputs())}
+        self.outputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_outputs())}
+        if inputs is not None:
+            _match(path, "input", inputs, self.inputs)
+            unknown = sorted(set(self.inputs) - {spec.name for spec in inputs})
+            if unknown:
+                raise ConfigError(f"{path}: input {unknown[0]!r}: nobody feeds it, expected only {_names(inputs)}")
+        if outputs is not None:
+            _match(path, "output", outputs, self.outputs)
+        self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
+        self.dynamic_batch = self._batch_axis()
+
+    def run(self, rows: Rows, notes: dict[str, Any] | None = None) -> dict[str, NDArray[Any]]:
+        """Output arrays [rows, …] by name, of the same number of rows for every input.
+
+        Inputs are converted to the graph's types. notes: gets `fanout: sequential` when the rows ran one by one.
+        """
+        if self.dynamic_batch:
+            return self._call(rows)
+        if notes is not None:
+            notes["fanout"] = "sequential"
+        n = len(next(iter(rows.values())))
+        singles = [self._call({name: array[i : i + 1] for name, array in rows.items()}) for i in range(n)]
+        return {name: np.concatenate([single[name] for single in singles]) for name in self._wanted}
+
+    def place(self, array: NDArray[Any], name: str) -> Any:
+        """The rows for input `name`, where the graph will read them: on the GPU one upload serves many calls.
+
+        On the CPU, and where rows run one by one, it is the array itself.
+        """
+        array = np.ascontiguousarray(array, self.inputs[name].dtype)
+        if self.provider != CUDA or not self.dynamic_batch:
+            return array
+        return self._ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+
+    def _call(self, rows: Rows) -> dict[str, NDArray[Any]]:
+        if self.provider == CUDA:
+            results = self._call_bound(rows)
+        else:
+            feeds = {name: np.ascontiguousarray(array, self.inputs[name].dtype) for name, array in rows.items()}
+            results = self._session.run(self._wanted, feeds)
+        return dict(zip(self._wanted, results, strict=True))
+
+    def _call_bound(self, rows: Rows) -> Any:
+        """On the GPU: what was placed there before is read in place; results come back together."""
+        binding = self._session.io_binding()
+        for name, value in rows.items():
+            if not isinstance(value, self._ort.OrtValue):
+                value = self.place(value, name) if self.dynamic_batch else self._upload(value, name)
+            binding.bind_ortvalue_input(name, value)
+        for name in self._wanted:
+            binding.bind_output(name, "cuda", 0)
+        self._session.run_with_iobinding(binding)
+        return binding.copy_outputs_to_cpu()
+
+    def _upload(self, array: NDArray[Any], name: str) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, self.inputs[name].dtype), "cuda", 0)
+
+    def _batch_axis(self) -> bool:
+        """Whether the leading axis is symbolic everywhere; it must be that, or 1 everywhere."""
+        axes = {("input " if p is self.inputs.get(n) else "output ") + repr(n): p.dims[:1] for n, p in self._ports()}
+        for port, dims in axes.items():
+            if dims not in ((None,), (1,)):
+                found = f"a fixed size of {dims[0]}" if dims else "no axis at all"
+                raise ConfigError(f"{self.path}: {port}: leading axis: found {found}, expected a symbolic size, or 1")
+        symbolic = [port for port, dims in axes.items() if dims == (None,)]
+        if symbolic and len(symbolic) < len(axes):
+            fixed = next(port for port in axes if port not in symbolic)
+            raise ConfigError(
+                f"{self.path}: {fixed}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
+            )
+        return bool(symbolic)
+
+    def _ports(self) -> list[tuple[str, Port]]:
+        return [*self.inputs.items(), *((name, self.outputs[name]) for name in self._wanted)]
+
+
+class OnnxProcessor(BaseProcessor):
+    """Anyone's model: a payload is {input name: array without batch axis}, a result {output name: array}.
+
+    All rows of a batch run in one call. A payload that does not fit the graph fails alone, before the call. Inputs with
+    several symbolic axes need partitions by shape: rows of one batch must have equal shapes, or the odd ones fail.
+    """
+
+    def __init__(self, path: Path, provider: str = CPU, threads: int = 1) -> None:
+        self.session = OnnxSession(path, provider=provider, threads=threads)
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        results: list[Any] = []
+        fitting: list[Mapping[str, NDArray[Any]]] = []
+        for ticket in batch.grants:
+            try:
+                row = self._row(ticket.request.payload)
+                if fitting and any(row[name].shape != fitting[0][name].shape for name in row):
+                    raise ProcessorError("its shape differs from the rest of the batch; use a partition per shape")
+                fitting.append(row)
+                results.append(None)
+            except ProcessorError as error:
+                results.append(error)
+        if fitting:
+            stacked = {name: np.stack([row[name] for row in fitting]) for name in self.session.inputs}
+            outputs = self.session.run(stacked, batch.notes)
+            done = iter([{name: array[i] for name, array in outputs.items()} for i in range(len(fitting))])
+            results = [next(done) if result is None else result for result in results]
+        return results
+
+    def _row(self, payload: Any) -> dict[str, NDArray[Any]]:
+        """The payload's arrays in the graph's types, or ProcessorError naming what does not fit."""
+        if not isinstance(payload, Mapping) or set(payload) != set(self.session.inputs):
+            found = sorted(payload) if isinstance(payload, Mapping) else type(payload).__name__
+            raise ProcessorError(f"payload: found {found}, expected the inputs {sorted(self.session.inputs)}")
+        row = {}
+        for name, port in self.session.inputs.items():
+            try:
+                array = np.asarray(payload[name]).astype(port.dtype, casting="same_kind", copy=False)
+            except (TypeError, ValueError) as error:
+                raise ProcessorError(f"payload[{name!r}]: {error}") from error
+            if not _fits(array.shape, port.dims[1:]):
+                raise ProcessorError(f"payload[{name!r}]: found shape {array.shape}, expected {_shown(port.dims[1:])}")
+            row[name] = array
+        return row
+
+
+def _open(path: Path, provider: str, threads: int) -> tuple[Any, Any]:
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise ConfigError(
+            "onnxruntime is not installed: pip install onnxruntime, or onnxruntime-gpu for CUDA"
+        ) from error
+    available = ort.get_available_providers()
+    if provider not in available:
+        hint = "; pip install onnxruntime-gpu in place of onnxruntime" if provider == CUDA else ""
+        raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {', '.join(available)}{hint}")
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found, expected an ONNX file")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: they are raised as well
+    try:
+        session = ort.InferenceSession(str(path), options, providers=[provider])
+    except Exception as error:  # onnxruntime raises a dozen classes of its own
+        raise ConfigError(f"{path}: onnxruntime cannot load it: {error}") from error
+    if session.get_providers()[0] != provider:  # it falls back to the CPU without a word when drivers are missing
+        raise ConfigError(f"provider={provider!r}: onnxruntime could not start it here; check driver and libraries")
+    return session, ort
+
+
+def _port(path: Path, arg: Any) -> Port:
+    dtype = _DTYPES.get(arg.type)
+    if dtype is None:
+        raise ConfigError(f"{path}: {arg.name!r}: found type {arg.type}, expected a tensor of numbers")
+    return Port(arg.name, np.dtype(dtype), tuple(d if isinstance(d, int) else None for d in arg.shape))
+
+
+def _match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[str, Port]) -> None:
+    for spec in specs:
+        port = ports.get(spec.name)
+        if port is None:
+            raise ConfigError(
+                f"{path}: {what} {spec.name!r}: not in the graph, which has {', '.join(map(repr, ports))}"
+            )
+        if spec.kind and port.dtype.kind != spec.kind:
+            kinds = {"f": "float", "i": "int32 or int64", "u": "uint8"}
+            raise ConfigError(f"{path}: {what} {spec.name!r}: found {port.dtype}, expected {kinds[spec.kind]}")
+        if spec.dims is not None and not _fits(spec.dims, port.dims[1:]):
+            found = _shown(port.dims[1:])
+            raise ConfigError(
+                f"{path}: {what} {spec.name!r}: found {found} after the batch axis, expected {_shown(spec.dims)}"
+            )
+
+
+def _fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:
+    return len(dims) == len(declared) and all(
+        a is None or b is None or a == b for a, b in zip(dims, declared, strict=True)
+    )
+
+
+def _shown(dims: Sequence[int | None]) -> str:
+    return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
+
+
+def _names(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(repr(spec.name) for spec in specs)

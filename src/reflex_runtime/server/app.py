@@ -1,0 +1,389 @@
+"""The ASGI application: routes, auth, limits and answers. Plain ASGI, because every layer costs on the hot path.
+
+Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`. Nothing in
+a request can make it fail in another way: what is not a `ReflexError` becomes a 500 without a stack trace in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import math
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from reflex_runtime.config import table
+from reflex_runtime.core.errors import Expired, ReflexError
+from reflex_runtime.core.request import Priority, Ticket
+from reflex_runtime.policies import ActionChunk, Observation
+from reflex_runtime.server import openapi
+from reflex_runtime.server.errors import (
+    BodyTooLarge,
+    ClientError,
+    MethodNotAllowed,
+    NotFound,
+    SloViolated,
+    TooManyRequests,
+    Unauthorized,
+)
+from reflex_runtime.server.images import has_images, images_of
+from reflex_runtime.server.runtime import SLOT, Runtime, describe_error
+from reflex_runtime.server.wire import act as wire
+from reflex_runtime.telemetry import metrics
+from reflex_runtime.version import __version__
+
+log = logging.getLogger("reflex.server")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+_PRIORITY = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
+_JSON = wire.JSON_TYPE.encode()
+_MSGPACK = wire.MSGPACK_TYPE.encode()
+
+
+class Exchange:
+    """One HTTP request: what was asked and how it is answered."""
+
+    __slots__ = ("headers", "receive", "request_id", "scope", "send", "started", "ticket")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self.scope, self.receive, self.send = scope, receive, send
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.request_id = request_id
+        self.started = time.monotonic()
+        self.ticket: Ticket | None = None
+
+    async def answer(self, status: int, body: bytes, content_type: bytes = _JSON, extra: Headers | None = None) -> None:
+        """Send a whole answer."""
+        headers = [
+            (b"content-type", content_type),
+            (b"content-length", str(len(body)).encode()),
+            (b"x-request-id", header_text(self.request_id)),
+        ]
+        if extra:
+            headers += extra
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: ReflexError) -> None:
+        """Answer with an error."""
+        extra: Headers = []
+        if error.retry_after is not None:
+            extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+        if error.http_status == 401:
+            extra.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, BodyTooLarge):
+            extra.append((b"connection", b"close"))  # the rest of the body is not worth reading
+        body = describe_error(error, self.request_id)
+        if self.headers.get(b"accept", b"").startswith(_MSGPACK):
+            await self.answer(error.http_status, wire.encode_msgpack(body), _MSGPACK, extra)
+        else:
+            await self.answer(error.http_status, wire.encode_json(body), _JSON, extra)
+
+
+class App:
+    """The application around one `Runtime`. active: POST /act requests being answered."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.config = runtime.config
+        self.active = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._key = self.config.api_key.encode()
+        self._prefix = secrets.token_hex(6)
+        self._count = itertools.count()
+        self._routes: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
+            "/act": ("POST", self.act),
+            "/health": ("GET", self.health),
+            "/config": ("GET", self.configuration),
+            "/metrics": ("GET", self.metrics),
+            "/diagnostics/cost-model": ("GET", self.cost_model),
+            "/openapi.json": ("GET", self.openapi),
+            "/docs": ("GET", self.docs),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+            return
+        exchange = Exchange(scope, receive, send, f"{self._prefix}-{next(self._count):x}")
+        try:
+            await self._route(exchange)
+        except ReflexError as error:
+            await exchange.fail(error)
+        except Exception:
+            log.exception("request %s failed", exchange.request_id)
+            await exchange.fail(ReflexError("internal error; the server's log has the details"))
+
+    async def _route(self, exchange: Exchange) -> None:
+        path = exchange.scope["path"]
+        if self._key and path not in OPEN_PATHS:
+            self._authorize(exchange)
+        found = self._routes.get(path)
+        if found is None:
+            raise NotFound(f"no such path: {path[:200]}")
+        method, handler = found
+        asked = exchange.scope["method"]
+        if asked != method and not (asked == "HEAD" and method == "GET"):
+            raise MethodNotAllowed(f"{path} takes {method}", allow=method)
+        await handler(exchange)
+
+    def _authorize(self, exchange: Exchange) -> None:
+        given = exchange.headers.get(b"x-reflex-key", b"")
+        bearer = exchange.headers.get(b"authorization", b"")
+        if bearer[:7].lower() == b"bearer ":
+            given = bearer[7:].strip()
+        if not hmac.compare_digest(given, self._key):
+            raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
+
+    # -- POST /act -------------------------------------------------------------------------------------------------------
+
+    async def act(self, exchange: Exchange) -> None:
+        """Answer an observation with a chunk of actions."""
+        self.active += 1
+        self.idle.clear()
+        try:
+            await self._act(exchange)
+        finally:
+            self.active -= 1
+            if not self.active:
+                self.idle.set()
+
+    async def _act(self, exchange: Exchange) -> None:
+        try:
+            limit = self.config.max_concurrent
+            if limit and self.active > limit:
+                raise TooManyRequests(
+                    f"{self.active - 1} requests are being answered, at most {limit} may be", retry_after=1.0,
+                    concurrent_requests=self.active - 1, max_concurrent=limit,
+                )
+            body = await self._body(exchange)
+            if body is None:  # the caller left before it had said all
+                self._count_answer(exchange, "cancelled", 499)
+                return
+            content_type = exchange.headers.get(b"content-type", _JSON).decode("latin-1").lower()
+            fields = wire.decode(body, content_type)
+            if fields.request_id is not None:
+                exchange.request_id = fields.request_id
+            self.runtime.admit()
+            if self.runtime.slo is not None and not self.runtime.slo.admits():
+                raise SloViolated("the latency objective is violated", retry_after=1.0)
+            chunk = await self._run(exchange, fields)
+        except asyncio.CancelledError:
+            self._count_answer(exchange, "cancelled", 499)
+            raise
+        except ReflexError as error:
+            self._count_answer(exchange, error.outcome, error.http_status)
+            await exchange.fail(error)
+            return
+        except Exception:
+            self._count_answer(exchange, "failed", 500)
+            raise
+        wants = exchange.headers.get(b"accept", b"")
+        packed = wants.startswith(_MSGPACK) or (content_type.startswith(wire.MSGPACK_TYPE) and wants in (b"", b"*/*"))
+        answer = self._answer(exchange, chunk)
+        encoded = wire.encode_msgpack(answer) if packed else wire.encode_json(answer)
+        self._count_answer(exchange, "ok", 200)
+        await exchange.answer(200, encoded, _MSGPACK if packed else _JSON)
+
+    async def _body(self, exchange: Exchange) -> bytes | None:
+        """The whole body within the limit; None when the caller left. What is too long is read but not kept."""
+        most = self.config.max_body_bytes
+        parts: list[bytes] = []
+        size = 0
+        declared = exchange.headers.get(b"content-length", b"0")
+        if declared.isdigit() and int(declared) > 4 * most:
+            raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
+        while True:
+            message = await exchange.receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part = message.get("body", b"")
+            size += len(part)
+            if size <= most:
+                parts.append(part)
+            if size > 4 * most or not message.get("more_body", False):
+                break
+        if size > most:
+            raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _run(self, exchange: Exchange, fields: wire.ActFields) -> ActionChunk:
+        """Prepare, queue and await one request; a caller that hangs up meanwhile takes it back."""
+        loop = asyncio.get_running_loop()
+        watcher = loop.create_task(self._watch(exchange))
+        if has_images(fields):
+            observation = await loop.run_in_executor(self.runtime.workers, self._observe, exchange, fields)
+        else:
+            observation = self._observe(exchange, fields)
+        if watcher.done():
+            raise ClientGone("the caller left")
+        batcher = self.runtime.batcher
+        ticket = exchange.ticket = batcher.submit(
+            self.runtime.policy.request(
+                observation,
+                client=self._client(exchange, fields),
+                priority=_PRIORITY[fields.priority],
+                time_limit=self._time_limit(exchange, fields),
+            )
+        )
+        chunk: ActionChunk = await ticket.waiter
+        return chunk
+
+    def _observe(self, exchange: Exchange, fields: wire.ActFields) -> Observation:
+        return self.runtime.policy.prepare(
+            images=images_of(fields),
+            instruction=fields.instruction,
+            state=wire.state_of(fields),
+            episode_id=fields.episode_id or "",
+            request_id=exchange.request_id,
+            seed=fields.seed,
+        )
+
+    async def _watch(self, exchange: Exchange) -> None:
+        """Ends when the caller hangs up, or when the answer is sent."""
+        while (await exchange.receive())["type"] != "http.disconnect":
+            pass
+        if exchange.ticket is not None and exchange.ticket.outcome is None:
+            self.runtime.batcher.cancel(exchange.ticket)
+
+    def _client(self, exchange: Exchange, fields: wire.ActFields) -> str:
+        """Whose share it takes: the robot's, else the episode's, else the connection's."""
+        return fields.robot_id or fields.episode_id or repr(exchange.scope.get("client"))
+
+    def _time_limit(self, exchange: Exchange, fields: wire.ActFields) -> float | None:
+        limit = fields.deadline_ms if fields.deadline_ms is not None else self.config.deadline_ms
+        if not limit:
+            return None
+        left = limit / 1e3 - (time.monotonic() - exchange.started)
+        if left <= 0.0:
+            raise Expired("its deadline passed while it was read")
+        return left
+
+    def _answer(self, exchange: Exchange, chunk: ActionChunk) -> wire.ActAnswer:
+        ticket, runtime = exchange.ticket, self.runtime
+        assert ticket is not None
+        assert ticket.admission is not None
+        assert ticket.started is not None
+        now = time.monotonic()
+        total = now - exchange.started
+        admission = ticket.admission
+        return wire.ActAnswer(
+            actions=np.asarray(chunk.actions),
+            num_actions=chunk.actions.shape[0],
+            action_dim=chunk.actions.shape[1],
+            latency_ms=round(total * 1e3, 3),
+            hz=round(1.0 / total, 3) if total > 0 else 0.0,
+            denoising_steps=chunk.denoising_steps,
+            inference_mode=runtime.policy.inference_mode,
+            model_hash=runtime.export.model_hash,
+            config_hash=runtime.export.config_hash,
+            reflex_version=__version__,
+            request_id=exchange.request_id,
+            timing={
+                "queue_ms": round((ticket.started - ticket.arrived) * 1e3, 3),
+                "batch_ms": round((now - ticket.started) * 1e3, 3),
+                "total_ms": round(total * 1e3, 3),
+                "age_ms": round(total * 1e3, 3),
+            },
+            batch={
+                "id": admission.id,
+                "size": admission.size,
+                "reason": admission.reason.value,
+                "cost_ms": round(admission.cost * 1e3, 3),
+            },
+            cache=chunk.cache,
+            guard=chunk.guard.as_dict() if chunk.guard is not None else None,
+            injected={"latency_ms": self.config.inject_latency_ms} if self.config.inject_latency_ms else None,
+        )
+
+    def _count_answer(self, exchange: Exchange, outcome: str, status: int) -> None:
+        self.runtime.answered(outcome, status, time.monotonic() - exchange.started, exchange.ticket)
+
+    # -- GET -------------------------------------------------------------------------------------------------------------
+
+    async def health(self, exchange: Exchange) -> None:
+        """200 only when ready."""
+        runtime = self.runtime
+        state = runtime.health
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model_loaded": runtime.loaded,
+            "inference_mode": runtime.policy.inference_mode if runtime.loaded else None,
+            "export_dir": str(runtime.export.path),
+            "consecutive_crashes": runtime.crashes.count,
+            "max_consecutive_crashes": runtime.crashes.limit,
+            "robot_id": self.config.robot_id or None,
+            "slots": {SLOT: {"verdict": "degraded" if runtime.crashes.open else "ok"}},
+        }
+        if runtime.error:
+            body["error"] = runtime.error
+        if runtime.loaded:
+            body["hung_batches"] = runtime.batcher.device.hung
+        if self.config.inject_fault or self.config.inject_latency_ms:
+            body["injected"] = {"faults": list(self.config.inject_fault), "latency_ms": self.config.inject_latency_ms}
+        if runtime.slo is not None:
+            body["slo"] = {"violated": runtime.slo.violated, "value_ms": round(runtime.slo.value * 1e3, 3)}
+        if runtime.trace is not None and runtime.trace.error is not None:
+            body["trace_error"] = str(runtime.trace.error)
+        await exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
+
+    async def configuration(self, exchange: Exchange) -> None:
+        """The export's configuration and the settings in force."""
+        runtime = self.runtime
+        body = {
+            "export": dict(runtime.export.config),
+            "policy": runtime.policy.describe() if runtime.loaded else None,
+            "server": dict(table(self.config)),
+            "reflex_version": __version__,
+        }
+        await exchange.answer(200, wire.encode_json(body))
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """Prometheus text."""
+        await exchange.answer(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
+
+    async def cost_model(self, exchange: Exchange) -> None:
+        """Every key the cost model knows."""
+        runtime = self.runtime
+        if not runtime.loaded:
+            runtime.admit()
+        model = runtime.batcher.scheduler.cost_model(SLOT)
+        rows = runtime.batcher.device.input(lambda scheduler, now: model.snapshot())
+        body = {"cost_model": self.config.cost_model, "slots": {SLOT: rows}}
+        await exchange.answer(200, wire.encode_json(body))
+
+    async def openapi(self, exchange: Exchange) -> None:
+        """The machine-readable description."""
+        await exchange.answer(200, openapi.document())
+
+    async def docs(self, exchange: Exchange) -> None:
+        """The same for people."""
+        await exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
+
+
+class ClientGone(ClientError):
+    """The caller hung up before its request was queued."""
+
+    code, http_status, outcome = "cancelled", 499, "cancelled"
+
+
+def header_text(text: str) -> bytes:
+    """Text as a header value: plain ASCII as it is, anything else percent-encoded."""
+    if text.isascii() and text.isprintable() and text == text.strip():
+        return text.encode()
+    return quote(text, safe="").encode()

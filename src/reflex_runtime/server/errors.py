@@ -1,0 +1,72 @@
+"""Errors that exist only at the HTTP door.
+
+Everything else brings its wire code along: `core.errors`, and `policies.InvalidRequest` for a wrong field (422).
+"""
+
+from __future__ import annotations
+
+from reflex_runtime.core.errors import ReflexError
+
+
+class ClientError(ReflexError):
+    """The request itself is wrong; sending it again changes nothing."""
+
+    code, http_status, outcome = "invalid_request", 400, "client_error"
+
+
+class InvalidJson(ClientError):
+    """The body is not JSON."""
+
+    code, http_status = "invalid_json", 400
+
+
+class BodyTooLarge(ClientError):
+    """The body exceeds --max-body-bytes."""
+
+    code, http_status = "too_large", 413
+
+
+class Unauthorized(ClientError):
+    """The key is missing or wrong."""
+
+    code, http_status = "unauthorized", 401
+
+
+class NotFound(ClientError):
+    """No such path."""
+
+    code, http_status = "not_found", 404
+
+
+class MethodNotAllowed(ClientError):
+    """The path exists, the method does not."""
+
+    code, http_status = "method_not_allowed", 405
+
+
+class Refused(ReflexError):
+    """The server does not take the request now."""
+
+    code, http_status, retry_safe, outcome = "not_ready", 503, True, "rejected"
+
+
+class NotReady(Refused):
+    """The model is not loaded yet, or could not be."""
+
+
+class TooManyRequests(Refused):
+    """--max-concurrent is reached."""
+
+    code, http_status = "too_many_requests", 429
+
+
+class Degraded(Refused):
+    """Too many crashed batches in a row."""
+
+    code = "degraded"
+
+
+class SloViolated(Refused):
+    """The latency objective is violated and --slo-mode is 503."""
+
+    code = "slo_violated"

@@ -1,0 +1,89 @@
+"""The latency objective: a percentile over served requests, and what to do when it is violated.
+
+Rejections never count as fast samples. Checked every 32 samples and every second; cleared after three checks below
+0.8 × the limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import deque
+from dataclasses import dataclass
+
+from reflex_runtime.core.errors import ConfigError
+
+log = logging.getLogger("reflex.slo")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """percentile in (0, 100), limit in seconds."""
+
+    percentile: float
+    limit: float
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """From `p99=150ms`."""
+        match = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)", text.strip())
+        if match is None or not 0 < float(match[1]) < 100 or float(match[2]) <= 0:
+            raise ConfigError(f"--slo={text}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms")
+        return cls(float(match[1]), float(match[2]) * (0.001 if match[3] == "ms" else 1.0))
+
+
+class SloTracker:
+    """Follows one objective. violated: whether it is now. factor: what `degrade` scales the budget by."""
+
+    WINDOW, EVERY, PERIOD, CLEAR, CHECKS, ADMIT = 1000, 32, 1.0, 0.8, 3, 10
+
+    def __init__(self, objective: Objective, mode: str) -> None:
+        self.objective = objective
+        self.mode = mode
+        self.violated = False
+        self.value = 0.0
+        self.factor = 1.0
+        self._samples: deque[float] = deque(maxlen=self.WINDOW)
+        self._since = 0
+        self._checked_at = 0.0
+        self._good = 0
+        self._asked = 0
+
+    def served(self, latency: float, now: float) -> None:
+        """One served request."""
+        self._samples.append(latency)
+        self._since += 1
+        if self._since >= self.EVERY or now - self._checked_at >= self.PERIOD:
+            self._check(now)
+
+    def admits(self) -> bool:
+        """Whether the next request may enter; in mode 503 one in ten does while violated, so that it can clear."""
+        if not self.violated or self.mode != "503":
+            return True
+        self._asked += 1
+        return self._asked % self.ADMIT == 0
+
+    def _check(self, now: float) -> None:
+        self._since, self._checked_at = 0, now
+        ordered = sorted(self._samples)
+        self.value = ordered[min(len(ordered) - 1, int(len(ordered) * self.objective.percentile / 100.0))]
+        limit = self.objective.limit
+        if self.value > limit:
+            self._good = 0
+            if self.mode == "degrade":
+                self.factor = max(0.1, self.factor * 0.8)
+            if not self.violated:
+                self.violated = True
+                log.warning("slo violated: p%g is %.1f ms, limit %.1f ms", *self._numbers())
+        elif self.value < self.CLEAR * limit:
+            self._good += 1
+            if self._good >= self.CHECKS:
+                self.factor = min(1.0, self.factor * 1.25)
+                if self.violated:
+                    self.violated = False
+                    log.warning("slo met again: p%g is %.1f ms, limit %.1f ms", *self._numbers())
+        else:
+            self._good = 0
+
+    def _numbers(self) -> tuple[float, float, float]:
+        return self.objective.percentile, self.value * 1e3, self.objective.limit * 1e3

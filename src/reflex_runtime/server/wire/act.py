@@ -1,0 +1,232 @@
+"""The fields of POST /act, in JSON and in msgpack, and the answer.
+
+msgspec decodes and validates in one pass; its messages carry the path of the field. Both formats end in the same
+`ActFields`; only images and arrays differ: base64 text in JSON, bytes in msgpack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.policies.observation import InvalidRequest
+from reflex_runtime.server.errors import ClientError, InvalidJson
+
+JSON_TYPE = "application/json"
+MSGPACK_TYPE = "application/msgpack"
+MAX_ID_BYTES = 256
+_DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
+
+
+class Array(msgspec.Struct, forbid_unknown_fields=True):
+    """An array in msgpack: little-endian, C order."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+
+
+Image = str | bytes | Array
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    instruction: str | None = None
+    episode_id: str | None = None
+    request_id: str | None = None
+    robot_id: str | None = None
+    seed: int | None = None
+    priority: Literal["urgent", "default", "background"] = "default"
+    deadline_ms: float | None = None
+
+
+class ActJson(_Common, kw_only=True):
+    """The JSON body."""
+
+    image: str | None = None
+    image_wrist: str | None = None
+    images: dict[str, str] | None = None
+    state: list[float] | None = None
+
+
+class ActMsgpack(_Common, kw_only=True):
+    """The msgpack body."""
+
+    image: bytes | Array | None = None
+    image_wrist: bytes | Array | None = None
+    images: dict[str, bytes | Array] | None = None
+    state: list[float] | Array | None = None
+
+
+ActFields = ActJson | ActMsgpack
+
+_json = msgspec.json.Decoder(ActJson)
+_msgpack = msgspec.msgpack.Decoder(ActMsgpack)
+_encode_json = msgspec.json.Encoder()
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"unknown field `(.*)`")
+
+
+def invalid(field: str, message: str) -> InvalidRequest:
+    """The 422 for a field."""
+    return InvalidRequest(message, field)
+
+
+def decode(body: bytes, content_type: str) -> ActFields:
+    """The validated fields, or the 400 or 422 that names what is wrong."""
+    fields: ActFields = _decode_msgpack(body) if content_type.startswith(MSGPACK_TYPE) else _decode_json(body)
+    for name in ("episode_id", "request_id", "robot_id"):
+        value = getattr(fields, name)
+        if value is not None:
+            check_id(name, value)
+    if fields.instruction is not None and not _encodable(fields.instruction):
+        raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
+    if fields.seed is not None and not 0 <= fields.seed < 2**64:
+        raise invalid("seed", f"seed={fields.seed}: must be in [0, 2^64)")
+    limit = fields.deadline_ms
+    if limit is not None and not 0.0 < limit <= 600_000.0:
+        raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")
+    return fields
+
+
+def _decode_json(body: bytes) -> ActJson:
+    try:
+        return _json.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
+    try:
+        return msgspec.convert(value, ActJson)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _decode_msgpack(body: bytes) -> ActMsgpack:
+    try:
+        return _msgpack.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ClientError(f"the body is not msgpack: {error}") from None
+
+
+def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+    text = str(error)
+    unknown = _UNKNOWN.search(text)
+    path = _PATH.search(text)
+    field = unknown.group(1) if unknown else path.group(1) if path else "body"
+    field = re.split(r"[.\[]", field, maxsplit=1)[0] or "body"
+    plain = _PATH.sub("", text)
+    return invalid(_safe(field), _safe(f"{field}: {plain[:1].lower()}{plain[1:]}"))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _safe(text: str) -> str:
+    """Text that can always be encoded and is not longer than an error needs."""
+    return text.encode("utf-8", "replace").decode("utf-8")[:300]
+
+
+def check_id(name: str, value: str) -> None:
+    """Ids are any text up to 256 bytes without control characters."""
+    if not _encodable(value):
+        raise invalid(name, f"{name}: holds text that is not Unicode (a lone surrogate)")
+    if len(value.encode()) > MAX_ID_BYTES:
+        raise invalid(name, f"{name}: longer than {MAX_ID_BYTES} bytes")
+    if any(ord(c) < 32 or 127 <= ord(c) < 160 for c in value):
+        raise invalid(name, f"{name}: holds a control character")
+
+
+def state_of(fields: ActFields) -> NDArray[np.float32] | None:
+    """The state as float32 [n], finite; 422 otherwise."""
+    state = fields.state
+    if state is None:
+        return None
+    if isinstance(state, Array):
+        values = array_of(state, "state")
+        if values.ndim != 1:
+            raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
+        wide = values.astype(np.float64)
+    else:
+        wide = np.asarray(state, dtype=np.float64)
+    with np.errstate(over="ignore"):
+        narrow = wide.astype(np.float32)
+    if not np.isfinite(narrow).all():
+        raise invalid("state", "state: holds NaN or infinity (or a number beyond float32)")
+    return narrow
+
+
+def array_of(array: Array, field: str) -> NDArray[Any]:
+    """A numpy view of a msgpack array; 422 when type, shape and length do not agree."""
+    if array.dtype not in _DTYPES:
+        raise invalid(field, _safe(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
+    dtype = np.dtype(array.dtype)
+    if len(array.shape) > 4 or any(n < 0 for n in array.shape):
+        raise invalid(field, _safe(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
+    if prod(array.shape) * dtype.itemsize != len(array.data):
+        raise invalid(
+            field, _safe(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
+        )
+    return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
+
+
+class ActAnswer(msgspec.Struct, omit_defaults=False):
+    """The 200 body."""
+
+    actions: Any
+    num_actions: int
+    action_dim: int
+    latency_ms: float
+    hz: float
+    denoising_steps: int
+    inference_mode: str
+    model_hash: str
+    config_hash: str
+    reflex_version: str
+    request_id: str
+    timing: dict[str, float]
+    batch: dict[str, Any]
+    cache: str
+    guard: dict[str, Any] | None = None
+    injected: dict[str, Any] | None = None
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON bytes; numpy arrays as lists."""
+    if isinstance(value, ActAnswer):
+        value.actions = value.actions.tolist()
+    return _encode_json.encode(value)
+
+
+def encode_msgpack(value: Any) -> bytes:
+    """msgpack bytes; arrays as {dtype, shape, data}."""
+    if isinstance(value, ActAnswer):
+        actions = np.ascontiguousarray(value.actions, dtype="<f4")
+        value.actions = {"dtype": "<f4", "shape": list(actions.shape), "data": actions.tobytes()}
+    return msgspec.msgpack.encode(value)
+
+
+def json_schema() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Schemas of the JSON request and the answer, for /openapi.json."""
+    (request, answer), components = msgspec.json.schema_components(
+        [ActJson, ActAnswer], ref_template="#/components/schemas/{name}"
+    )
+    del request, answer
+    return components["ActJson"], components["ActAnswer"]

@@ -1,0 +1,167 @@
+"""The questions every change to the scheduler answers before and after: the same cases, seeds and rules each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.sim import rules
+from reflex_runtime.sim.report import Report, columns
+from reflex_runtime.sim.rules import Rule, Setting
+from reflex_runtime.sim.run import simulate
+from reflex_runtime.sim.service import Affine, Noisy, Service
+from reflex_runtime.sim.workload import Around, Callers, Exponential, Fixed, Open, Poisson, Source, Think
+
+Progress = Callable[[str], None]
+Results = dict[str, dict[str, Report]]  # case or rule → column → report
+
+OVERLOAD_RULES = (
+    rules.COUNT_8,
+    rules.COUNT_32,
+    rules.BY_COST,
+    replace(rules.GREEDY, make=lambda s: rules.GREEDY.make(replace(s, max_batch_size=64))),
+    rules.EARLY_DROP,
+    rules.MARGINAL_WAIT,
+    rules.WINDOW,
+)
+CLOSED_RULES = (rules.UNHELD, rules.HOLD_ALWAYS, rules.WINDOW)
+FAIR_RULES = (rules.GREEDY, rules.ONE_IN_FLIGHT, rules.UNPLANNED, rules.WINDOW)
+PRIORITY_RULES = (rules.GREEDY, rules.UNPLANNED, rules.WINDOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all cases share. slo: seconds; noise: relative; duration, warmup: seconds."""
+
+    device: Affine = Affine(0.020, 0.002)
+    noise: float = 0.05
+    slo: float = 0.100
+    duration: float = 60.0
+    warmup: float = 2.0
+    seed: int = 0
+    setting: Setting = Setting()
+
+    @property
+    def lossless(self) -> float:
+        """(1 − 2a/D)/b: requests a second up to which nobody need be late; above, somebody must be left out."""
+        fixed, marginal = self.device.fixed, self.device.marginal
+        return max((1.0 - 2.0 * fixed / self.slo) / marginal, 0.25 * (1.0 - fixed / self.slo) / marginal)
+
+    def run(self, rule: Rule, workload: Sequence[Source], noise: float | None = None) -> Report:
+        """One rule on one workload."""
+        service: Service = Noisy(self.device, self.noise if noise is None else noise)
+        setting = replace(self.setting, device=self.device, goal=self.slo)
+        run = simulate(
+            rule.make(setting),
+            workload,
+            service,
+            duration=self.duration,
+            warmup=min(self.warmup, self.duration / 2.0),
+            seed=self.seed,
+            blind=rule.blind,
+        )
+        return Report.of(run)
+
+
+def overload(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """On-time share by rule and offered rate: 5/6, 1, 4/3 and 2 times the lossless rate."""
+    results: Results = {}
+    for rule in OVERLOAD_RULES:
+        for factor in (5 / 6, 1.0, 4 / 3, 2.0):
+            rate = bench.lossless * factor
+            progress(f"overload: {rule.name}, {rate:.0f}/s")
+            workload = (Open(Poisson(rate), (Request(time_limit=bench.slo),)),)
+            results.setdefault(rule.name, {})[f"{rate:.0f}/s"] = bench.run(rule, workload)
+    return results
+
+
+def closed_loop(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """Callers that ask, think and ask again, under rules that wait for them or do not."""
+    ms, fast, slow = 0.001, Fixed(0.001), Fixed(0.300)
+    cases: list[tuple[str, list[tuple[int, Think]]]] = [
+        ("8, 1 ms fixed", [(8, fast)]),
+        ("8, exponential 5 ms", [(8, Exponential(5 * ms))]),
+        ("8, half 1 ms, half 300 ms", [(4, fast), (4, slow)]),
+        ("8, robots 100 ± 5 ms", [(8, Around(100 * ms, 5 * ms))]),
+        ("32, 1 ms fixed", [(32, fast)]),
+        ("32, half 1 ms, half 300 ms", [(16, fast), (16, slow)]),
+        ("32, exponential 50 ms", [(32, Exponential(50 * ms))]),
+        ("32, exponential 1 ms", [(32, Exponential(1 * ms))]),
+    ]
+    results: Results = {}
+    for name, callers in cases:
+        workload = [Callers(n, think, name=f"{name}/{i}") for i, (n, think) in enumerate(callers)]
+        for rule in CLOSED_RULES:
+            progress(f"closed loop: {name}, {rule.name}")
+            results.setdefault(name, {})[rule.name] = bench.run(rule, workload, noise=min(bench.noise, 0.03))
+    return results
+
+
+def fairness(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """One greedy feed of twice the lossless rate beside seven modest ones of 1/15 of it; time limit 1.5 × the SLO."""
+    limit = 1.5 * bench.slo
+    rates = {"greedy": 2.0 * bench.lossless, **{f"modest-{i}": bench.lossless / 15.0 for i in range(7)}}
+    workload = [Open(Poisson(r), (Request(client=c, time_limit=limit),)) for c, r in rates.items()]
+    longer = replace(bench, setting=replace(bench.setting, max_batch_cost=max(limit, bench.setting.max_batch_cost)))
+    results: Results = {}
+    for rule in FAIR_RULES:
+        progress(f"fairness: {rule.name}")
+        results[rule.name] = {"": longer.run(rule, workload)}
+    return results
+
+
+def priority(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """Urgent requests with half the time limit, a tenth of 2.6 times the lossless rate."""
+    rate = 2.6 * bench.lossless
+    urgent = Request(client="urgent", priority=Priority.URGENT, time_limit=bench.slo / 2.0)
+    usual = Request(client="usual", time_limit=bench.slo)
+    workload = [Open(Poisson(0.1 * rate), (urgent,)), Open(Poisson(0.9 * rate), (usual,))]
+    results: Results = {}
+    for rule in PRIORITY_RULES:
+        progress(f"priority: {rule.name}")
+        results[rule.name] = {"": bench.run(rule, workload)}
+    return results
+
+
+# -- as tables -------------------------------------------------------------------------------------------------------------
+
+
+def overload_table(results: Results) -> str:
+    """On-time shares."""
+    header = ["on time, offered", *next(iter(results.values()))]
+    rows = [[rule, *(f"{r.on_time or 0.0:.3f}" for r in by_rate.values())] for rule, by_rate in results.items()]
+    return columns(header, rows)
+
+
+def closed_table(results: Results) -> str:
+    """Throughput · median · 99th percentile."""
+    header = ["requests/s · p50 · p99 ms", *next(iter(results.values()))]
+    rows = [[case, *(_closed_cell(r) for r in by_rule.values())] for case, by_rule in results.items()]
+    return columns(header, rows)
+
+
+def fairness_table(results: Results) -> str:
+    """On time per second, Jain's index, and what the two kinds of feed got of what they asked."""
+    header = ["one greedy feed, seven modest", "on time/s", "Jain", "greedy on time", "modest on time"]
+    rows = []
+    for rule, by in results.items():
+        report = by[""]
+        made, good = report.clients["greedy"]
+        modest = [v for c, v in report.clients.items() if c != "greedy"]
+        share = sum(g for _, g in modest) / sum(m for m, _ in modest)
+        index = "–" if report.fairness is None else f"{report.fairness:.3f}"
+        rows.append([rule, f"{report.goodput:.0f}", index, f"{good / made:.3f}", f"{share:.3f}"])
+    return columns(header, rows)
+
+
+def priority_table(results: Results) -> str:
+    """On-time shares per tier."""
+    rows = [
+        [rule, f"{by[''].on_time_by['urgent']:.3f}", f"{by[''].on_time_by['default']:.3f}"] for rule, by in results.items()
+    ]
+    return columns(["urgent in overload", "urgent on time", "default on time"], rows)
+
+
+def _closed_cell(report: Report) -> str:
+    return f"{report.throughput:.0f} · {(report.p50 or 0.0) * 1e3:.0f} · {(report.p99 or 0.0) * 1e3:.0f}"

@@ -1,0 +1,152 @@
+"""What a simulated run amounts to: shares, percentiles and reasons, and the table they are printed in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean
+
+from reflex_runtime.core.request import Priority
+from reflex_runtime.sim.run import Run
+
+
+def percentile(ordered: Sequence[float], q: float) -> float | None:
+    """Nearest rank: the smallest value that at least the share q (0 to 1] is not above. None without values."""
+    return ordered[max(1, ceil(q * len(ordered) - 1e-9)) - 1] if ordered else None
+
+
+def jain(values: Iterable[float]) -> float | None:
+    """Jain's index (Σx)² / (n·Σx²): 1 when all are equal, 1/n when one has everything. None when there is nothing."""
+    found = list(values)
+    squares = sum(x * x for x in found)
+    return sum(found) ** 2 / (len(found) * squares) if squares else None
+
+
+def fair_shares(total: float, asked: Mapping[Hashable, float]) -> dict[Hashable, float]:
+    """Max-min fair parts of `total`: nobody gets more than asked, and what the modest leave is split by the others."""
+    parts: dict[Hashable, float] = {}
+    waiting = sorted(asked, key=lambda k: asked[k])
+    while waiting:
+        part = min(asked[waiting[0]], total / len(waiting))
+        parts[waiting.pop(0)] = part
+        total -= part
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of the span between warm-up and end. Times in seconds, rates per second, shares 0 to 1.
+
+    Requests count by when they arrived, answers and batches by when they ended and started; latencies are those of
+    answered requests.
+
+    offered, throughput, goodput: requests made, answered, and answered on time, per second.
+    on_time: answered on time ÷ made. on_time_by: the same per priority.
+    busy: share of the time the device ran. wasted: share of its time that went into answers that were late or nobody got.
+    fairness: Jain's index over clients of (on time ÷ max-min fair part of all that was on time); None for one client.
+    """
+
+    span: float
+    offered: float
+    throughput: float
+    goodput: float
+    on_time: float | None
+    on_time_by: Mapping[str, float]
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    busy: float
+    wasted: float | None
+    fairness: float | None
+    batch_size: float | None
+    sizes: Mapping[int, int]
+    outcomes: Mapping[str, int]
+    reasons: Mapping[str, int]
+    causes: Mapping[str, int]
+    clients: Mapping[Hashable, tuple[float, float]]  # (made, on time) per second
+
+    @classmethod
+    def of(cls, run: Run) -> Report:
+        """Fold a run."""
+        span = max(1e-9, run.duration - run.warmup)
+        answers = [a for a in run.answers if a.arrived >= run.warmup]
+        batches = [b for b in run.batches if run.warmup <= b.started < run.duration]
+        latencies = sorted(a.latency for a in answers if a.outcome == "ok")
+        made = Counter(a.request.client for a in answers)
+        good = Counter(a.request.client for a in answers if a.on_time)
+        ended = sum(1 for a in run.answers if a.outcome == "ok" and run.warmup <= a.ended < run.duration)
+        parts = fair_shares(good.total(), made)
+        used = sum(a.device for a in answers)
+        busy = sum(min(b.seconds, run.duration - b.started) for b in batches)
+        tiers = Counter(a.request.priority for a in answers)
+        good_tiers = Counter(a.request.priority for a in answers if a.on_time)
+        return cls(
+            span=span,
+            offered=len(answers) / span,
+            throughput=ended / span,
+            goodput=good.total() / span,
+            on_time=good.total() / len(answers) if answers else None,
+            on_time_by={p.name.lower(): good_tiers[p] / tiers[p] for p in Priority if tiers[p]},
+            mean=fmean(latencies) if latencies else None,
+            p50=percentile(latencies, 0.50),
+            p95=percentile(latencies, 0.95),
+            p99=percentile(latencies, 0.99),
+            busy=busy / span,
+            wasted=sum(a.device for a in answers if not a.on_time) / used if used else None,
+            fairness=jain(good[c] / parts[c] if parts[c] else 0.0 for c in made) if len(made) > 1 else None,
+            batch_size=fmean(b.size for b in batches) if batches else None,
+            sizes=dict(sorted(Counter(b.size for b in batches).items())),
+            outcomes=dict(Counter(a.outcome for a in answers).most_common()),
+            reasons=dict(Counter(b.reason for b in batches).most_common()),
+            causes=dict(Counter(b.cause for b in batches).most_common()),
+            clients={c: (made[c] / span, good[c] / span) for c in made},
+        )
+
+    def text(self) -> str:
+        """The report for people."""
+        largest = max(self.sizes, default=0)
+        rows = [
+            ("offered", f"{self.offered:.1f} requests/s over {self.span:g} s"),
+            ("answered", f"{self.throughput:.1f} /s, {self.goodput:.1f} /s on time"),
+            ("on time", _share(self.on_time)),
+            ("latency", f"p50 {_ms(self.p50)}, p95 {_ms(self.p95)}, p99 {_ms(self.p99)}, mean {_ms(self.mean)} ms"),
+            ("batch size", f"mean {_number(self.batch_size)}, largest {largest}, {sum(self.sizes.values())} batches"),
+            ("device", f"busy {_share(self.busy)}, of that wasted {_share(self.wasted)}"),
+            ("outcomes", _counts(self.outcomes)),
+            ("reasons", _counts(self.reasons)),
+            ("causes", _counts(self.causes)),
+        ]
+        if len(self.on_time_by) > 1:
+            rows.insert(3, ("by priority", ", ".join(f"{k} {_share(v)}" for k, v in self.on_time_by.items())))
+        if self.fairness is not None:
+            rows.append(("fairness", f"Jain {self.fairness:.3f} over {len(self.clients)} clients"))
+        return "\n".join(f"{name:<12}{value}" for name, value in rows)
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A plain table: first column left, the others right, two blanks between."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "–"

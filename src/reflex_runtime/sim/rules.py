@@ -1,0 +1,81 @@
+"""The batching rules the simulator knows by name, each made fresh for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.cost import TimeCost, UnitCost
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
+from reflex_runtime.sim.run import Decider
+from reflex_runtime.sim.service import Affine
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a rule is given.
+
+    max_batch_cost, batch_timeout, goal: seconds; goal is the answer time aimed at. device: the true mean times, for the
+    rules that do not learn. max_batch_size: most requests in a batch, for the rules that count.
+    """
+
+    max_batch_cost: float = 0.100
+    batch_timeout: float = 0.005
+    goal: float = 0.100
+    device: Affine = Affine(0.020, 0.002)
+    max_batch_size: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A named rule. blind: it is not shown time limits, because it has no use for them (they are still measured)."""
+
+    name: str
+    make: Callable[[Setting], Decider]
+    blind: bool = True
+
+
+def _window(s: Setting, planned: bool = True, cap: int = 0) -> Decider:
+    flush = FlushPolicy.window(s.max_batch_cost, s.batch_timeout)
+    controller = Planner() if planned else None
+    return Scheduler([GroupConfig(flush=flush, controller=controller, max_in_flight_per_client=cap)])
+
+
+def _unheld(s: Setting) -> Decider:
+    return Scheduler([GroupConfig(flush=FlushPolicy.window(s.max_batch_cost, 0.0), controller=Planner())])
+
+
+def _by_cost(s: Setting) -> Decider:
+    flush = FlushPolicy.by_cost(s.max_batch_cost, s.batch_timeout)
+    return Scheduler([GroupConfig(flush=flush, cost=partial(TimeCost, affine=False))])
+
+
+def _by_size(s: Setting, size: int = 0) -> Decider:
+    flush = FlushPolicy.by_size(size or s.max_batch_size, s.batch_timeout)
+    return Scheduler([GroupConfig(flush=flush, cost=UnitCost)])
+
+
+def _greedy(s: Setting, cap: int = 0) -> Decider:
+    flush = FlushPolicy(max_batch_size=s.max_batch_size)
+    return Scheduler([GroupConfig(flush=flush, cost=UnitCost, max_in_flight_per_client=cap)])
+
+
+WINDOW = Rule("window", _window, blind=False)
+BY_COST = Rule("by_cost", _by_cost)
+BY_SIZE = Rule("by_size", _by_size)
+GREEDY = Rule("greedy", _greedy)
+RULES = {rule.name: rule for rule in (WINDOW, BY_COST, BY_SIZE, GREEDY)}  # what the runtime offers
+
+COUNT_8 = Rule("count 8 + timeout", partial(_by_size, size=8))
+COUNT_32 = Rule("count 32 + timeout", partial(_by_size, size=32))
+ONE_IN_FLIGHT = Rule("greedy, one in flight per client", partial(_greedy, cap=1))
+UNHELD = Rule("no hold", _unheld, blind=False)
+UNPLANNED = Rule("window without planner", partial(_window, planned=False), blind=False)
+EARLY_DROP = Rule("early drop (Nexus)", lambda s: EarlyDrop(s.device.of), blind=False)
+MARGINAL_WAIT = Rule("marginal wait (BentoML)", lambda s: MarginalWait(s.device.of, s.goal), blind=False)
+HOLD_ALWAYS = Rule("hold always", lambda s: HoldAlways(s.batch_timeout))

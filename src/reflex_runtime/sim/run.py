@@ -1,0 +1,233 @@
+"""The discrete-event loop around the real scheduler.
+
+It asks `next_batch`, completes batches and honours `wake_at` exactly as a driver does, on a clock that jumps from one
+thing that happens to the next. Every input is followed by a question, so nothing is smoothed over by arrivals that
+happen to share an instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+from typing import NamedTuple, Protocol
+
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ReflexError, Rejected
+from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.sim.clock import JumpingClock
+from reflex_runtime.sim.service import Service
+from reflex_runtime.sim.workload import Arrival, Source, Stream
+
+RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
+
+
+class Decider(Protocol):
+    """What the loop needs of a scheduler; `core.scheduler.Scheduler` is one."""
+
+    def submit(self, request: Request, now: float) -> Ticket:
+        """Admit a request or raise Rejected."""
+
+    def next_batch(self, now: float) -> Batch | None:
+        """The batch to run now, if any."""
+
+    def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
+        """The batch came back."""
+
+    def wake_at(self) -> float:
+        """When to ask again if nothing happens first."""
+
+    def take_events(self) -> list[Event]:
+        """What happened since the last call."""
+
+
+class Answer(NamedTuple):
+    """How one request ended.
+
+    arrived, ended: seconds. outcome: ok, or what the error counts as (rejected, expired, shed, …). limit: the time limit
+    it was made with, inf for none; a rule that was not shown it is measured by it all the same. device: its share of
+    measured device seconds.
+    """
+
+    request: Request
+    arrived: float
+    ended: float
+    outcome: str
+    limit: float
+    device: float
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to the end."""
+        return self.ended - self.arrived
+
+    @property
+    def on_time(self) -> bool:
+        """Answered within the limit."""
+        return self.outcome == "ok" and self.ended - self.arrived <= self.limit
+
+
+class Ran(NamedTuple):
+    """One batch: start and length in seconds, members, predicted seconds (0 when unknown) and why it left."""
+
+    started: float
+    seconds: float
+    size: int
+    expected: float
+    cause: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that happened. warmup, duration: the span, in seconds, over which reports look."""
+
+    warmup: float
+    duration: float
+    answers: list[Answer] = field(default_factory=list)
+    batches: list[Ran] = field(default_factory=list)
+
+
+def simulate(
+    scheduler: Decider,
+    workload: Source | Iterable[Source],
+    service: Service,
+    *,
+    duration: float = 60.0,
+    warmup: float = 0.0,
+    seed: int = 0,
+    blind: bool = False,
+    sinks: Sequence[Callable[[Event], None]] = (),
+) -> Run:
+    """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
+
+    duration: seconds during which requests are made; what is in the system then still runs to its end.
+    warmup: seconds at the start that reports leave out.
+    blind: hide time limits from the scheduler; answers are still measured by them.
+    sinks: called with every event of the scheduler.
+    """
+    return _Loop(scheduler, service, duration, warmup, seed, blind, sinks).run(workload)
+
+
+class _Loop:
+    def __init__(
+        self,
+        scheduler: Decider,
+        service: Service,
+        duration: float,
+        warmup: float,
+        seed: int,
+        blind: bool,
+        sinks: Sequence[Callable[[Event], None]],
+    ) -> None:
+        self._scheduler, self._service, self._sinks = scheduler, service, sinks
+        self._seed, self._blind = seed, blind
+        self._noise = Random(f"{seed}/device")
+        self._clock = JumpingClock()
+        self._run = Run(warmup, duration)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._entries = 0
+        self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
+        self._asked: dict[Ticket, tuple[Stream, Arrival]] = {}
+
+    def run(self, workload: Source | Iterable[Source]) -> Run:
+        sources = workload if isinstance(workload, Iterable) else (workload,)
+        for i, source in enumerate(sources):
+            for stream in source.streams(f"{self._seed}/{i}"):
+                self._plan(stream, stream.next(0.0))
+        scheduler, clock, agenda = self._scheduler, self._clock, self._agenda
+        idle_wakes = 0
+        while True:
+            batch = scheduler.next_batch(clock.now())
+            if batch is not None:
+                self._start(batch)
+            if self._take_events() or batch is not None:
+                idle_wakes = 0
+            wake = scheduler.wake_at()
+            at = min(wake, agenda[0][0] if agenda else inf)
+            if at == inf:
+                return self._run
+            clock.jump(max(at, clock.now()))
+            if agenda and agenda[0][0] <= clock.now():
+                heappop(agenda)[2]()
+                idle_wakes = 0
+            else:
+                idle_wakes += 1
+                if idle_wakes > 1000:
+                    raise RuntimeError(f"the scheduler asks to be woken at {wake!r} again and again and does nothing")
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        self._entries += 1
+        heappush(self._agenda, (time, self._entries, action))
+
+    def _plan(self, stream: Stream, arrival: Arrival | None) -> None:
+        if arrival is not None and arrival.at < self._run.duration:
+            self._at(arrival.at, lambda: self._arrive(stream, arrival))
+
+    def _arrive(self, stream: Stream, arrival: Arrival) -> None:
+        now, request = self._clock.now(), arrival.request
+        try:
+            ticket = self._scheduler.submit(self._as_shown(request), now)
+        except Rejected as error:
+            self._answered(arrival, now, error, 0.0)
+            if stream.waits:
+                self._plan(stream, stream.next(now + max(RETRY, error.retry_after or 0.0)))
+        else:
+            self._asked[ticket] = (stream, arrival)
+        if not stream.waits:
+            self._plan(stream, stream.next(now))
+
+    def _start(self, batch: Batch) -> None:
+        now = self._clock.now()
+        taken = self._service.seconds(batch, now, self._noise)
+        self._at(now + taken, lambda: self._finish(batch, taken))
+
+    def _finish(self, batch: Batch, taken: float) -> None:
+        outcomes = [_outcome(ticket, units) for ticket, units in batch.grants.items()]
+        self._scheduler.complete(batch, outcomes, taken, self._clock.now())
+        self._run.batches.append(
+            Ran(batch.scheduled_at, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)
+        )
+
+    def _take_events(self) -> bool:
+        events = self._scheduler.take_events()
+        for event in events:
+            for sink in self._sinks:
+                sink(event)
+            if isinstance(event, RequestSettled):
+                stream, arrival = self._asked.pop(event.ticket)
+                outcome = event.ticket.outcome
+                error = outcome.error if isinstance(outcome, Failed) else None
+                self._answered(arrival, event.at, error, event.ticket.shared)
+                if stream.waits:
+                    self._plan(stream, stream.next(event.at))
+        return bool(events)
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    def _answered(self, arrival: Arrival, now: float, error: BaseException | None, device: float) -> None:
+        if error is None:
+            outcome = "ok"
+        else:
+            outcome = error.outcome if isinstance(error, ReflexError) else "failed"
+        limit = inf if arrival.request.time_limit is None else arrival.request.time_limit
+        self._run.answers.append(Answer(arrival.request, arrival.at, now, outcome, limit, device))
+
+    def _as_shown(self, request: Request) -> Request:
+        if not self._blind or request.time_limit is None:
+            return request
+        shown = self._shown.get(request)
+        if shown is None:
+            shown = self._shown[request] = replace(request, time_limit=None)
+        return shown
+
+
+def _outcome(ticket: Ticket, units: float) -> Outcome:
+    """Done when it was granted all it wants, else another step."""
+    left = ticket.wants - units
+    return Done() if left <= 1e-9 else More(wants=left)

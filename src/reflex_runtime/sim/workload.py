@@ -1,0 +1,320 @@
+"""Who asks what, and when: open arrivals that do not care for answers, and callers that wait for theirs.
+
+A workload is one source or several. Each source makes streams; each stream has a generator of random numbers of its own,
+so the same seed gives the same arrivals under every rule, whatever order the answers come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf, pi, sin
+from random import Random
+from typing import NamedTuple, Protocol
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Request
+
+
+class Arrival(NamedTuple):
+    """A request and the time it is made, in seconds."""
+
+    at: float
+    request: Request
+
+
+class Stream(Protocol):
+    """One after another, the requests of one feed or one caller.
+
+    waits: True when the next request follows the answer to the last one.
+    """
+
+    waits: bool
+
+    def next(self, now: float) -> Arrival | None:
+        """The next arrival, not before now; None at the end. now: 0 at the start, then the time of the last answer."""
+
+
+class Source(Protocol):
+    """A part of a workload."""
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        """Its streams; the same seed gives the same ones."""
+
+
+# -- when: arrival processes ---------------------------------------------------------------------------------------------
+
+
+class Arrivals(Protocol):
+    """A point process."""
+
+    def times(self, rng: Random) -> Iterator[float]:
+        """Ascending times in seconds; may be endless."""
+
+
+@dataclass(frozen=True, slots=True)
+class Poisson:
+    """Independent arrivals at `rate` per second."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("Poisson.rate", self.rate)
+
+    def times(self, rng: Random) -> Iterator[float]:
+        at = 0.0
+        while True:
+            at += rng.expovariate(self.rate)
+            yield at
+
+
+@dataclass(frozen=True, slots=True)
+class Bursty:
+    """Poisson whose rate switches between quiet and burst (a two-state Markov-modulated process).
+
+    rate: mean arrivals per second. peak: rate in a burst, as a multiple of the mean. share: part of the time spent in
+    bursts. length: mean seconds of a burst.
+    """
+
+    rate: float
+    peak: float = 3.0
+    share: float = 0.2
+    length: float = 0.5
+
+    def __post_init__(self) -> None:
+        _positive("Bursty.rate", self.rate)
+        _positive("Bursty.length", self.length)
+        if not 0.0 < self.share < 1.0:
+            raise ConfigError(f"Bursty.share={self.share!r}: must be in (0, 1)")
+        if not 1.0 <= self.peak <= 1.0 / self.share:
+            raise ConfigError(f"Bursty.peak={self.peak!r}: must be in [1, 1 / share]")
+
+    def times(self, rng: Random) -> Iterator[float]:
+        quiet = self.rate * (1.0 - self.share * self.peak) / (1.0 - self.share)
+        states = ((quiet, self.length * (1.0 - self.share) / self.share), (self.rate * self.peak, self.length))
+        bursting = rng.random() < self.share
+        at = 0.0
+        while True:
+            rate, length = states[bursting]
+            until = at + rng.expovariate(1.0 / length)
+            while rate > 0.0 and (at := at + rng.expovariate(rate)) < until:
+                yield at
+            at, bursting = until, not bursting  # memoryless: the gap that crossed the switch is drawn anew
+
+
+@dataclass(frozen=True, slots=True)
+class Diurnal:
+    """Poisson whose rate swings like a day: rate · (1 + swing · sin(2π t / period))."""
+
+    rate: float
+    swing: float = 0.8
+    period: float = 20.0
+
+    def __post_init__(self) -> None:
+        _positive("Diurnal.rate", self.rate)
+        _positive("Diurnal.period", self.period)
+        if not 0.0 <= self.swing <= 1.0:
+            raise ConfigError(f"Diurnal.swing={self.swing!r}: must be in [0, 1]")
+
+    def times(self, rng: Random) -> Iterator[float]:
+        highest = 1.0 + self.swing
+        for at in Poisson(self.rate * highest).times(rng):  # thinned
+            if rng.random() * highest < 1.0 + self.swing * sin(2.0 * pi * at / self.period):
+                yield at
+
+
+@dataclass(frozen=True, slots=True)
+class Heavy:
+    """Gaps with a Pareto tail of index alpha: clumps and long silences. Variance is infinite for alpha <= 2."""
+
+    rate: float
+    alpha: float = 1.7
+
+    def __post_init__(self) -> None:
+        _positive("Heavy.rate", self.rate)
+        if not self.alpha > 1.0:
+            raise ConfigError(f"Heavy.alpha={self.alpha!r}: must be > 1, else there is no mean")
+
+    def times(self, rng: Random) -> Iterator[float]:
+        shortest = (self.alpha - 1.0) / (self.alpha * self.rate)
+        at = 0.0
+        while True:
+            at += shortest * rng.paretovariate(self.alpha)
+            yield at
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """A camera: one arrival per period, each late by up to `jitter` seconds."""
+
+    period: float
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("Every.period", self.period)
+        if not 0.0 <= self.jitter <= self.period:
+            raise ConfigError(f"Every.jitter={self.jitter!r}: must be in [0, period] seconds")
+
+    def times(self, rng: Random) -> Iterator[float]:
+        tick = rng.random() * self.period
+        while True:
+            yield tick + rng.random() * self.jitter
+            tick += self.period
+
+
+# -- how long a caller thinks ----------------------------------------------------------------------------------------------
+
+
+class Think(Protocol):
+    """Seconds between an answer and the same caller's next request."""
+
+    def draw(self, rng: Random) -> float:
+        """One think time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Always the same."""
+
+    seconds: float
+
+    def draw(self, rng: Random) -> float:
+        return self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Exponential:
+    """Memoryless, with this mean."""
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        _positive("Exponential.mean", self.mean)
+
+    def draw(self, rng: Random) -> float:
+        return rng.expovariate(1.0 / self.mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """Evenly within `spread` of the middle: a robot that executes its chunk takes 100 ± 5 ms."""
+
+    middle: float
+    spread: float
+
+    def draw(self, rng: Random) -> float:
+        return max(0.0, self.middle + self.spread * (2.0 * rng.random() - 1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One of several, drawn anew each time: (share, think) pairs."""
+
+    parts: tuple[tuple[float, Think], ...]
+
+    def draw(self, rng: Random) -> float:
+        return rng.choices([think for _, think in self.parts], [share for share, _ in self.parts])[0].draw(rng)
+
+
+# -- sources ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Requests that arrive whether or not earlier ones were answered.
+
+    requests: what is asked; one of them is drawn for each arrival, in proportion to `shares` (equal when empty).
+    """
+
+    arrivals: Arrivals
+    requests: Sequence[Request] = (Request(),)
+    shares: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        if not self.requests:
+            raise ConfigError("Open.requests=(): needs at least one request")
+        if self.shares and len(self.shares) != len(self.requests):
+            raise ConfigError(f"Open.shares={self.shares!r}: must have one share per request ({len(self.requests)})")
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        return (_OpenStream(self, Random(seed)),)
+
+
+class _OpenStream:
+    waits = False
+
+    def __init__(self, source: Open, rng: Random) -> None:
+        self._requests, self._shares = source.requests, source.shares or None
+        self._rng = rng
+        self._times = source.arrivals.times(rng)
+
+    def next(self, now: float) -> Arrival | None:
+        at = next(self._times, inf)
+        if at == inf:
+            return None
+        requests = self._requests
+        request = requests[0] if len(requests) == 1 else self._rng.choices(requests, self._shares)[0]
+        return Arrival(at, request)
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """`count` callers, each a client of its own, that ask, wait for the answer, think, and ask again.
+
+    The first requests are spread over one think time.
+    """
+
+    count: int
+    think: Think
+    request: Request = field(default_factory=Request)
+    name: str = "caller"
+
+    def __post_init__(self) -> None:
+        if not self.count >= 1:
+            raise ConfigError(f"Callers.count={self.count!r}: must be >= 1")
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        return [
+            _Caller(self.think, replace(self.request, client=f"{self.name}-{i}"), Random(f"{seed}/{i}"))
+            for i in range(self.count)
+        ]
+
+
+class _Caller:
+    waits = True
+
+    def __init__(self, think: Think, request: Request, rng: Random) -> None:
+        self._think, self._request, self._rng = think, request, rng
+        self._started = False
+
+    def next(self, now: float) -> Arrival | None:
+        after = self._think.draw(self._rng)
+        if not self._started:
+            self._started = True
+            after *= self._rng.random()
+        return Arrival(now + after, self._request)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Arrivals that happened, with their requests; made again at the same times."""
+
+    arrivals: Sequence[Arrival]
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        return (_RecordedStream(sorted(self.arrivals, key=lambda a: a.at)),)
+
+
+class _RecordedStream:
+    waits = False
+
+    def __init__(self, arrivals: Sequence[Arrival]) -> None:
+        self._rest = iter(arrivals)
+
+    def next(self, now: float) -> Arrival | None:
+        return next(self._rest, None)
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0.0 < value < inf:
+        raise ConfigError(f"{name}={value!r}: must be finite and > 0")

@@ -1,0 +1,146 @@
+"""Prometheus metrics: a fold over the event stream, in a registry of its own.
+
+Every series carries `embodiment` and `policy_slot`. Gauges are read live at scrape time. The page `docs/metrics.md` lists
+them; a test fails on a series that it does not move.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from reflex_runtime.core.batch import Done, FlushReason
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+
+OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_LABELS = ("embodiment", "policy_slot")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+
+
+class Metrics:
+    """A sink that keeps every series of the contract.
+
+    Chunks of actions tell their cache outcome and steps through `value.cache` and `value.denoising_steps`.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self._cost = Histogram(
+            "reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", _LABELS,
+            buckets=(10, 25, 50, 100, 200, 500, 1000, 2000, 5000), registry=r,
+        )
+        self._size = Histogram(
+            "reflex_batch_size_per_flush", "Requests per flush", _LABELS, buckets=(1, 2, 4, 8, 16, 32), registry=r
+        )
+        self._flush = Counter("reflex_batch_flush_total", "Flushes by reason", (*_LABELS, "reason"), registry=r)
+        self._graph = Gauge(
+            "reflex_captured_graph_hit_rate", "Share of the last 100 flushes at a captured size", _LABELS, registry=r
+        )
+        self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", _LABELS, registry=r)
+        self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", _LABELS, registry=r)
+        self._wait = Histogram(
+            "reflex_queue_wait_seconds", "Arrival to the first batch", _LABELS, buckets=_SECONDS, registry=r
+        )
+        self._latency = Histogram(
+            "reflex_request_latency_seconds", "Every answer, end to end", (*_LABELS, "outcome"), buckets=_SECONDS,
+            registry=r,
+        )
+        self._act = Histogram(
+            "reflex_act_latency_seconds", "Served answers, queue and model", _LABELS, buckets=_SECONDS, registry=r
+        )
+        self._requests = Counter("reflex_requests_total", "Answers by outcome", (*_LABELS, "outcome"), registry=r)
+        self._error = Histogram(
+            "reflex_batch_cost_error_ratio", "Predicted over measured batch time", _LABELS,
+            buckets=(0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0), registry=r,
+        )
+        self._hit = Counter("reflex_cache_hit_total", "Prefix cache hits", _LABELS, registry=r)
+        self._miss = Counter("reflex_cache_miss_total", "Prefix cache misses", _LABELS, registry=r)
+        self._steps = Counter("reflex_denoise_steps_total", "Denoise steps, summed over requests", _LABELS, registry=r)
+        self._slots: dict[str, _Slot] = {}
+
+    def add_slot(
+        self, slot: str, embodiment: str, queue_depth: Callable[[], float], in_flight: Callable[[], float]
+    ) -> None:
+        """Create the slot's series; the two callables are read at scrape time."""
+        labels = (embodiment, slot)
+        self._depth.labels(*labels).set_function(queue_depth)
+        self._in_flight.labels(*labels).set_function(in_flight)
+        self._slots[slot] = _Slot(self, labels)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, BatchScheduled):
+            self._slots[event.batch.group].scheduled(event)
+        elif isinstance(event, BatchFinished):
+            self._slots[event.batch.group].finished(event)
+        elif isinstance(event, RequestAnswered):
+            self._slots[event.slot].answered(event)
+
+    def render(self) -> bytes:
+        """The text page."""
+        return generate_latest(self.registry)
+
+
+class _Slot:
+    """The children of one slot, looked up once: `labels()` costs more than the observation."""
+
+    def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
+        self.cost = metrics._cost.labels(*labels)
+        self.size = metrics._size.labels(*labels)
+        self.flush = {reason: metrics._flush.labels(*labels, reason.value) for reason in FlushReason}
+        self.graph = metrics._graph.labels(*labels)
+        self.wait = metrics._wait.labels(*labels)
+        self.latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
+        self.requests = {o: metrics._requests.labels(*labels, o) for o in OUTCOMES}
+        self.act = metrics._act.labels(*labels)
+        self.error = metrics._error.labels(*labels)
+        self.hit = metrics._hit.labels(*labels)
+        self.miss = metrics._miss.labels(*labels)
+        self.steps = metrics._steps.labels(*labels)
+        self._captured: deque[bool] = deque(maxlen=100)
+
+    def scheduled(self, event: BatchScheduled) -> None:
+        """A flush is counted once per admission group."""
+        batch = event.batch
+        if not batch.admitted:
+            return
+        self.cost.observe(batch.cost * 1e3)
+        self.size.observe(len(batch.admitted))
+        self.flush[batch.reason].inc()
+        for ticket in batch.admitted:
+            self.wait.observe(batch.scheduled_at - ticket.arrived)
+
+    def finished(self, event: BatchFinished) -> None:
+        batch = event.batch
+        if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed:
+            self.error.observe(batch.expected / event.elapsed)
+        if batch.admitted:
+            self._captured.append(bool(batch.notes.get("captured")))
+            self.graph.set(sum(self._captured) / len(self._captured))
+        if batch.stage == "denoise":
+            self.steps.inc(len(batch))
+
+    def answered(self, event: RequestAnswered) -> None:
+        self.requests[event.outcome].inc()
+        self.latency[event.outcome].observe(event.latency)
+        ticket = event.ticket
+        if ticket is None or not isinstance(ticket.outcome, Done):
+            return
+        self.act.observe(event.at - ticket.arrived)
+        if ticket.request.stage == "":  # in one call: its steps were no batches of their own
+            self.steps.inc(getattr(ticket.outcome.value, "denoising_steps", 0))
+        cache = getattr(ticket.outcome.value, "cache", "off")
+        if cache == "miss":
+            self.miss.inc()
+        elif cache != "off":
+            self.hit.inc()
+
+
+def outcome_of(error: BaseException) -> str:
+    """The outcome label of an error."""
+    return error.outcome if isinstance(error, ReflexError) else "failed"

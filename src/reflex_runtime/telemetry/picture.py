@@ -1,0 +1,447 @@
+"""The picture of a batch trace: who shared which batch, because a schedule is understood by looking at it.
+
+Four panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), why
+each batch left, predicted against measured time, and how long those that entered had waited. Too many batches to draw one
+by one are averaged, and the picture says so. The same trace gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from reflex_runtime.core.batch import Cause
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
+
+if TYPE_CHECKING:  # the import takes a second, and a table needs only the colours
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Units = Literal["grants", "ms", "requests"]
+UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
+
+BARS = 120  # more batches than this are averaged
+SEGMENTS = 2400  # more grants than this are merged by colour
+NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
+
+# Paul Tol's "muted" scheme, safe for colour-blind readers; beyond it the colours repeat under a hatching.
+PALETTE = (
+    "#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499",
+)  # fmt: skip
+_HATCHES = ("", "////", "....", "\\\\\\\\")
+_OTHERS = "#BBBBBB"
+_INK, _FAINT, _RULE = "#222222", "#6B7280", "#E5E7EB"
+
+_CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale where nothing held it
+    Cause.BUDGET.value: ("B", "#374151"),
+    Cause.SIZE.value: ("S", "#6B7280"),
+    Cause.SINGLE.value: ("1", "#B91C1C"),
+    Cause.TIMEOUT.value: ("T", "#D97706"),
+    Cause.URGENT.value: ("U", "#7C3AED"),
+    Cause.DRAIN.value: ("D", "#9CA3AF"),
+    Cause.IDLE.value: ("I", "#D1FAE5"),
+    Cause.STEP.value: ("→", "#E0E7FF"),
+}
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """One colour per client, or per request where all are of one client. by: `client` or `request`."""
+
+    by: str
+    names: tuple[str, ...]
+    _index: dict[Hashable, int]
+
+    @classmethod
+    def of(cls, batches: Iterable[TracedBatch]) -> Colours:
+        """In order of appearance."""
+        members = [m for b in batches for m in b.members]
+        by = "client" if len({m.client for m in members}) > 1 else "request"
+        index: dict[Hashable, int] = {}
+        names = []
+        for m in members:
+            key: Hashable = m.client if by == "client" else m.seq
+            if key not in index:
+                index[key] = len(index)
+                names.append(plain(m.client or "no client") if by == "client" else request_name(m))
+        return cls(by, tuple(names), index)
+
+    def index(self, member: Member) -> int:
+        """Number of the member's colour."""
+        return self._index[member.client if self.by == "client" else member.seq]
+
+    def hex(self, member: Member) -> str:
+        """The member's colour, without its hatching."""
+        return PALETTE[self.index(member) % len(PALETTE)]
+
+
+def request_name(member: Member) -> str:
+    """The request's id, or the number of its arrival when it has none."""
+    return plain(member.id) if member.id else f"#{member.seq}"
+
+
+def plain(text: str, width: int = 18) -> str:
+    """Callers' text on one line: what cannot be printed becomes a dot, what is too long an ellipsis."""
+    shown = "".join(c if c.isprintable() else "·" for c in text)
+    return shown if len(shown) <= width else shown[: width - 1] + "…"
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """colour: a number of `Colours`, -1 for the rest."""
+
+    colour: int
+    height: float
+    labels: tuple[str, ...]  # longest first; the first that fits is written
+    gid: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Bar:
+    """One batch, or the mean of several neighbours; tallest: of them."""
+
+    batches: Sequence[TracedBatch]
+    segments: list[_Segment]
+    tallest: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    bars: list[_Bar]
+    names: dict[int, str]  # legend
+    legend: str  # what a colour is
+    notes: list[str]
+    unit: str
+    ceilings: dict[float, str]
+    merged: bool
+
+
+def write_pictures(
+    trace: Trace, batches: Sequence[TracedBatch], prefix: Path, units: Units = "grants"
+) -> tuple[Path, Path]:
+    """Draw the batches into PREFIX.svg and PREFIX.png and return both paths.
+
+    units: what a segment's height is: `grants` the units granted, `requests` one each, `ms` the estimated cost in
+    milliseconds, split by units granted. Raises ConfigError when the groups' units cannot share an axis, or a file cannot
+    be written.
+    """
+    import matplotlib
+
+    drawing = _prepare(trace, batches, units)
+    style: dict[str, Any] = {
+        "font.family": ["DejaVu Sans", "sans-serif"],
+        "font.size": 8.0,
+        "text.parse_math": False,  # ids may hold dollar signs
+        "text.color": _INK,
+        "axes.edgecolor": _RULE,
+        "axes.labelcolor": _FAINT,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.color": _FAINT,
+        "ytick.color": _FAINT,
+        "xtick.major.size": 0.0,
+        "ytick.major.size": 0.0,
+        "hatch.linewidth": 0.7,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "reflex",
+    }
+    svg, png = prefix.with_name(prefix.name + ".svg"), prefix.with_name(prefix.name + ".png")
+    with matplotlib.rc_context(cast(Any, style)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # ids may be in any script
+        figure = _draw(drawing, trace, batches)
+        try:
+            figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+            figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+        except OSError as error:
+            raise ConfigError(f"--out={prefix}: cannot be written: {error.strerror or error}") from error
+    return svg, png
+
+
+def _prepare(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> _Drawing:
+    """Decide what is drawn; everything after this only places it."""
+    unit = _axis_unit(batches, units)
+    colours = Colours.of(batches)
+    if colours.by == "client":
+        colours = Colours.of(trace.batches)  # the same client, the same colour in every window of a trace
+    grants = sum(b.size for b in batches)
+    notes = []
+    merged = len(batches) > BARS or grants > SEGMENTS
+    if merged:
+        step = ceil(len(batches) / BARS)
+        bars, names, legend = _merge(batches, step, colours, units)
+        notes.append(
+            f"too many to draw one by one: each bar is the mean of {step} batches in a row, its dash the tallest of them"
+            if step > 1
+            else f"{grants} grants are too many to draw one by one: those of one colour are one segment"
+        )
+    else:
+        bars = [_single(b, colours, units) for b in batches]
+        present = {s.colour for bar in bars for s in bar.segments}
+        names = {i: n for i, n in enumerate(colours.names) if i in present}
+        legend = f"colour: {colours.by}"
+        shown = len(PALETTE) * len(_HATCHES)
+        if len(names) > shown:
+            notes.append(f"colours repeat after {shown} {colours.by}s")
+    if trace.footer is not None and trace.footer.dropped:
+        notes.append(f"{trace.footer.dropped} batches were not written and are missing here")
+    return _Drawing(bars, names, legend, notes, unit, _ceilings(trace, batches, units), merged)
+
+
+def _axis_unit(batches: Sequence[TracedBatch], units: Units) -> str:
+    """What the y axis counts."""
+    kinds = {b.unit for b in batches}
+    if units == "requests":
+        return "requests"
+    if units == "ms":
+        if kinds != {"seconds"}:
+            others = ", ".join(sorted({f"{b.group!r} counts {b.unit or 'unknown units'}" for b in batches if b.unit != "seconds"}))
+            raise ConfigError(f"--units=ms: only for groups whose cost is in seconds; {others}")
+        return "estimated ms"
+    counted = {"requests" if kind == "seconds" else kind or "units" for kind in kinds}
+    if len(counted) > 1:
+        raise ConfigError(
+            f"--units=grants: the groups count in different units ({', '.join(sorted(counted))}); "
+            "choose one with --group, or --units requests"
+        )
+    return counted.pop()
+
+
+def _height(batch: TracedBatch, member: Member, units: Units) -> float:
+    if units == "requests":
+        return 1.0
+    if units == "grants":
+        return member.units
+    granted = sum(m.units for m in batch.members)
+    return (batch.cost or 0.0) * 1e3 * member.units / granted if granted else 0.0
+
+
+def _single(batch: TracedBatch, colours: Colours, units: Units) -> _Bar:
+    """One segment per grant."""
+    segments = []
+    for m in batch.members:
+        height = _height(batch, m, units)
+        mark = "▸" if m.state == "waiting" else ""
+        labels = (f"{mark}{request_name(m)} {height:.4g}", f"{mark}{height:.4g}", mark)
+        segments.append(_Segment(colours.index(m), height, labels, f"grant-{batch.id}-{m.seq}"))
+    return _Bar([batch], segments, sum(s.height for s in segments))
+
+
+def _merge(
+    batches: Sequence[TracedBatch], step: int, colours: Colours, units: Units
+) -> tuple[list[_Bar], dict[int, str], str]:
+    """Means over `step` neighbours, one segment per colour. Requests beyond counting are told apart by state alone."""
+    total: Counter[int] = Counter()
+    for b in batches:
+        for m in b.members:
+            total[colours.index(m)] += 1
+    by_state = colours.by == "request" and len(total) > len(PALETTE) * len(_HATCHES)
+    if by_state:
+        names = {0: "entered from the queue with the batch", 4: "resident from an earlier one"}
+        legend = ""
+    else:
+        kept = [i for i, _ in total.most_common(NAMED)] if len(total) > NAMED else list(total)
+        names = {i: colours.names[i] for i in sorted(kept)}
+        legend = f"colour: {colours.by}"
+        if len(total) > len(names):
+            names[-1] = f"{len(total) - len(names)} others"
+    bars = []
+    for start in range(0, len(batches), step):
+        chunk = batches[start : start + step]
+        sums: dict[int, float] = dict.fromkeys(names, 0.0)
+        tallest = 0.0
+        for b in chunk:
+            height = 0.0
+            for m in b.members:
+                i = (0 if m.state == "waiting" else 4) if by_state else colours.index(m)
+                h = _height(b, m, units)
+                sums[i if i in sums else -1] += h
+                height += h
+            tallest = max(tallest, height)
+        segments = [
+            _Segment(i, s / len(chunk), (), f"mean-{chunk[0].id}-{i}") for i, s in sums.items() if s > 0.0
+        ]
+        bars.append(_Bar(chunk, segments, tallest))
+    return bars, names, legend
+
+
+def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dict[float, str]:
+    """Height of each ceiling that this axis can show, and its name."""
+    found: dict[float, str] = {}
+    for name in dict.fromkeys(b.group for b in batches):
+        info = trace.groups.get(name)
+        if info is None:
+            continue
+        if units == "ms" and info.budget is not None:
+            found[info.budget * 1e3] = f"budget {info.budget * 1e3:g} ms"
+        elif units == "grants" and info.unit != "seconds" and info.budget is not None:
+            found[info.budget] = f"budget {info.budget:g} {info.unit}"
+        elif units == "requests" or info.unit != "tokens":
+            found[float(info.max_size)] = f"at most {info.max_size} requests"
+    return found
+
+
+# -- drawing -----------------------------------------------------------------------------------------------------------
+
+
+def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 5.6), facecolor="white")
+    panels = figure.subplots(
+        4, 1, sharex=True,
+        gridspec_kw={"height_ratios": (10, 0.8, 3, 3), "hspace": 0.16, "left": 0.075, "right": 0.985}
+        | {"top": 0.83, "bottom": 0.085},
+    )  # fmt: skip
+    main, why, time, wait = panels
+    for axes in (main, time, wait):
+        axes.set_axisbelow(True)
+        axes.yaxis.grid(True, color=_RULE, linewidth=0.6)
+        axes.spines["left"].set_visible(False)
+    slots = max(len(drawing.bars), 5)
+    main.set_xlim(-0.6, slots - 0.4)
+    _draw_bars(main, drawing, slots)
+    _draw_causes(why, drawing, batches)
+    _draw_times(time, drawing.bars)
+    _draw_waits(wait, drawing.bars)
+    every = max(1, ceil(len(drawing.bars) / 12))
+    places = range(0, len(drawing.bars), every)
+    wait.set_xticks(list(places), [str(drawing.bars[i].batches[0].id) for i in places])
+    wait.set_xlabel("batch id")
+    figure.align_ylabels([main, time, wait])
+    _draw_head(figure, drawing, trace, batches)
+    return figure
+
+
+def _draw_head(figure: Figure, drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> None:
+    from matplotlib.patches import Patch
+
+    units = sum(m.units for b in batches for m in b.members)
+    requests = len({m.seq for b in batches for m in b.members})
+    counted = f"{units:,.0f} tokens of " if drawing.unit == "tokens" else ""
+    start, end = batches[0].scheduled_at, max(b.scheduled_at + b.elapsed for b in batches)
+    some = "" if len(batches) == len(trace.batches) else f" of {len(trace.batches):,}"
+    title = f"{counted}{requests:,} request{'s' * (requests != 1)} in {len(batches):,}{some} batches"
+    figure.text(0.012, 0.962, title, fontsize=12.5, fontweight="bold", va="center")
+    told = [f"{start:.4g} s to {end:.4g} s", *drawing.notes]
+    if not drawing.merged:
+        told.append("▸ entered from the queue with this batch")
+    figure.text(0.012, 0.922, "   ".join(told), color=_FAINT, va="center")
+    handles = [Patch(label=name, **_fill(i)) for i, name in list(drawing.names.items())[: NAMED + 1]]
+    if len(drawing.names) > NAMED + 1:
+        handles.append(Patch(label=f"and {len(drawing.names) - NAMED - 1} more", facecolor="none", edgecolor="none"))
+    legend = figure.legend(
+        handles=handles, loc="center left", bbox_to_anchor=(0.004, 0.876), ncols=len(handles), frameon=False,
+        handlelength=1.0, handleheight=1.0, columnspacing=1.1, handletextpad=0.4, fontsize=7.5,
+    )  # fmt: skip
+    legend.set_gid("legend")
+
+
+def _fill(colour: int) -> dict[str, Any]:
+    """Face, hatching and a white edge that separates neighbours."""
+    if colour < 0:
+        return {"facecolor": _OTHERS, "edgecolor": "white", "linewidth": 0.5}
+    return {
+        "facecolor": PALETTE[colour % len(PALETTE)],
+        "hatch": _HATCHES[colour // len(PALETTE) % len(_HATCHES)],
+        "edgecolor": "white",
+        "linewidth": 0.5,
+    }
+
+
+def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    tallest = max(bar.tallest for bar in drawing.bars) or 1.0
+    near = {h: n for h, n in drawing.ceilings.items() if h <= 1.6 * tallest}
+    top = 1.08 * max([tallest, *near])
+    axes.set_ylim(0.0, top)
+    axes.set_ylabel(f"{drawing.unit} per batch")
+    width = 0.86 if slots <= 60 else 0.94
+    bar_px, unit_px = 815 * width / slots, 248 / top  # of a picture 900 px wide
+    for x, bar in enumerate(drawing.bars):
+        bottom = 0.0
+        for segment in bar.segments:
+            patch = Rectangle((x - width / 2, bottom), width, segment.height, **_fill(segment.colour))
+            patch.set_gid(segment.gid)
+            axes.add_patch(patch)
+            label = next((t for t in segment.labels if len(t) * 6.4 + 4 <= bar_px), "")
+            if label and segment.height * unit_px >= 11:
+                dark = _luminance(str(_fill(segment.colour)["facecolor"])) < 0.45
+                axes.text(
+                    x, bottom + segment.height / 2, label, ha="center", va="center", clip_on=True,
+                    color="white" if dark else _INK, fontsize=8,
+                )  # fmt: skip
+            bottom += segment.height
+        if bar.tallest > bottom * (1 + 1e-9):
+            axes.plot([x - width / 2, x + width / 2], [bar.tallest] * 2, color=_INK, linewidth=0.8)
+    for height, name in near.items():
+        axes.axhline(height, color="#B91C1C", linewidth=1.0, linestyle=(0, (5, 3)), gid="budget")
+        axes.annotate(
+            name, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
+            ha="right", va="bottom", color="#B91C1C", fontsize=7.5,
+        )  # fmt: skip
+
+
+def _luminance(colour: str) -> float:
+    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def _draw_causes(axes: Axes, drawing: _Drawing, batches: Sequence[TracedBatch]) -> None:
+    """A strip of causes under the bars; where a bar is several batches, in proportion."""
+    from matplotlib.patches import Rectangle
+
+    axes.set_ylim(0, 1)
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_ylabel("why", rotation=0, ha="right", va="center")
+    letters = len(drawing.bars) <= 60
+    for x, bar in enumerate(drawing.bars):
+        counts = Counter(b.cause for b in bar.batches)
+        bottom = 0.0
+        for cause, (letter, colour) in _CAUSES.items():
+            share = counts[cause] / len(bar.batches)
+            if not share:
+                continue
+            axes.add_patch(Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0))
+            bottom += share
+            if letters and share == 1.0:
+                ink = "white" if _luminance(colour) < 0.45 else _INK
+                axes.text(x, 0.47, letter, ha="center", va="center", color=ink, fontsize=7.5)
+    del batches
+
+
+def _draw_times(axes: Axes, bars: Sequence[_Bar]) -> None:
+    axes.set_ylabel("time, ms")
+    xs = range(len(bars))
+    measured = [median(b.elapsed for b in bar.batches) * 1e3 for bar in bars]
+    axes.bar(xs, measured, width=0.62, color="#CBD5E1", label="measured")
+    predicted = [[b.expected for b in bar.batches if b.expected is not None] for bar in bars]
+    known = [(x, median(p) * 1e3) for x, p in zip(xs, predicted, strict=True) if p]
+    if known:
+        axes.hlines([y for _, y in known], [x - 0.4 for x, _ in known], [x + 0.4 for x, _ in known], color=_INK, lw=1.2)
+    axes.set_ylim(bottom=0.0)
+
+
+def _draw_waits(axes: Axes, bars: Sequence[_Bar]) -> None:
+    axes.set_ylabel("wait, ms")
+    for x, bar in enumerate(bars):
+        waits = [m.age * 1e3 for b in bar.batches for m in b.entered]
+        if waits:
+            axes.plot([x, x], [min(waits), max(waits)], color="#94A3B8", linewidth=2.0, solid_capstyle="round")
+            axes.plot([x], [median(waits)], "o", color=_INK, markersize=2.6)
+    axes.set_ylim(bottom=0.0)

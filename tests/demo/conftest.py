@@ -1,0 +1,62 @@
+"""Fixtures of the demo's tests; the server is a real one, small enough to read."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import msgpack
+import pytest
+from demo_support import BundledPolicy, Stub
+
+from reflex_runtime.demo.exports import export_dir
+
+
+@pytest.fixture(scope="session")
+def v2() -> BundledPolicy:
+    return BundledPolicy(export_dir("v2", "monolithic"))
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    """Answers with a chunk of zeros until the test sets `stub.answer`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            served.connections += 1
+
+        def do_POST(self) -> None:
+            assert self.path == "/act"
+            kind = self.headers["Content-Type"]
+            raw = self.rfile.read(int(self.headers["Content-Length"]))
+            request = json.loads(raw) if kind == "application/json" else msgpack.unpackb(raw)
+            served.requests.append(request)
+            served.content_types.append(kind)
+            status, headers, body = served.answer(request)
+            if not isinstance(body, bytes):
+                body = json.dumps(body).encode() if kind == "application/json" else msgpack.packb(body)
+            self.send_response(status)
+            for name, value in {"Content-Type": kind, "Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+            self.close_connection = served.hang_up
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served = Stub(f"http://127.0.0.1:{server.server_port}", lambda request: (200, {}, {"actions": [[0.0] * 4] * 16}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
