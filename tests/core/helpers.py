@@ -33,7 +33,9 @@ def take(scheduler: Scheduler, now: float) -> Batch:
     return batch
 
 
-def finish(scheduler: Scheduler, batch: Batch, now: float, elapsed: float = 0.010, outcome: Outcome | None = None) -> None:
+def finish(
+    scheduler: Scheduler, batch: Batch, now: float, elapsed: float = 0.010, outcome: Outcome | None = None
+) -> None:
     """Complete a batch with the same outcome for all."""
     scheduler.complete(batch, [Done() if outcome is None else outcome] * len(batch), elapsed, now)
 
@@ -99,7 +101,8 @@ class Generation:
     def __init__(self, prompts: dict[str, int], outputs: int | dict[str, int]) -> None:
         self.prompts = prompts
         self.total = {
-            name: prompt + (outputs if isinstance(outputs, int) else outputs[name]) - 1 for name, prompt in prompts.items()
+            name: prompt + (outputs if isinstance(outputs, int) else outputs[name]) - 1
+            for name, prompt in prompts.items()
         }
 
     def requests(self, **fields: Any) -> list[Request]:
@@ -116,9 +119,7 @@ class Generation:
         return More(None, left) if left > 0 else More("token", 1.0)
 
 
-def steps_of(
-    generation: Generation, scheduler: Scheduler, limit: int = 1000, **fields: Any
-) -> list[dict[str, float]]:
+def steps_of(generation: Generation, scheduler: Scheduler, limit: int = 1000, **fields: Any) -> list[dict[str, float]]:
     """Submit every request at time 0 and step to the end: granted units by id, step by step."""
     for request in generation.requests(**fields):
         scheduler.submit(request, 0.0)

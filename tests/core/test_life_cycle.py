@@ -253,9 +253,7 @@ def test_the_first_token_counts_even_when_the_deadline_passed_during_its_step() 
 
 
 def test_an_answered_stream_puts_its_partition_first_no_longer() -> None:
-    scheduler = scheduler_of(
-        flush=FlushPolicy(max_batch_cost=0.1, max_batch_size=4), cost=lambda: TimeCost(("",))
-    )
+    scheduler = scheduler_of(flush=FlushPolicy(max_batch_cost=0.1, max_batch_size=4), cost=lambda: TimeCost(("",)))
     stream = ask(scheduler, id="stream", partition="s", time_limit=0.020, streams=True)
     finish(scheduler, take(scheduler, 0.0), 0.010, outcome=More("token"))
     scheduler.hold(stream, 0.010)

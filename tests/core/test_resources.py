@@ -118,20 +118,35 @@ def test_l5_preempted_tickets_of_one_client_keep_their_order() -> None:
     assert preempted(scheduler) == ["b"]
     finish(scheduler, batch, 0.0, outcome=More(None, 1.0))
     scheduler.resume(tickets[1], 0.0)
-    while "c" not in preempted(scheduler):
+    batch = take(scheduler, 0.0)
+    assert preempted(scheduler) == ["c"]
+    finish(scheduler, batch, 0.0, outcome=Done())
+    order = []
+    while not scheduler.idle:
         batch = take(scheduler, 0.0)
-        finish(scheduler, batch, 0.0, outcome=More(None, 3.0))
-    assert [t.id for t in scheduler._groups["default"].active[""].waiting_of("")] == ["b", "c"]
+        order += ids(batch.grants)
+        finish(scheduler, batch, 0.0, outcome=Done())
+    assert order == ["b", "c"]
 
 
 def test_l5_not_twice_without_progress_between() -> None:
-    scheduler = engine(UnitPool(6), seqs=3)
-    tickets = start(scheduler, {"a": 2.0, "b": 2.0, "c": 2.0})
-    finish(scheduler, take(scheduler, 0.0), 0.0, outcome=More(None, 1.0))  # a and b stepped, c was thrown out
-    assert not tickets["c"].progressed
-    tickets["b"].progressed = False  # as if it had been thrown out and come back just now
-    batch = take(scheduler, 0.0)
-    assert ids(batch.grants) == ["a"] or "b" not in preempted(scheduler)
+    scheduler = engine(UnitPool(8), budget=4)
+    old = ask(scheduler, id="old", client="old", wants=2.0)
+    finish(scheduler, take(scheduler, 0.0), 0.0, outcome=More(None, 1.0))
+    new = ask(scheduler, id="new", client="new", wants=6.0)
+    thrown_out = []
+    for _ in range(12):
+        batch = take(scheduler, 0.0)
+        for name in preempted(scheduler):
+            assert name not in thrown_out[-1:]
+            thrown_out.append(name)
+        if new in batch.grants:
+            thrown_out.append("progress")
+        outcomes = [More(None, max(1.0, t.wants - u)) for t, u in batch.grants.items()]
+        scheduler.complete(batch, outcomes, 0.001, 0.0)
+        if old.granted >= 7.0:
+            scheduler.cancel(old, 0.0)
+    assert "new" in thrown_out
 
 
 def test_a_request_larger_than_the_pool_is_refused_at_the_door() -> None:
@@ -195,7 +210,7 @@ class Cached(UnitPool):
 
 
 def test_l4_identity_with_cached_units() -> None:
-    scheduler = engine(Cached(12, 3.0), budget=5)
+    scheduler = engine(Cached(9, 3.0), budget=5)
     generation = Generation({"A": 7, "B": 6}, {"A": 4, "B": 5})
     tickets = [scheduler.submit(r, 0.0) for r in generation.requests()]
     lost = 0
@@ -237,22 +252,16 @@ def test_a_pool_without_units_is_refused() -> None:
 
 
 def test_a_preempted_background_ticket_still_ages() -> None:
-    scheduler = engine(UnitPool(4), seqs=1, promote_after=1.0)
-    ask(scheduler, id="old", client="old", wants=2.0, priority=Priority.BACKGROUND)
-    batch = take(scheduler, 0.0)
-    finish(scheduler, batch, 0.0, outcome=More(None, 3.0))  # wants more than the pool has: thrown out by itself
-    held = next(iter(batch.grants))
-    held.wants = 2.0
-    scheduler.hold(held, 0.0)
-    scheduler._groups["default"].config.resources.used = 4.0  # type: ignore[union-attr]
-    scheduler._preempt(scheduler._groups["default"], held)
-    scheduler._groups["default"].config.resources.used = 0.0  # type: ignore[union-attr]
-    scheduler.resume(held, 0.0)
-    ask(scheduler, 2.0, id="new", client="new")
-    assert held.tier is Priority.BACKGROUND
-    batch = take(scheduler, 2.0)
-    assert held.tier is Priority.DEFAULT
-    assert ids(batch.grants) == ["old"]  # the older head, both default now
+    scheduler = engine(UnitPool(4), promote_after=1.0)
+    old = ask(scheduler, id="old", client="old", wants=2.0, priority=Priority.BACKGROUND)
+    ask(scheduler, id="vip", client="vip", wants=2.0)
+    finish(scheduler, take(scheduler, 0.0), 0.0, outcome=More(None, 1.0))
+    finish(scheduler, take(scheduler, 0.0), 0.0, outcome=Done())
+    assert preempted(scheduler) == ["old"]
+    scheduler.pause("default", 2.0, 0.0)
+    ask(scheduler, 1.5, id="new", client="new")
+    assert ids(take(scheduler, 2.0).grants) == ["old", "new"]
+    assert old.tier is Priority.DEFAULT
 
 
 def test_work_in_stages_never_keeps_memory_reserved_for_a_batch_that_did_not_take_it() -> None:

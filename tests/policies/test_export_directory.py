@@ -181,7 +181,7 @@ WRONG: list[tuple[str, str, Change, str]] = [  # kind of export, key named, chan
     ("monolithic", "inputs.time", put("inputs", "time", value="t"), "one of front, tokens, state, noise"),
     ("monolithic", "inputs.nois", put("inputs", "nois", value="x"), "'noise', perhaps"),
     ("monolithic", "inputs.state", put("inputs", "state", value=3), "a text"),
-    ("monolithic", "inputs.front", put("inputs", "front", value="ids"), "a tensor that no other role has"),
+    ("monolithic", "inputs.tokens", put("inputs", "front", value="ids"), "a tensor that no other role has"),
     ("monolithic", "outputs", drop("outputs"), "an object"),
     ("monolithic", "outputs.actions", put("outputs", value={}), "a text"),
     ("monolithic", "outputs.past_kv", put("outputs", "past_kv", value="k"), "one of actions"),

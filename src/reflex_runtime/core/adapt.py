@@ -35,9 +35,9 @@ class Planner:
     Priority without a length limit is cosmetic on a device that cannot be interrupted, and so is a fair order when
     batches are so long that half of what a modest client asks is too old at the next one. For a batch time T the device
     serves (T − a)/(b·T) requests a second, and requests with time limit D keep the share of their arrivals that still
-    has T left; tiers are served in order, and within one each client's fair share counts fully, what it asks beyond that
-    a quarter. The effective budget is the largest T within 0.2 % of the best value. Where all requests are of one kind
-    and no client takes from another it changes nothing: the window rule sizes itself.
+    has T left; tiers are served in order, and within one each client's fair share counts fully and what it asks beyond
+    that a quarter. The effective budget is the largest T within 0.2 % of the best value. Where all requests are of one
+    kind and no client takes from another it changes nothing: the window rule sizes itself.
     """
 
     PERIOD = 0.100  # seconds between plans
@@ -77,7 +77,7 @@ class Planner:
         fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands.values())
         if len(demands) < 2 and not any(d.greedy(fair) for d in demands.values()):
             return budget
-        grid = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]
+        grid: list[float] = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]
         values = [_planned_value(demands, fair, t, a, b, sigma) for t in grid]
         best = max(values)
         return max(t for t, v in zip(grid, values, strict=True) if v >= 0.998 * best)

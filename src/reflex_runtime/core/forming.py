@@ -193,6 +193,9 @@ class Former:
         model, budget = self.group.cost, self.policy.max_batch_cost
         filled = Filled({}, self._copy(base.grants))
         places, shares = self._places(), self._shares()
+        # Memory is reserved on the way, so only what this batch can hold is offered: tickets of its one stage.
+        reserves = self.group.config.resources is not None
+        stage = next((t.stage for t in base.grants), None)
         blocked: set[object] = set()
         for ticket in candidates:
             client = ticket.request.client
@@ -205,8 +208,11 @@ class Former:
                     cursor.take(0.0)
                 continue
             entitled = shares is None or shares[client] > 0
+            if reserves and stage is not None and ticket.stage != stage:
+                entitled = False
             units = self._offer(filled.tally, ticket, limit) if entitled else 0.0
             if units > 0.0:
+                stage = ticket.stage
                 filled.tally.add(ticket, units)
                 filled.grants[ticket] = units
                 if shares is not None:

@@ -494,10 +494,11 @@ class _Roles:
     ) -> Graph:
         taken: dict[str, TensorSpec] = {role: self._spec(self.inputs, role) for role in inputs}
         taken |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(read)}
-        names = [spec.name for spec in taken.values()]
+        names: set[str] = set()
         for role, spec in taken.items():
-            if names.count(spec.name) > 1:
+            if spec.name in names:
                 self.inputs.wrong(role.partition("/")[0], spec.name, "a tensor that no other role has")
+            names.add(spec.name)
         given = {role: self._spec(self.outputs, role) for role in outputs}
         given |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)}
         return Graph(file, taken, given)

@@ -206,7 +206,7 @@ class Runtime:
             {SLOT: processor}, [group], [self.metrics, self._sink], config.watchdog_s, on_fatal=self._on_fatal
         )
         if config.trace:
-            self.trace = TraceWriter(config.trace)
+            self.trace = TraceWriter(config.trace, [group])
             batcher.sinks.append(self.trace)
         return batcher
 

@@ -1,1 +1,77 @@
-"""The real scheduler on a jumping clock: tests, tuning, capacity planning and replay."""
+"""The real scheduler on a jumping clock: tests, tuning, capacity planning and replay.
+
+    from reflex_runtime.core.flush import FlushPolicy
+    from reflex_runtime.core.group import GroupConfig
+    from reflex_runtime.core.request import Request
+    from reflex_runtime.core.scheduler import Scheduler
+    from reflex_runtime.sim import Affine, Open, Poisson, Report, simulate
+
+    scheduler = Scheduler([GroupConfig(flush=FlushPolicy.window(max_batch_cost=0.100))])
+    load = Open(Poisson(rate=250), [Request(time_limit=0.100)])
+    run = simulate(scheduler, load, Affine(fixed=0.020, marginal=0.002), duration=60)
+    assert Report.of(run).on_time > 0.95
+"""
+
+from reflex_runtime.sim.clock import Clock, JumpingClock
+from reflex_runtime.sim.report import Report, fair_shares, jain, percentile
+from reflex_runtime.sim.rules import RULES, Rule, Setting
+from reflex_runtime.sim.run import Answer, Decider, Ran, Run, simulate
+from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Table
+from reflex_runtime.sim.workload import (
+    Around,
+    Arrival,
+    Arrivals,
+    Bursty,
+    Callers,
+    Diurnal,
+    Every,
+    Exponential,
+    Fixed,
+    Heavy,
+    Mixture,
+    Open,
+    Poisson,
+    Recorded,
+    Source,
+    Stream,
+    Think,
+)
+
+__all__ = [
+    "RULES",
+    "Affine",
+    "Answer",
+    "Around",
+    "Arrival",
+    "Arrivals",
+    "Bursty",
+    "Callers",
+    "Clock",
+    "Decider",
+    "Diurnal",
+    "Drifting",
+    "Every",
+    "Exponential",
+    "Fixed",
+    "Heavy",
+    "JumpingClock",
+    "Mixture",
+    "Noisy",
+    "Open",
+    "Poisson",
+    "Ran",
+    "Recorded",
+    "Report",
+    "Rule",
+    "Run",
+    "Service",
+    "Setting",
+    "Source",
+    "Stream",
+    "Table",
+    "Think",
+    "fair_shares",
+    "jain",
+    "percentile",
+    "simulate",
+]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.sim import rules
 from reflex_runtime.sim.report import Report, columns
-from reflex_runtime.sim.rules import Rule, Setting
+from reflex_runtime.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
 from reflex_runtime.sim.workload import Around, Callers, Exponential, Fixed, Open, Poisson, Source, Think
@@ -34,13 +34,13 @@ PRIORITY_RULES = (rules.GREEDY, rules.UNPLANNED, rules.WINDOW)
 class Bench:
     """What all cases share. slo: seconds; noise: relative; duration, warmup: seconds."""
 
-    device: Affine = Affine(0.020, 0.002)
+    device: Affine = DEVICE
     noise: float = 0.05
     slo: float = 0.100
     duration: float = 60.0
     warmup: float = 2.0
     seed: int = 0
-    setting: Setting = Setting()
+    setting: Setting = field(default_factory=Setting)
 
     @property
     def lossless(self) -> float:
@@ -124,7 +124,7 @@ def priority(bench: Bench, progress: Progress = lambda _: None) -> Results:
     return results
 
 
-# -- as tables -------------------------------------------------------------------------------------------------------------
+# -- as tables ---------------------------------------------------------------------------------------------------------
 
 
 def overload_table(results: Results) -> str:
@@ -157,9 +157,8 @@ def fairness_table(results: Results) -> str:
 
 def priority_table(results: Results) -> str:
     """On-time shares per tier."""
-    rows = [
-        [rule, f"{by[''].on_time_by['urgent']:.3f}", f"{by[''].on_time_by['default']:.3f}"] for rule, by in results.items()
-    ]
+    shares = {rule: by[""].on_time_by for rule, by in results.items()}
+    rows = [[rule, f"{by['urgent']:.3f}", f"{by['default']:.3f}"] for rule, by in shares.items()]
     return columns(["urgent in overload", "urgent on time", "default on time"], rows)
 
 

@@ -44,7 +44,7 @@ class Report:
 
     offered, throughput, goodput: requests made, answered, and answered on time, per second.
     on_time: answered on time ÷ made. on_time_by: the same per priority.
-    busy: share of the time the device ran. wasted: share of its time that went into answers that were late or nobody got.
+    busy: share of the time the device ran. wasted: share of its time that went into answers late or got by nobody.
     fairness: Jain's index over clients of (on time ÷ max-min fair part of all that was on time); None for one client.
     """
 
@@ -130,10 +130,12 @@ def columns(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A plain table: first column left, the others right, two blanks between."""
     lines = [header, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    return "\n".join(
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )
+
+    def padded(line: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        return "  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip()
+
+    return "\n".join(padded(line) for line in lines)
 
 
 def _ms(seconds: float | None) -> str:

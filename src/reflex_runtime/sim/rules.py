@@ -15,6 +15,8 @@ from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.sim.run import Decider
 from reflex_runtime.sim.service import Affine
 
+DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n ms
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -27,7 +29,7 @@ class Setting:
     max_batch_cost: float = 0.100
     batch_timeout: float = 0.005
     goal: float = 0.100
-    device: Affine = Affine(0.020, 0.002)
+    device: Affine = DEVICE
     max_batch_size: int = 32
 
 

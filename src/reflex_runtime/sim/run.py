@@ -47,9 +47,9 @@ class Decider(Protocol):
 class Answer(NamedTuple):
     """How one request ended.
 
-    arrived, ended: seconds. outcome: ok, or what the error counts as (rejected, expired, shed, …). limit: the time limit
-    it was made with, inf for none; a rule that was not shown it is measured by it all the same. device: its share of
-    measured device seconds.
+    arrived, ended: seconds. outcome: ok, or what the error counts as (rejected, expired, shed, …).
+    limit: the time limit it was made with, inf for none; a rule that was not shown it is measured by it all the same.
+    device: its share of measured device seconds.
     """
 
     request: Request

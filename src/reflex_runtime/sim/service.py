@@ -98,7 +98,10 @@ class Drifting:
 
 @dataclass(frozen=True, slots=True)
 class Noisy:
-    """Multiplies by exp(N(0, sigma)): sigma 0.05 is 5 % noise. stalls: share of batches that take `stall` times as long."""
+    """Multiplies by exp(N(0, sigma)): sigma 0.05 is 5 % noise.
+
+    stalls: share of batches that take `stall` times as long.
+    """
 
     inner: Service
     sigma: float

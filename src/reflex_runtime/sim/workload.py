@@ -1,7 +1,7 @@
 """Who asks what, and when: open arrivals that do not care for answers, and callers that wait for theirs.
 
-A workload is one source or several. Each source makes streams; each stream has a generator of random numbers of its own,
-so the same seed gives the same arrivals under every rule, whatever order the answers come in.
+A workload is one source or several. Each source makes streams; each stream has random numbers of its own, so the same
+seed gives the same arrivals under every rule, whatever order the answers come in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Source(Protocol):
         """Its streams; the same seed gives the same ones."""
 
 
-# -- when: arrival processes ---------------------------------------------------------------------------------------------
+# -- when: arrival processes -------------------------------------------------------------------------------------------
 
 
 class Arrivals(Protocol):
@@ -162,7 +162,7 @@ class Every:
             tick += self.period
 
 
-# -- how long a caller thinks ----------------------------------------------------------------------------------------------
+# -- how long a caller thinks ------------------------------------------------------------------------------------------
 
 
 class Think(Protocol):
@@ -216,7 +216,7 @@ class Mixture:
         return rng.choices([think for _, think in self.parts], [share for share, _ in self.parts])[0].draw(rng)
 
 
-# -- sources ---------------------------------------------------------------------------------------------------------------
+# -- sources -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

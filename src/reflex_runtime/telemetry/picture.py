@@ -1,15 +1,15 @@
 """The picture of a batch trace: who shared which batch, because a schedule is understood by looking at it.
 
-Four panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), why
-each batch left, predicted against measured time, and how long those that entered had waited. Too many batches to draw one
-by one are averaged, and the picture says so. The same trace gives the same bytes.
+Four panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request),
+why each batch left, predicted against measured time, and how long those that entered had waited. Too many batches to
+draw one by one are averaged, and the picture says so. The same trace gives the same bytes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -33,11 +33,13 @@ NAMED = 12  # colours with a name in the legend; in a merged picture the rest is
 
 # Paul Tol's "muted" scheme, safe for colour-blind readers; beyond it the colours repeat under a hatching.
 PALETTE = (
-    "#332288", "#DDCC77", "#117733", "#CC6677", "#88CCEE", "#882255", "#44AA99", "#999933", "#AA4499",
+    "#88CCEE", "#CC6677", "#117733", "#DDCC77", "#332288", "#AA4499", "#44AA99", "#882255", "#999933",
 )  # fmt: skip
-_HATCHES = ("", "////", "....", "\\\\\\\\")
+_HATCHES = ("", "////", "\\\\\\\\", "xxxx")  # lines only: a hatching of dots weighs megabytes in an SVG
 _OTHERS = "#BBBBBB"
-_INK, _FAINT, _RULE = "#222222", "#6B7280", "#E5E7EB"
+_INK, _FAINT, _RULE, _CEILING = "#222222", "#6B7280", "#E5E7EB", "#B91C1C"
+
+_NEAR = 1.6  # a ceiling higher than this many times the tallest bar is told, not drawn
 
 _CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale where nothing held it
     Cause.BUDGET.value: ("B", "#374151"),
@@ -63,17 +65,18 @@ class Colours:
     _index: dict[Hashable, int]
 
     @classmethod
-    def of(cls, batches: Iterable[TracedBatch]) -> Colours:
-        """In order of appearance."""
-        members = [m for b in batches for m in b.members]
-        by = "client" if len({m.client for m in members}) > 1 else "request"
+    def of(cls, trace: Trace, batches: Sequence[TracedBatch]) -> Colours:
+        """In order of appearance: clients in the trace, so that a window of it shows the same colours; requests in the
+        batches shown, so that few of them need no hatching."""
+        by = "client" if len({m.client for b in trace.batches for m in b.members}) > 1 else "request"
         index: dict[Hashable, int] = {}
         names = []
-        for m in members:
-            key: Hashable = m.client if by == "client" else m.seq
-            if key not in index:
-                index[key] = len(index)
-                names.append(plain(m.client or "no client") if by == "client" else request_name(m))
+        for batch in trace.batches if by == "client" else batches:
+            for m in batch.members:
+                key: Hashable = m.client if by == "client" else m.seq
+                if key not in index:
+                    index[key] = len(index)
+                    names.append(plain(m.client or "no client") if by == "client" else request_name(m))
         return cls(by, tuple(names), index)
 
     def index(self, member: Member) -> int:
@@ -122,11 +125,9 @@ class _Bar:
 class _Drawing:
     bars: list[_Bar]
     names: dict[int, str]  # legend
-    legend: str  # what a colour is
     notes: list[str]
     unit: str
     ceilings: dict[float, str]
-    merged: bool
 
 
 def write_pictures(
@@ -135,14 +136,15 @@ def write_pictures(
     """Draw the batches into PREFIX.svg and PREFIX.png and return both paths.
 
     units: what a segment's height is: `grants` the units granted, `requests` one each, `ms` the estimated cost in
-    milliseconds, split by units granted. Raises ConfigError when the groups' units cannot share an axis, or a file cannot
-    be written.
+    milliseconds, split by units granted. Raises ConfigError when the groups' units cannot share an axis, or a file
+    cannot be written.
     """
     import matplotlib
 
     drawing = _prepare(trace, batches, units)
     style: dict[str, Any] = {
-        "font.family": ["DejaVu Sans", "sans-serif"],
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so every machine places text alike
         "font.size": 8.0,
         "text.parse_math": False,  # ids may hold dollar signs
         "text.color": _INK,
@@ -173,31 +175,30 @@ def write_pictures(
 def _prepare(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> _Drawing:
     """Decide what is drawn; everything after this only places it."""
     unit = _axis_unit(batches, units)
-    colours = Colours.of(batches)
-    if colours.by == "client":
-        colours = Colours.of(trace.batches)  # the same client, the same colour in every window of a trace
+    colours = Colours.of(trace, batches)
     grants = sum(b.size for b in batches)
-    notes = []
-    merged = len(batches) > BARS or grants > SEGMENTS
-    if merged:
-        step = ceil(len(batches) / BARS)
-        bars, names, legend = _merge(batches, step, colours, units)
-        notes.append(
-            f"too many to draw one by one: each bar is the mean of {step} batches in a row, its dash the tallest of them"
-            if step > 1
-            else f"{grants} grants are too many to draw one by one: those of one colour are one segment"
-        )
+    step = ceil(len(batches) / BARS)
+    if step > 1 or grants > SEGMENTS:
+        bars, names = _merge(batches, step, colours, units)
+        notes = [f"{grants:,} grants are too many to draw one by one: those of one colour are one segment"]
+        if step > 1:
+            notes = [f"too many to draw one by one: a bar is the mean of {step} batches, its dash the tallest of them"]
     else:
+        notes = [f"one colour per {colours.by}"]
         bars = [_single(b, colours, units) for b in batches]
         present = {s.colour for bar in bars for s in bar.segments}
         names = {i: n for i, n in enumerate(colours.names) if i in present}
-        legend = f"colour: {colours.by}"
-        shown = len(PALETTE) * len(_HATCHES)
-        if len(names) > shown:
-            notes.append(f"colours repeat after {shown} {colours.by}s")
+        if len(names) > len(PALETTE) * len(_HATCHES):
+            notes.append(f"colours repeat after {len(PALETTE) * len(_HATCHES)}")
+    ceilings = {}
+    for height, name in _ceilings(trace, batches, units).items():
+        if height <= _NEAR * max(bar.tallest for bar in bars):
+            ceilings[height] = name
+        elif name.startswith("budget"):
+            notes.append(f"{name} is off the scale")
     if trace.footer is not None and trace.footer.dropped:
-        notes.append(f"{trace.footer.dropped} batches were not written and are missing here")
-    return _Drawing(bars, names, legend, notes, unit, _ceilings(trace, batches, units), merged)
+        notes.append(f"{trace.footer.dropped:,} batches were never written and are missing")
+    return _Drawing(bars, names, notes, unit, ceilings)
 
 
 def _axis_unit(batches: Sequence[TracedBatch], units: Units) -> str:
@@ -207,8 +208,8 @@ def _axis_unit(batches: Sequence[TracedBatch], units: Units) -> str:
         return "requests"
     if units == "ms":
         if kinds != {"seconds"}:
-            others = ", ".join(sorted({f"{b.group!r} counts {b.unit or 'unknown units'}" for b in batches if b.unit != "seconds"}))
-            raise ConfigError(f"--units=ms: only for groups whose cost is in seconds; {others}")
+            others = sorted({f"{b.group!r} counts {b.unit or 'unknown units'}" for b in batches if b.unit != "seconds"})
+            raise ConfigError(f"--units=ms: only for groups whose cost is in seconds; {', '.join(others)}")
         return "estimated ms"
     counted = {"requests" if kind == "seconds" else kind or "units" for kind in kinds}
     if len(counted) > 1:
@@ -234,29 +235,28 @@ def _single(batch: TracedBatch, colours: Colours, units: Units) -> _Bar:
     for m in batch.members:
         height = _height(batch, m, units)
         mark = "▸" if m.state == "waiting" else ""
-        labels = (f"{mark}{request_name(m)} {height:.4g}", f"{mark}{height:.4g}", mark)
+        labels = (f"{mark}{request_name(m)} {height:.3g}", f"{mark}{height:.3g}", mark)
         segments.append(_Segment(colours.index(m), height, labels, f"grant-{batch.id}-{m.seq}"))
     return _Bar([batch], segments, sum(s.height for s in segments))
 
 
 def _merge(
     batches: Sequence[TracedBatch], step: int, colours: Colours, units: Units
-) -> tuple[list[_Bar], dict[int, str], str]:
-    """Means over `step` neighbours, one segment per colour. Requests beyond counting are told apart by state alone."""
-    total: Counter[int] = Counter()
-    for b in batches:
-        for m in b.members:
-            total[colours.index(m)] += 1
-    by_state = colours.by == "request" and len(total) > len(PALETTE) * len(_HATCHES)
+) -> tuple[list[_Bar], dict[int, str]]:
+    """Means over `step` neighbours, one segment per colour, and the colours' names. Where the colours with a name would
+    be less than half of the picture, only who entered and who stayed is told apart."""
+    total = Counter(colours.index(m) for b in batches for m in b.members)
+    kept = dict(total.most_common(NAMED))
+    entered, stayed = 0, 4
+    by_state = 2 * sum(kept.values()) < total.total()
     if by_state:
-        names = {0: "entered from the queue with the batch", 4: "resident from an earlier one"}
-        legend = ""
+        names = {entered: "entered from the queue with the batch", stayed: "stayed from an earlier one"}
+        if all(m.state == "waiting" for b in batches for m in b.members):
+            names = {entered: f"any of {len(total):,} {colours.by}s"}
     else:
-        kept = [i for i, _ in total.most_common(NAMED)] if len(total) > NAMED else list(total)
         names = {i: colours.names[i] for i in sorted(kept)}
-        legend = f"colour: {colours.by}"
-        if len(total) > len(names):
-            names[-1] = f"{len(total) - len(names)} others"
+        if len(total) > len(kept):
+            names[-1] = f"{len(total) - len(kept)} others"
     bars = []
     for start in range(0, len(batches), step):
         chunk = batches[start : start + step]
@@ -265,20 +265,18 @@ def _merge(
         for b in chunk:
             height = 0.0
             for m in b.members:
-                i = (0 if m.state == "waiting" else 4) if by_state else colours.index(m)
+                i = (entered if m.state == "waiting" else stayed) if by_state else colours.index(m)
                 h = _height(b, m, units)
                 sums[i if i in sums else -1] += h
                 height += h
             tallest = max(tallest, height)
-        segments = [
-            _Segment(i, s / len(chunk), (), f"mean-{chunk[0].id}-{i}") for i, s in sums.items() if s > 0.0
-        ]
+        segments = [_Segment(i, s / len(chunk), (), f"mean-{chunk[0].id}-{i}") for i, s in sums.items() if s > 0.0]
         bars.append(_Bar(chunk, segments, tallest))
-    return bars, names, legend
+    return bars, names
 
 
 def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dict[float, str]:
-    """Height of each ceiling that this axis can show, and its name."""
+    """Height of each ceiling that this axis has, and its name."""
     found: dict[float, str] = {}
     for name in dict.fromkeys(b.group for b in batches):
         info = trace.groups.get(name)
@@ -288,7 +286,7 @@ def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dic
             found[info.budget * 1e3] = f"budget {info.budget * 1e3:g} ms"
         elif units == "grants" and info.unit != "seconds" and info.budget is not None:
             found[info.budget] = f"budget {info.budget:g} {info.unit}"
-        elif units == "requests" or info.unit != "tokens":
+        elif units != "ms":
             found[float(info.max_size)] = f"at most {info.max_size} requests"
     return found
 
@@ -299,12 +297,10 @@ def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dic
 def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Figure:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 5.6), facecolor="white")
-    panels = figure.subplots(
-        4, 1, sharex=True,
-        gridspec_kw={"height_ratios": (10, 0.8, 3, 3), "hspace": 0.16, "left": 0.075, "right": 0.985}
-        | {"top": 0.83, "bottom": 0.085},
-    )  # fmt: skip
+    figure = Figure(figsize=(9.0, 6.0), facecolor="white")
+    heights = {"height_ratios": (10, 0.8, 3, 3), "hspace": 0.42}
+    box = {"left": 0.075, "right": 0.985, "top": 0.835, "bottom": 0.08}
+    panels = figure.subplots(4, 1, sharex=True, gridspec_kw=heights | box)
     main, why, time, wait = panels
     for axes in (main, time, wait):
         axes.set_axisbelow(True)
@@ -312,41 +308,53 @@ def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Fi
         axes.spines["left"].set_visible(False)
     slots = max(len(drawing.bars), 5)
     main.set_xlim(-0.6, slots - 0.4)
-    _draw_bars(main, drawing, slots)
-    _draw_causes(why, drawing, batches)
+    labelled = _draw_bars(main, drawing, slots)
+    _draw_causes(why, drawing.bars)
     _draw_times(time, drawing.bars)
     _draw_waits(wait, drawing.bars)
-    every = max(1, ceil(len(drawing.bars) / 12))
-    places = range(0, len(drawing.bars), every)
-    wait.set_xticks(list(places), [str(drawing.bars[i].batches[0].id) for i in places])
+    ticks = _ticks(drawing.bars)
+    wait.set_xticks(list(ticks), list(ticks.values()))
     wait.set_xlabel("batch id")
     figure.align_ylabels([main, time, wait])
+    if labelled:
+        drawing.notes.append("▸ entered from the queue with this batch")
     _draw_head(figure, drawing, trace, batches)
     return figure
+
+
+def _ticks(bars: Sequence[_Bar]) -> dict[int, str]:
+    """Round batch ids where there are some."""
+    ids = [(x, b.id) for x, bar in enumerate(bars) for b in bar.batches]
+    steps = (m * 10**e for e in range(16) for m in (1, 2, 5))
+    step = next(s for s in steps if (ids[-1][1] - ids[0][1]) / s <= 14)
+    ticks: dict[int, str] = {}
+    for x, number in ids:
+        if number % step == 0:
+            ticks.setdefault(x, str(number))
+    return ticks if len(ticks) > 1 else {0: str(ids[0][1]), len(bars) - 1: str(ids[-1][1])}
 
 
 def _draw_head(figure: Figure, drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> None:
     from matplotlib.patches import Patch
 
-    units = sum(m.units for b in batches for m in b.members)
     requests = len({m.seq for b in batches for m in b.members})
-    counted = f"{units:,.0f} tokens of " if drawing.unit == "tokens" else ""
-    start, end = batches[0].scheduled_at, max(b.scheduled_at + b.elapsed for b in batches)
+    tokens = sum(m.units for b in batches for m in b.members)
+    counted = f"{tokens:,.0f} tokens of " if drawing.unit == "tokens" else ""
     some = "" if len(batches) == len(trace.batches) else f" of {len(trace.batches):,}"
     title = f"{counted}{requests:,} request{'s' * (requests != 1)} in {len(batches):,}{some} batches"
-    figure.text(0.012, 0.962, title, fontsize=12.5, fontweight="bold", va="center")
-    told = [f"{start:.4g} s to {end:.4g} s", *drawing.notes]
-    if not drawing.merged:
-        told.append("▸ entered from the queue with this batch")
-    figure.text(0.012, 0.922, "   ".join(told), color=_FAINT, va="center")
+    figure.text(0.012, 0.965, title, fontsize=12.5, fontweight="bold", va="center")
+    start, end = batches[0].scheduled_at, max(b.scheduled_at + b.elapsed for b in batches)
+    told = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]
+    figure.text(0.012, 0.927, "   ·   ".join(told), color=_FAINT, va="center")
     handles = [Patch(label=name, **_fill(i)) for i, name in list(drawing.names.items())[: NAMED + 1]]
     if len(drawing.names) > NAMED + 1:
         handles.append(Patch(label=f"and {len(drawing.names) - NAMED - 1} more", facecolor="none", edgecolor="none"))
-    legend = figure.legend(
-        handles=handles, loc="center left", bbox_to_anchor=(0.004, 0.876), ncols=len(handles), frameon=False,
-        handlelength=1.0, handleheight=1.0, columnspacing=1.1, handletextpad=0.4, fontsize=7.5,
-    )  # fmt: skip
-    legend.set_gid("legend")
+    width = sum(len(str(h.get_label())) * 5.6 + 30 for h in handles)
+    figure.legend(
+        handles=handles, loc="center left", bbox_to_anchor=(0.004, 0.885), frameon=False, fontsize=7.5,
+        ncols=len(handles) if width <= 880 else ceil(len(handles) / 2),
+        handlelength=1.0, handleheight=1.0, columnspacing=1.1, handletextpad=0.4, labelspacing=0.3, borderpad=0.2,
+    ).set_gid("legend")  # fmt: skip
 
 
 def _fill(colour: int) -> dict[str, Any]:
@@ -361,87 +369,112 @@ def _fill(colour: int) -> dict[str, Any]:
     }
 
 
-def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> None:
+def _ink(face: str) -> str:
+    """Black or white, whichever reads better on a colour."""
+    r, g, b = (int(face[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "white" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45 else _INK
+
+
+def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
+    """One stack per bar; returns whether there was room to write into any."""
     from matplotlib.patches import Rectangle
 
+    labelled = False
     tallest = max(bar.tallest for bar in drawing.bars) or 1.0
-    near = {h: n for h, n in drawing.ceilings.items() if h <= 1.6 * tallest}
-    top = 1.08 * max([tallest, *near])
+    top = 1.08 * max([tallest, *drawing.ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{drawing.unit} per batch")
     width = 0.86 if slots <= 60 else 0.94
-    bar_px, unit_px = 815 * width / slots, 248 / top  # of a picture 900 px wide
+    bar_px, unit_px = 815 * width / slots, 255 / top  # of a picture 900 px wide
     for x, bar in enumerate(drawing.bars):
         bottom = 0.0
         for segment in bar.segments:
-            patch = Rectangle((x - width / 2, bottom), width, segment.height, **_fill(segment.colour))
+            fill = _fill(segment.colour)
+            patch = Rectangle((x - width / 2, bottom), width, segment.height, **fill)
             patch.set_gid(segment.gid)
             axes.add_patch(patch)
             label = next((t for t in segment.labels if len(t) * 6.4 + 4 <= bar_px), "")
             if label and segment.height * unit_px >= 11:
-                dark = _luminance(str(_fill(segment.colour)["facecolor"])) < 0.45
-                axes.text(
-                    x, bottom + segment.height / 2, label, ha="center", va="center", clip_on=True,
-                    color="white" if dark else _INK, fontsize=8,
-                )  # fmt: skip
+                labelled = True
+                at = (x, bottom + segment.height / 2)
+                axes.text(*at, label, ha="center", va="center", color=_ink(fill["facecolor"]))
             bottom += segment.height
         if bar.tallest > bottom * (1 + 1e-9):
             axes.plot([x - width / 2, x + width / 2], [bar.tallest] * 2, color=_INK, linewidth=0.8)
-    for height, name in near.items():
-        axes.axhline(height, color="#B91C1C", linewidth=1.0, linestyle=(0, (5, 3)), gid="budget")
+    for height, name in drawing.ceilings.items():
+        axes.axhline(height, color=_CEILING, linewidth=1.0, linestyle=(0, (5, 3)), gid="ceiling")
         axes.annotate(
             name, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
-            ha="right", va="bottom", color="#B91C1C", fontsize=7.5,
+            ha="right", va="bottom", color=_CEILING, fontsize=7.5,
         )  # fmt: skip
+    return labelled
 
 
-def _luminance(colour: str) -> float:
-    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-
-def _draw_causes(axes: Axes, drawing: _Drawing, batches: Sequence[TracedBatch]) -> None:
+def _draw_causes(axes: Axes, bars: Sequence[_Bar]) -> None:
     """A strip of causes under the bars; where a bar is several batches, in proportion."""
-    from matplotlib.patches import Rectangle
+    from matplotlib.patches import Patch, Rectangle
 
     axes.set_ylim(0, 1)
     axes.set_yticks([])
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_ylabel("why", rotation=0, ha="right", va="center")
-    letters = len(drawing.bars) <= 60
-    for x, bar in enumerate(drawing.bars):
+    total: Counter[str] = Counter()
+    for x, bar in enumerate(bars):
         counts = Counter(b.cause for b in bar.batches)
+        total += counts
         bottom = 0.0
         for cause, (letter, colour) in _CAUSES.items():
             share = counts[cause] / len(bar.batches)
-            if not share:
-                continue
-            axes.add_patch(Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0))
+            if share:
+                axes.add_patch(Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0))
+            if share == 1.0 and len(bars) <= 60:
+                axes.text(x, 0.47, letter, ha="center", va="center", color=_ink(colour), fontsize=7.5)
             bottom += share
-            if letters and share == 1.0:
-                ink = "white" if _luminance(colour) < 0.45 else _INK
-                axes.text(x, 0.47, letter, ha="center", va="center", color=ink, fontsize=7.5)
-    del batches
+    handles = []
+    for cause, (letter, colour) in _CAUSES.items():
+        if total[cause]:
+            reason = Cause(cause).reason.value
+            name = cause if cause == reason else f"{cause} ({reason})"
+            handles.append(Patch(facecolor=colour, label=f"{letter}  {name} {total[cause]:,}"))
+    _key(axes, handles)
 
 
 def _draw_times(axes: Axes, bars: Sequence[_Bar]) -> None:
-    axes.set_ylabel("time, ms")
+    several = "median " if any(len(bar.batches) > 1 for bar in bars) else ""
     xs = range(len(bars))
     measured = [median(b.elapsed for b in bar.batches) * 1e3 for bar in bars]
-    axes.bar(xs, measured, width=0.62, color="#CBD5E1", label="measured")
+    drawn: list[Any] = [axes.bar(xs, measured, width=0.62, color="#CBD5E1", label=f"{several}measured")]
     predicted = [[b.expected for b in bar.batches if b.expected is not None] for bar in bars]
     known = [(x, median(p) * 1e3) for x, p in zip(xs, predicted, strict=True) if p]
     if known:
-        axes.hlines([y for _, y in known], [x - 0.4 for x, _ in known], [x + 0.4 for x, _ in known], color=_INK, lw=1.2)
-    axes.set_ylim(bottom=0.0)
+        left, right = [x - 0.42 for x, _ in known], [x + 0.42 for x, _ in known]
+        lines = axes.hlines([y for _, y in known], left, right, color=_INK, linewidth=1.2, label=f"{several}predicted")
+        drawn.append(lines)
+    axes.set_ylabel("time, ms")
+    axes.set_ylim(0.0, 1.12 * max([*measured, *(y for _, y in known)]) or 1.0)
+    _key(axes, drawn)
 
 
 def _draw_waits(axes: Axes, bars: Sequence[_Bar]) -> None:
+    entered = [(x, [m.age * 1e3 for b in bar.batches for m in b.entered]) for x, bar in enumerate(bars)]
+    waits = [(x, w) for x, w in entered if w]
+    xs = [x for x, _ in waits]
+    span = axes.vlines(
+        xs, [min(w) for _, w in waits], [max(w) for _, w in waits],
+        color="#94A3B8", linewidth=2.0, capstyle="round", label="shortest to longest of those that entered",
+    )  # fmt: skip
+    medians = [median(w) for _, w in waits]
+    (dots,) = axes.plot(xs, medians, "o", color=_INK, markersize=2.8, clip_on=False, label="median")
     axes.set_ylabel("wait, ms")
-    for x, bar in enumerate(bars):
-        waits = [m.age * 1e3 for b in bar.batches for m in b.entered]
-        if waits:
-            axes.plot([x, x], [min(waits), max(waits)], color="#94A3B8", linewidth=2.0, solid_capstyle="round")
-            axes.plot([x], [median(waits)], "o", color=_INK, markersize=2.6)
-    axes.set_ylim(bottom=0.0)
+    axes.set_ylim(0.0, 1.12 * max((max(w) for _, w in waits), default=0.0) or 1.0)
+    _key(axes, [dots, span])
+
+
+def _key(axes: Axes, handles: Sequence[Any]) -> None:
+    """A small legend above the right end of a panel."""
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.008, 1.0), ncols=max(1, len(handles)), frameon=False,
+        fontsize=7, labelcolor=_FAINT, handlelength=1.0, handleheight=0.8, handletextpad=0.4, columnspacing=1.2,
+        borderpad=0.1, borderaxespad=0.45,
+    )  # fmt: skip

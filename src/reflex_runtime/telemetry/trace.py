@@ -88,9 +88,10 @@ class Member(msgspec.Struct):
 class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
     """One batch, written when it finished. Seconds throughout; scheduled_at counts from the header's origin.
 
-    cost, unit: the estimate the budget is compared with, None when it was not finite. expected: predicted seconds of this call, None when unknown.
-    queued: how many still waited when it left, None if unknown. left: seqs of residents gone since the group's last
-    batch (preempted, cancelled, expired). crashed: no member succeeded and the processor is to blame.
+    cost, unit: the estimate the budget is compared with, None when it was not finite. expected: predicted seconds of
+    this call, None when unknown. queued: how many still waited when it left, None if unknown. crashed: no member
+    succeeded and the processor is to blame. left: seqs of residents gone since the group's last batch (preempted,
+    cancelled, expired).
     """
 
     id: int

@@ -1,0 +1,172 @@
+"""`reflex demo`: simulated robots, closed loop, on a real policy behind a real server, with its batches drawn."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.core.errors import ConfigError, ReflexError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reflex_runtime.demo.run import DemoResult
+
+_DESCRIPTION = """\
+Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
+physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two cores.
+Needs the extra: pip install 'reflex-runtime[demo]'
+"""
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+class ServerFailed(ReflexError):
+    """The demo's server did not start."""
+
+    code = "demo_server_failed"
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "demo",
+        help="simulated robots on a real policy, with the batches drawn",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--robots", type=int, default=6, metavar="N", help="robots at a time (default 6, range 1 to 64)")
+    parser.add_argument(
+        "--episodes", type=int, default=2, metavar="N", help="episodes each robot plays (default 2, range 1 to 100)"
+    )
+    parser.add_argument("--variant", choices=("v1", "v2"), default="v2", help="trained policy (default v2, the better)")
+    parser.add_argument(
+        "--kind", choices=("monolithic", "decomposed"), default="decomposed",
+        help="one model, or prefix and denoise steps, which robots join and leave (default decomposed)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"
+    )
+    parser.add_argument(
+        "--serve", default="", metavar="OPTIONS", help="further options for the server, as in --serve '--max-batch-cost-ms 20'"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit status 0 when every robot played all its episodes."""
+    from rich.console import Console
+
+    from reflex_runtime.demo.exports import export_dir
+    from reflex_runtime.demo.run import run_demo
+
+    for flag, value, high in (("--robots", args.robots, 64), ("--episodes", args.episodes, 100)):
+        if not 1 <= value <= high:
+            raise ConfigError(f"{flag}={value}: must be in [1, {high}]")
+    args.out.mkdir(parents=True, exist_ok=True)
+    trace = args.out / "batches.jsonl"
+    console = Console()
+    server = partial(serving, export_dir(args.variant, args.kind), trace, args.out / "server.log", args.serve.split())
+    with progress(args.robots, args.episodes) as on_progress:
+        result = run_demo(server, args.robots, args.episodes, on_progress=on_progress)
+    show(console, result, args)
+    draw(console, trace, args.out / "batches")
+    for failure in result.failures:
+        console.print(f"[red]{failure}[/red]")
+    return 1 if result.failures else 0
+
+
+@contextlib.contextmanager
+def serving(export: Path, trace: Path, log: Path, options: list[str]) -> Iterator[str]:
+    """A `reflex serve` process on a free port; gives its URL, and drains it on the way out."""
+    command = [sys.executable, "-m", "reflex_runtime", "serve", str(export), "--port", "0", "--trace", str(trace)]
+    with log.open("w", encoding="utf-8") as kept:
+        process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        try:
+            assert process.stderr is not None
+            yield _wait_ready(process.stderr, kept, log)
+        finally:
+            process.terminate()
+            assert process.stderr is not None
+            kept.writelines(process.stderr)  # ends when the process does
+            process.wait()
+
+
+def _wait_ready(stderr: Any, kept: Any, log: Path) -> str:
+    for line in stderr:
+        kept.write(line)
+        if (found := _READY.search(line)) is not None:
+            return found[1].rstrip(",")
+    raise ServerFailed(f"the server did not start; {log} says why")
+
+
+@contextlib.contextmanager
+def progress(robots: int, episodes: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar over episodes, with the chunks answered so far; on standard error, quiet when that is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes · {task.fields[chunks]} chunks"),
+        TimeElapsedColumn(), console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task("starting the server and the simulators", total=robots * episodes, chunks=0)
+        chunks = 0
+
+        def on_progress(event: Mapping[str, Any]) -> None:
+            nonlocal chunks
+            if event["event"] == "act":
+                chunks += event["status"] == 200
+                bar.update(task, chunks=chunks, description="robots at work")
+            elif event["event"] == "episode_end":
+                bar.advance(task)
+
+        yield on_progress
+
+
+def show(console: Console, result: DemoResult, args: argparse.Namespace) -> None:
+    """Success, latency and batches."""
+    from rich.table import Table
+
+    tasks = Table(title=f"{args.robots} robots on {args.variant} {args.kind}", title_justify="left")
+    tasks.add_column("task")
+    tasks.add_column("solved", justify="right")
+    solved = played = 0
+    for name, (ok, n) in result.by_task.items():
+        tasks.add_row(name, f"{ok}/{n}")
+        solved, played = solved + ok, played + n
+    tasks.add_row("all", f"{solved}/{played}", style="bold")
+    console.print(tasks)
+    if result.latency_ms is not None:
+        p = result.latency_ms
+        console.print(
+            f"{result.calls} chunks in {result.wall_s:.0f} s, {result.refused} refused; "
+            f"latency p50 {p.p50:.1f} ms, p90 {p.p90:.1f}, p99 {p.p99:.1f}; "
+            f"mean batch {result.mean_batch_size or 0:.1f} requests"
+        )
+
+
+def draw(console: Console, trace: Path, prefix: Path) -> None:
+    """Reasons and sizes from the trace, and the picture."""
+    from collections import Counter
+
+    from reflex_runtime.telemetry.picture import write_pictures
+    from reflex_runtime.telemetry.trace import read_trace
+
+    found = read_trace(trace)
+    flushes = [batch for batch in found.batches if batch.entered]
+    reasons = Counter(batch.reason for batch in flushes)
+    steps = Counter(batch.size for batch in found.batches)
+    console.print(f"{len(found.batches)} steps, {len(flushes)} of them took requests in; " + ", ".join(
+        f"{reason} {n}" for reason, n in reasons.most_common()
+    ))
+    console.print("steps by size: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
+    written = write_pictures(found, found.batches[-120:], prefix)
+    console.print(f"trace {trace} (reflex trace {trace}), pictures: " + ", ".join(str(path) for path in written))

@@ -1,0 +1,203 @@
+"""`reflex simulate`: what a batching rule would do to a load, in virtual time, without a model or a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.config import add_options, load, option, validate
+from reflex_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reflex_runtime.sim import Callers, Source, Think
+
+_EPILOG = """\
+examples:
+  reflex simulate --rate 300 --slo-ms 100                         Poisson arrivals at 300/s
+  reflex simulate --rate 300 --arrivals bursty --policy by_size   the same load in bursts, under another rule
+  reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
+  reflex simulate --compare --duration-s 20                       the rules against each other
+
+The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateConfig:
+    """Everything `reflex simulate` can be told."""
+
+    rate: float = option(200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s")
+    arrivals: str = option(
+        "poisson", "how they arrive; closed: callers that wait for their answer, see --callers and --think",
+        choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
+    )
+    callers: int = option(8, "callers, with --arrivals closed", low=1, high=10_000)
+    think: str = option(
+        "1", "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
+        "time) | half:1,300 (half the callers each)",
+        metavar="THINK",
+    )
+    fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
+    marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
+    noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
+    slo_ms: float = option(
+        100.0, "time limit of every request; 0 is none (then nothing is late and nothing is shed)",
+        low=0, high=600_000, unit="ms",
+    )
+    max_batch_cost_ms: float = option(
+        100.0, "ceiling on a batch's predicted time (window, by_cost)", low=10, high=10_000, unit="ms"
+    )
+    batch_timeout_ms: float = option(
+        5.0, "longest hold; for window only when callers are expected back", low=0, high=1000, unit="ms"
+    )
+    max_batch_size: int = option(32, "most requests in a batch (by_size, greedy)", low=1, high=100_000)
+    duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
+    warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
+    seed: int = option(0, "same seed, same run", low=0, high=2**31)
+    policy: str = option("window", "the rule", choices=("window", "by_cost", "by_size", "greedy"))
+    compare: bool = option(
+        False, "print the comparison tables instead; --rate, --arrivals, --callers, --think and --policy do not apply"
+    )
+    picture: str = option("", "draw it: PATH.svg and PATH.png", metavar="PATH")
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.warmup_s >= self.duration_s:
+            raise ConfigError(
+                f"--warmup-s={self.warmup_s:g}: must be in [0, {self.duration_s:g}) s, below --duration-s"
+            )
+        single = self.fixed_ms + self.marginal_ms
+        if self.compare and self.slo_ms <= single:
+            raise ConfigError(
+                f"--slo-ms={self.slo_ms:g}: must be in ({single:g}, 600000] ms with --compare: a single "
+                "request takes that long"
+            )
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="try a batching rule on a load in virtual time",
+        description="Run the real scheduler on a simulated load and device in virtual time, and report what came out.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser, SimulateConfig)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate one rule, or compare them."""
+    config = load(SimulateConfig, "simulate", None, {}, vars(args))
+    return _compare(config) if config.compare else _one(config)
+
+
+def _one(config: SimulateConfig) -> int:
+    from reflex_runtime.sim import RULES, Affine, Noisy, Report, Setting, simulate
+
+    device = Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3)
+    slo = config.slo_ms / 1e3
+    setting = Setting(
+        config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3, slo or 1.0, device, config.max_batch_size
+    )
+    rule = RULES[config.policy]
+    done = simulate(
+        rule.make(setting),
+        _workload(config),
+        Noisy(device, config.noise),
+        duration=config.duration_s,
+        warmup=config.warmup_s,
+        seed=config.seed,
+        blind=rule.blind,
+    )
+    print(Report.of(done).text())
+    if config.picture:
+        from reflex_runtime.sim.picture import draw_run
+
+        _drawn(draw_run(done, Path(config.picture), f"{config.policy}, {config.arrivals}"))
+    return 0
+
+
+def _compare(config: SimulateConfig) -> int:
+    from reflex_runtime.sim import Affine, Setting, compare
+
+    bench = compare.Bench(
+        device=Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3),
+        noise=config.noise,
+        slo=config.slo_ms / 1e3,
+        duration=config.duration_s,
+        warmup=config.warmup_s,
+        seed=config.seed,
+        setting=Setting(config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3),
+    )
+    overload = compare.overload(bench, _progress)
+    _show(compare.overload_table(overload) + "\n")
+    _show(compare.closed_table(compare.closed_loop(bench, _progress)) + "\n")
+    _show(compare.fairness_table(compare.fairness(bench, _progress)) + "\n")
+    _show(compare.priority_table(compare.priority(bench, _progress)))
+    if config.picture:
+        from reflex_runtime.sim.picture import draw_overload
+
+        _drawn(draw_overload(overload, Path(config.picture), bench.slo))
+    return 0
+
+
+def _progress(what: str) -> None:
+    """A line that overwrites itself on a terminal, and none where nobody watches."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
+
+
+def _show(table: str) -> None:
+    _progress("")
+    print(table, flush=True)
+
+
+def _drawn(paths: list[Path]) -> None:
+    print(f"wrote {' and '.join(str(p) for p in paths)}", file=sys.stderr)
+
+
+def _workload(config: SimulateConfig) -> list[Source]:
+    from reflex_runtime.core.request import Request
+    from reflex_runtime.sim import Bursty, Diurnal, Heavy, Open, Poisson
+
+    request = Request(time_limit=config.slo_ms / 1e3 or None)
+    if config.arrivals == "closed":
+        callers = _callers(config.think, config.callers)
+        return [replace(part, request=request) for part in callers]
+    process = {"poisson": Poisson, "bursty": Bursty, "diurnal": Diurnal, "heavy": Heavy}[config.arrivals]
+    return [Open(process(config.rate), (request,))]
+
+
+def _callers(think: str, count: int) -> list[Callers]:
+    """Read --think."""
+    from reflex_runtime.sim import Around, Callers, Exponential, Fixed, Mixture
+
+    kind, colon, numbers = think.partition(":")
+    kinds: dict[str, tuple[int, Any]] = {
+        "exp": (1, Exponential),
+        "around": (2, Around),
+        "mix": (2, lambda a, b: Mixture(((0.5, Fixed(a)), (0.5, Fixed(b))))),
+        "half": (2, lambda a, b: (Fixed(a), Fixed(b))),
+    }
+    if not colon:
+        kind, numbers, kinds = "", think, {"": (1, Fixed)}
+    try:
+        values = [float(n) / 1e3 for n in numbers.split(",")]
+        wanted, make = kinds[kind]
+        if len(values) != wanted or not all(0.0 <= v <= 3600.0 for v in values):
+            raise ValueError
+        made: Think | tuple[Think, Think] = make(*values)
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"--think={think}: must be MS, exp:MS, around:MS,MS, mix:MS,MS or half:MS,MS with MS in [0, 3600000]"
+        ) from None
+    if not isinstance(made, tuple):
+        return [Callers(count, made)]
+    first = count // 2
+    parts = [(first, made[0], "first"), (count - first, made[1], "second")]
+    return [Callers(n, t, name=name) for n, t, name in parts if n]

@@ -1,0 +1,84 @@
+"""Pictures of simulated runs, as SVG and PNG side by side: latency, batch sizes, and rules against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from reflex_runtime.sim.report import Report
+from reflex_runtime.sim.run import Run
+
+_COLOURS = {
+    "budget_reached": "#4477aa",
+    "size_reached": "#66ccee",
+    "single_request_over_budget": "#aa3377",
+    "timeout": "#ccbb44",
+    "idle": "#bbbbbb",
+    "urgent": "#ee6677",
+    "step": "#228833",
+    "drain": "#000000",
+}
+
+
+def draw_run(run: Run, path: Path, title: str = "") -> list[Path]:
+    """Every request's latency and every batch's size over time, and the latency distribution.
+
+    path: its suffix is replaced by .svg and .png; returns both.
+    """
+    figure, (top, middle, bottom) = _pyplot().subplots(3, 1, figsize=(9, 9), layout="constrained")
+    good = [a for a in run.answers if a.on_time]
+    late = [a for a in run.answers if a.outcome == "ok" and not a.on_time]
+    lost = [a for a in run.answers if a.outcome != "ok"]
+    kinds = ((good, "#4477aa", "on time"), (late, "#ee6677", "late"), (lost, "#bbbbbb", "no answer"))
+    for answers, colour, label in kinds:
+        if answers:
+            points = [a.arrived for a in answers], [a.latency * 1e3 for a in answers]
+            top.scatter(*points, s=3, color=colour, label=f"{label} ({len(answers)})", rasterized=True)
+    top.set(title=title, xlabel="arrival, s", ylabel="latency, ms")
+    causes = {b.cause for b in run.batches}
+    for cause in (c for c in _COLOURS if c in causes):
+        batches = [b for b in run.batches if b.cause == cause]
+        label = f"{cause} ({len(batches)})"
+        points = [b.started for b in batches], [float(b.size) for b in batches]
+        middle.scatter(*points, s=6, color=_COLOURS[cause], label=label, rasterized=True)
+    middle.set(xlabel="start, s", ylabel="batch size, requests")
+    latencies = sorted(a.latency * 1e3 for a in run.answers if a.outcome == "ok" and a.arrived >= run.warmup)
+    bottom.step(latencies, [(i + 1) / len(latencies) for i in range(len(latencies))], color="#4477aa", where="post")
+    bottom.set(xlabel="latency of answered requests, ms", ylabel="share not above", ylim=(0, 1))
+    for axes in (top, middle):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, markerscale=3)
+    return _save(figure, path)
+
+
+def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: float) -> list[Path]:
+    """On-time share over offered load, one line per rule."""
+    figure, axes = _pyplot().subplots(figsize=(8, 5), layout="constrained")
+    for (rule, by_rate), marker in zip(results.items(), "osv^DPX*", strict=False):
+        rates = [float(name.removesuffix("/s")) for name in by_rate]
+        shares = [report.on_time or 0.0 for report in by_rate.values()]
+        axes.plot(rates, shares, marker=marker, label=rule, linewidth=2.5 if rule == "window" else 1.2)
+    axes.set(xlabel="offered, requests/s", ylabel=f"answered within {slo * 1e3:g} ms", ylim=(-0.02, 1.02))
+    axes.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _pyplot() -> Any:
+    """matplotlib without a display; imported here because it is slow to load and most runs draw nothing."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "reflex"  # the same run gives the same file
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, path: Path) -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
+    figure.savefig(paths[0], metadata={"Date": None})
+    figure.savefig(paths[1], dpi=120)
+    _pyplot().close(figure)
+    return paths

@@ -1,0 +1,75 @@
+"""`reflex simulate` as typed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.cli import simulate
+from reflex_runtime.core.errors import ConfigError
+
+
+def call(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    simulate.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["simulate", *argv])
+    return int(args.run(args))
+
+
+@pytest.mark.parametrize("arrivals", ["poisson", "bursty", "diurnal", "heavy", "closed"])
+def test_every_kind_of_arrivals_runs(arrivals: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--arrivals", arrivals, "--duration-s", "3", "--warmup-s", "1") == 0
+    assert "on time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", ["window", "by_cost", "by_size", "greedy"])
+def test_every_policy_runs_and_the_seed_decides(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--policy", policy, "--duration-s", "3", "--rate", "350", "--seed")
+    printed = []
+    for seed in ("1", "1", "2"):
+        assert call(*argv, seed) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2]
+
+
+@pytest.mark.parametrize("think", ["5", "exp:5", "around:100,5", "mix:1,300", "half:1,300"])
+def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--arrivals", "closed", "--think", think, "--duration-s", "3") == 0
+    assert "over 8 clients" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--rate", "0"), r"--rate=0: must be in \[0.001, 100000\] 1/s"),
+        (("--max-batch-cost-ms", "9"), r"--max-batch-cost-ms=9: must be in \[10, 10000\] ms"),
+        (("--batch-timeout-ms", "1001"), r"--batch-timeout-ms=1001: must be in \[0, 1000\] ms"),
+        (("--policy", "x"), "--policy=x: must be one of window, by_cost, by_size, greedy"),
+        (("--arrivals", "closed", "--think", "soon"), "--think=soon: must be MS, exp:MS"),
+        (("--arrivals", "closed", "--think", "exp:1,2"), "--think=exp:1,2"),
+        (("--arrivals", "closed", "--think", "exp:0"), "--think=exp:0"),
+        (("--warmup-s", "60"), r"--warmup-s=60: must be in \[0, 60\) s"),
+        (("--compare", "--slo-ms", "22"), r"--slo-ms=22: must be in \(22, 600000\] ms"),
+    ],
+)
+def test_b2_wrong_values_name_flag_value_and_range(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        call(*argv)
+    assert "\n" not in caught.value.message
+
+
+def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(tmp_path / "new" / "rules.png")) == 0
+    out = capsys.readouterr().out
+    for heading in ("on time, offered", "requests/s · p50", "one greedy feed", "urgent in overload"):
+        assert heading in out
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["rules.png", "rules.svg"]
+
+
+def test_the_picture_of_one_run_is_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert call("--duration-s", "2", "--warmup-s", "1", "--rate", "500", "--picture", str(tmp_path / name)) == 0
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    assert (tmp_path / "one.png").stat().st_size > 1000

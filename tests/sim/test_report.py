@@ -1,0 +1,84 @@
+"""Reports, against a run small enough to be counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.sim import Answer, Ran, Report, Run, fair_shares, jain, percentile
+from reflex_runtime.sim.report import columns
+
+A, B = Request(client="a", time_limit=1.0), Request(client="b", time_limit=1.0, priority=Priority.URGENT)
+
+
+def run() -> Run:
+    """Ten seconds after one of warm-up: a asks four times, b twice; five answered, one of them late, one shed."""
+    return Run(
+        warmup=1.0,
+        duration=11.0,
+        answers=[
+            Answer(A, 0.5, 0.9, "ok", 1.0, 9.0),  # before the span
+            Answer(A, 1.0, 1.4, "ok", 1.0, 0.4),
+            Answer(A, 2.0, 2.5, "ok", 1.0, 0.4),
+            Answer(A, 3.0, 4.5, "ok", 1.0, 0.4),  # late
+            Answer(A, 5.0, 6.0, "shed", 1.0, 0.0),
+            Answer(B, 2.0, 2.2, "ok", 1.0, 0.4),
+            Answer(B, 9.0, 9.3, "ok", 1.0, 0.4),
+        ],
+        batches=[
+            Ran(0.5, 9.0, 1, 9.0, "idle", "timeout"),  # before the span
+            Ran(1.0, 0.4, 1, 0.4, "idle", "timeout"),
+            Ran(2.0, 0.8, 2, 0.8, "urgent", "timeout"),
+            Ran(4.0, 0.4, 1, 0.4, "budget_reached", "budget_reached"),
+            Ran(10.8, 0.4, 1, 0.4, "idle", "timeout"),  # half of it after the span
+        ],
+    )
+
+
+def test_figures_equal_those_counted_by_hand() -> None:
+    report = Report.of(run())
+    assert report.offered == pytest.approx(0.6)
+    assert report.throughput == pytest.approx(0.5)
+    assert report.goodput == pytest.approx(0.4)
+    assert report.on_time == pytest.approx(4 / 6)
+    assert report.on_time_by == {"urgent": 1.0, "default": 0.5}
+    assert (report.p50, report.p95, report.p99) == pytest.approx((0.4, 1.5, 1.5))
+    assert report.mean == pytest.approx((0.4 + 0.5 + 1.5 + 0.2 + 0.3) / 5)
+    assert report.busy == pytest.approx((0.4 + 0.8 + 0.4 + 0.2) / 10)
+    assert report.wasted == pytest.approx(0.4 / 2.0)
+    assert report.sizes == {1: 3, 2: 1}
+    assert report.batch_size == pytest.approx(1.25)
+    assert report.outcomes == {"ok": 5, "shed": 1}
+    assert report.reasons == {"timeout": 3, "budget_reached": 1}
+    assert report.causes == {"idle": 2, "urgent": 1, "budget_reached": 1}
+    # four on time: b asked 2 and is due 2, a the other 2; both have just that
+    assert report.fairness == pytest.approx(1.0)
+    assert "on time     66.7%" in report.text()
+
+
+def test_a_run_without_requests_has_no_shares() -> None:
+    report = Report.of(Run(0.0, 5.0))
+    assert (report.on_time, report.p99, report.wasted, report.fairness, report.batch_size) == (None,) * 5
+    assert "–" in report.text()
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [percentile(values, q) for q in (0.5, 0.95, 0.99, 1.0)] == [50.0, 95.0, 99.0, 100.0]
+    assert percentile([7.0], 0.5) == 7.0
+    assert percentile([], 0.5) is None
+
+
+def test_jain() -> None:
+    assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain([0.0, 0.0]) is None
+
+
+def test_fair_shares_give_the_modest_what_they_ask_and_split_the_rest() -> None:
+    assert fair_shares(12.0, {"greedy": 100.0, "big": 50.0, "small": 2.0}) == {"small": 2.0, "big": 5.0, "greedy": 5.0}
+    assert fair_shares(100.0, {"x": 1.0, "y": 2.0}) == {"x": 1.0, "y": 2.0}
+
+
+def test_columns_line_up() -> None:
+    assert columns(["rule", "share"], [["a", "1"], ["longer", "0.25"]]) == "rule    share\na           1\nlonger   0.25"

@@ -1,0 +1,142 @@
+"""The loop around the real scheduler: the same every time, nothing lost, time kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+
+from reflex_runtime.core.batch import Batch, Outcome
+from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestQueued, RequestSettled
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.sim import (
+    RULES,
+    Affine,
+    Arrival,
+    Callers,
+    Every,
+    Exponential,
+    Fixed,
+    Noisy,
+    Open,
+    Poisson,
+    Recorded,
+    Report,
+    Rule,
+    Run,
+    Setting,
+    simulate,
+)
+from reflex_runtime.sim import rules as named
+
+DEVICE = Noisy(Affine(0.020, 0.002), 0.05)
+ALL_RULES = [*RULES.values(), named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS]
+MIXED = [
+    Open(Poisson(300.0), (Request(client="feed", time_limit=0.100), Request(client="other", time_limit=0.050))),
+    Callers(5, Exponential(0.020), Request(time_limit=0.200)),
+]
+
+
+def run(rule: Rule, seed: int = 1, duration: float = 4.0) -> Run:
+    return simulate(rule.make(Setting()), MIXED, DEVICE, duration=duration, seed=seed, blind=rule.blind)
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: r.name)
+def test_same_arguments_same_run(rule: Rule) -> None:
+    first, second = run(rule), run(rule)
+    # requests are compared by who asked: each run makes its callers' requests anew
+    assert [(a.request.client, *a[1:]) for a in first.answers] == [(a.request.client, *a[1:]) for a in second.answers]
+    assert first.batches == second.batches
+    assert run(rule, seed=2).batches != first.batches
+
+
+@pytest.mark.parametrize("rule", ALL_RULES, ids=lambda r: r.name)
+def test_every_request_ends_once_and_the_device_does_one_thing_at_a_time(rule: Rule) -> None:
+    events: list[Event] = []
+    done = simulate(rule.make(Setting()), MIXED, DEVICE, duration=4.0, blind=rule.blind, sinks=[events.append])
+    queued = Counter(e.ticket for e in events if isinstance(e, RequestQueued))
+    settled = Counter(e.ticket for e in events if isinstance(e, RequestSettled))
+    assert queued == settled
+    assert set(settled.values()) == {1}
+    assert len(done.answers) == len(settled) + sum(a.outcome == "rejected" for a in done.answers)
+    assert sum(a.outcome == "ok" for a in done.answers) == sum(b.size for b in done.batches)
+    assert sum(a.device for a in done.answers) == pytest.approx(sum(b.seconds for b in done.batches))
+    ends = 0.0
+    for batch in done.batches:
+        assert batch.started >= ends - 1e-12
+        ends = batch.started + batch.seconds
+
+
+def test_open_arrivals_do_not_depend_on_the_rule() -> None:
+    feeds = ("feed", "other")
+    arrivals = [sorted(a.arrived for a in run(rule).answers if a.request.client in feeds) for rule in ALL_RULES]
+    assert all(found == arrivals[0] for found in arrivals)
+
+
+def test_a_blind_rule_is_measured_by_limits_it_does_not_see() -> None:
+    events: list[Event] = []
+    load = Open(Poisson(600.0), (Request(time_limit=0.050),))
+    done = simulate(named.GREEDY.make(Setting()), load, DEVICE, duration=2.0, blind=True, sinks=[events.append])
+    assert all(e.ticket.deadline == inf for e in events if isinstance(e, RequestQueued))
+    assert all(a.limit == 0.050 for a in done.answers)
+    assert not any(a.on_time for a in done.answers if a.arrived > 1.0)
+
+
+def test_a_caller_asks_again_one_think_time_after_its_answer() -> None:
+    done = simulate(Scheduler(), Callers(1, Fixed(0.030)), Affine(0.020, 0.002), duration=1.0)
+    ends = [a.ended for a in done.answers]
+    assert [a.arrived for a in done.answers[1:]] == pytest.approx([e + 0.030 for e in ends[:-1]])
+    assert all(a.latency == pytest.approx(0.022) for a in done.answers)
+
+
+def test_a_refused_caller_comes_back_when_it_was_told_to() -> None:
+    crowd = Callers(3, Fixed(0.001), Request())
+    full = Scheduler([GroupConfig(capacity=1, flush=FlushPolicy(max_batch_size=1))])
+    done = simulate(full, crowd, Affine(0.5, 0.0), duration=4.0)
+    refused = [a for a in done.answers if a.outcome == "rejected"]
+    assert refused
+    for a in refused:
+        later = [b.arrived for b in done.answers if b.request.client == a.request.client and b.arrived > a.arrived]
+        assert not later or min(later) >= a.arrived + 1.0
+
+
+def test_work_in_steps_is_stepped_until_it_has_what_it_wants() -> None:
+    """The documented token schedule: prompts of 11 and 7, one further unit each time they are asked back."""
+    scheduler = Scheduler([GroupConfig(flush=FlushPolicy.every_step(8), cost=TokenCost)])
+    events: list[Event] = []
+    asked = [Arrival(0.0, Request(id="A", wants=11)), Arrival(0.0, Request(id="B", wants=7))]
+    simulate(scheduler, Recorded(asked), Affine(0.010, 0.0), sinks=[events.append])
+    steps = [{t.id: u for t, u in e.batch.grants.items()} for e in events if isinstance(e, BatchScheduled)]
+    assert steps == [{"A": 8.0}, {"A": 3.0, "B": 5.0}, {"B": 2.0}]
+    assert sum(isinstance(e, RequestProgressed) for e in events) == 2
+
+
+def test_a_scheduler_that_asks_to_be_woken_for_nothing_is_reported() -> None:
+    class Restless:
+        def submit(self, request: Request, now: float) -> Ticket:
+            return Ticket(request, 0, now)
+
+        def next_batch(self, now: float) -> Batch | None:
+            return None
+
+        def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None: ...
+
+        def wake_at(self) -> float:
+            return 0.0
+
+        def take_events(self) -> list[Event]:
+            return []
+
+    with pytest.raises(RuntimeError, match="again and again"):
+        simulate(Restless(), Open(Every(1.0)), Affine(1.0, 1.0))
+
+
+def test_virtual_hours_are_cheap() -> None:
+    done = simulate(Scheduler(), Open(Poisson(0.5)), Affine(0.020, 0.002), duration=7200.0, warmup=60.0)
+    assert Report.of(done).p50 == pytest.approx(0.022)
