@@ -97,7 +97,8 @@ def test_robots_die_with_a_killed_parent(stub: Stub) -> None:
     [
         ({"robots": 0}, "robots: 0 is"),
         ({"episodes": 0}, "episodes: 0 is"),
-        ({"tasks": ("dance",)}, "tasks: 'dance' is"),
+        ({"tasks": ("dance",)}, "tasks: dance; expected"),
+        ({"tasks": ()}, "tasks: nothing"),
     ],
 )
 def test_wrong_options_are_named_before_anything_starts(options: dict[str, Any], said: str) -> None:

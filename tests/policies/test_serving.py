@@ -19,9 +19,9 @@ from .tiny import STEPS, Bench, asked, run_alone, value, write_export
 
 KINDS = ["monolithic", "decomposed"]
 
-# A row of a batch against the same row alone. These graphs have no reduction whose order depends on the batch, so their
-# bound is zero; the one for graphs with matrix products over rows is in test_bundled_exports.py.
-BOUND = 0.0
+# A row of a batch against the same row alone, largest absolute difference of an action. Measured 0.0: the tests leave
+# room for a CPU whose kernels treat the rest of a vector differently. For a real network: test_bundled_exports.py.
+BOUND = 1e-6
 
 
 def largest_difference(a: Any, b: Any) -> float:

@@ -34,7 +34,7 @@ def test_every_policy_runs_and_the_seed_decides(policy: str, capsys: pytest.Capt
     assert printed[0] == printed[1] != printed[2]
 
 
-@pytest.mark.parametrize("think", ["5", "exp:5", "around:100,5", "mix:1,300", "half:1,300"])
+@pytest.mark.parametrize("think", ["5", "1ms", "exp:5", "around:100,5", "mix:1,300", "half:1,300"])
 def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--arrivals", "closed", "--think", think, "--duration-s", "3") == 0
     assert "over 8 clients" in capsys.readouterr().out
@@ -61,7 +61,8 @@ def test_b2_wrong_values_name_flag_value_and_range(argv: tuple[str, ...], messag
 
 
 def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("--compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(tmp_path / "new" / "rules.png")) == 0
+    picture = tmp_path / "new" / "rules.png"
+    assert call("--compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(picture)) == 0
     out = capsys.readouterr().out
     for heading in ("on time, offered", "requests/s · p50", "one greedy feed", "urgent in overload"):
         assert heading in out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.core.request import Request
-from reflex_runtime.sim import Affine, Callers, Fixed, Noisy, Report, Setting, compare, simulate
+from reflex_runtime.sim import Affine, Callers, Fixed, Noisy, Open, Poisson, Report, Setting, compare, simulate
 from reflex_runtime.sim import rules as named
 from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
@@ -24,7 +24,8 @@ def on_time(results: compare.Results, rule: str, rate: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("rate", "least", "others_at_most"), [("250/s", 0.96, 1.0), ("300/s", 0.90, 0.92), ("400/s", 0.73, 0.3), ("600/s", 0.51, 0.05)]
+    ("rate", "least", "others_at_most"),
+    [("250/s", 0.96, 1.0), ("300/s", 0.90, 0.92), ("400/s", 0.73, 0.3), ("600/s", 0.51, 0.05)],
 )
 def test_in_overload_the_window_rule_answers_on_time_what_simple_rules_do_not(
     overload: compare.Results, rate: str, least: float, others_at_most: float
@@ -52,7 +53,8 @@ def test_callers_that_come_back_together_stay_together() -> None:
     """Eight callers, 1 ms of thought: without the hold for expected returns they split into two groups of four."""
     sizes, rates = {}, {}
     for rule in (named.WINDOW, named.UNHELD):
-        done = simulate(rule.make(Setting()), Callers(8, Fixed(0.001)), Noisy(Affine(0.020, 0.002), 0.03), duration=10.0, warmup=1.0)
+        device = Noisy(Affine(0.020, 0.002), 0.03)
+        done = simulate(rule.make(Setting()), Callers(8, Fixed(0.001)), device, duration=10.0, warmup=1.0)
         report = Report.of(done)
         sizes[rule.name], rates[rule.name] = report.batch_size or 0.0, report.throughput
     assert sizes["window"] > 7.5
@@ -61,11 +63,7 @@ def test_callers_that_come_back_together_stay_together() -> None:
 
 
 def test_nobody_waits_for_callers_that_do_not_come_back_soon() -> None:
-    results = compare.Bench(duration=10.0, noise=0.03)
-    closed = {
-        rule.name: results.run(rule, [Callers(8, Fixed(0.400), Request())]) for rule in (named.WINDOW, named.HOLD_ALWAYS)
-    }
-    window, always = closed["window"], closed["hold always"]
+    window, always = (BENCH.run(rule, [Callers(8, Fixed(0.400))]) for rule in (named.WINDOW, named.HOLD_ALWAYS))
     assert window.p50 is not None
     assert always.p50 is not None
     assert window.p50 <= always.p50
@@ -84,8 +82,6 @@ def test_f7_b21_a_greedy_client_does_not_starve_the_modest() -> None:
 
 def test_equal_clients_lose_nothing_to_fairness() -> None:
     """Planning for shares shortens batches; where nobody takes from anybody that would only cost goodput."""
-    from reflex_runtime.sim import Open, Poisson
-
     workload = [Open(Poisson(50.0), (Request(client=i, time_limit=0.100),)) for i in range(8)]
     planned, unplanned = (BENCH.run(rule, workload) for rule in (named.WINDOW, named.UNPLANNED))
     assert planned.goodput == pytest.approx(unplanned.goodput, rel=0.02)
@@ -99,7 +95,7 @@ def test_urgent_requests_keep_their_limit_in_overload() -> None:
     assert urgent["greedy"] < 0.2
 
 
-# -- the rivals ------------------------------------------------------------------------------------------------------------
+# -- the rivals --------------------------------------------------------------------------------------------------------
 
 
 def predict(n: int) -> float:

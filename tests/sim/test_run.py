@@ -31,13 +31,14 @@ from reflex_runtime.sim import (
     Rule,
     Run,
     Setting,
+    Source,
     simulate,
 )
 from reflex_runtime.sim import rules as named
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.05)
 ALL_RULES = [*RULES.values(), named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS]
-MIXED = [
+MIXED: list[Source] = [
     Open(Poisson(300.0), (Request(client="feed", time_limit=0.100), Request(client="other", time_limit=0.050))),
     Callers(5, Exponential(0.020), Request(time_limit=0.200)),
 ]

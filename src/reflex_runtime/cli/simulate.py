@@ -187,7 +187,7 @@ def _callers(think: str, count: int) -> list[Callers]:
     if not colon:
         kind, numbers, kinds = "", think, {"": (1, Fixed)}
     try:
-        values = [float(n) / 1e3 for n in numbers.split(",")]
+        values = [float(n.removesuffix("ms")) / 1e3 for n in numbers.split(",")]
         wanted, make = kinds[kind]
         if len(values) != wanted or not all(0.0 <= v <= 3600.0 for v in values):
             raise ValueError

@@ -66,16 +66,6 @@ class Failed(NamedTuple):
 Outcome = Done | More | Failed
 
 
-class Admission(NamedTuple):
-    """What the tickets that entered at one boundary have in common; a ticket keeps it after its batch is gone."""
-
-    id: int
-    size: int
-    reason: FlushReason
-    cause: Cause
-    cost: float
-
-
 @dataclass(slots=True, eq=False)
 class Batch:
     """Tickets that run together and the units granted to each.

@@ -15,12 +15,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from reflex_runtime.core.batch import Admission
 
 
 class Priority(IntEnum):
@@ -86,6 +83,19 @@ class Request:
             raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
         if self.time_limit is not None and not self.time_limit >= 0.0:
             raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
+
+
+class Admission(NamedTuple):
+    """What the tickets that entered at one boundary have in common; a ticket keeps it after its batch is gone.
+
+    id: of the batch that took them in. size: how many they were. reason, cause: why it left. cost: its predicted cost.
+    """
+
+    id: int
+    size: int
+    reason: str
+    cause: str
+    cost: float
 
 
 class Ticket:

@@ -21,7 +21,7 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import admit
-from reflex_runtime.core.batch import Admission, Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -48,7 +48,7 @@ from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.order import Partition
-from reflex_runtime.core.request import TRANSITIONS, Request, Ticket, TicketState
+from reflex_runtime.core.request import TRANSITIONS, Admission, Request, Ticket, TicketState
 
 
 class Scheduler:
@@ -310,7 +310,7 @@ class Scheduler:
         fixed = model.fixed(next(iter(formed.grants)))
         expected = fixed
         cause = formed.cause
-        admission = Admission(self._batches, len(formed.newcomers), cause.reason, cause, formed.cost)
+        admission = Admission(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
         for ticket, units in formed.grants.items():
             if ticket.state is TicketState.WAITING:
                 group.stop_waiting(ticket)

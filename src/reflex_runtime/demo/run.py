@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import IO, Any
 
 from reflex_runtime.core.errors import ConfigError
@@ -98,7 +99,8 @@ class DemoResult:
         for robot in self.robots:
             errors = [e.error for e in robot.episodes if e.error]
             if robot.exit_code or errors:
-                why = errors[0] if errors else robot.stderr.strip() or "no message"
+                last_words = robot.stderr.strip().splitlines()[-1:]
+                why = (errors or last_words or ["no message"])[0]
                 told.append(f"{robot.robot_id} ({robot.task}) ended with code {robot.exit_code}: {why}")
         return tuple(told)
 
@@ -139,15 +141,17 @@ def run_demo(
     """Run `robots` processes of `episodes` episodes each against `server`, a URL or a factory of one.
 
     Robots take the tasks in turn; those with the same task play different situations of `seed`. on_progress gets every
-    event of every robot as it arrives, on the calling thread. After `time_limit` seconds the robots still running are
-    killed, and their reports say so. On any way out, an exception included, no child is left.
+    event of every robot as it arrives, on the calling thread (`robot.py` prints them: ready, episode_start, act,
+    episode_end, done). After `time_limit` seconds the robots still running are killed, and their reports say so. On any
+    way out, an exception included, no child is left.
     """
     for name, value in (("robots", robots), ("episodes", episodes)):
         if value < 1:
             raise ConfigError(f"{name}: {value} is less than 1")
-    for task in tasks or ("",):
-        if task not in INSTRUCTIONS:
-            raise ConfigError(f"tasks: {task!r} is none of {', '.join(INSTRUCTIONS)}")
+    if not tasks or not set(tasks) <= set(INSTRUCTIONS):
+        raise ConfigError(f"tasks: {', '.join(tasks) or 'nothing'}; expected some of {', '.join(INSTRUCTIONS)}")
+    if not all(find_spec(package) for package in ("metaworld", "cv2")):
+        raise ConfigError("robots: their simulator is not installed: pip install 'reflex-runtime[demo]'")
     with ExitStack() as stack:
         url = stack.enter_context(nullcontext(server) if isinstance(server, str) else server())
         began = time.monotonic()
@@ -209,7 +213,10 @@ def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> l
     def read(robot: _Robot) -> None:
         assert robot.process.stdout is not None
         for line in robot.process.stdout:
-            events.put((robot, json.loads(line)))
+            try:
+                events.put((robot, json.loads(line)))
+            except ValueError:  # a library that prints; shown, not lost
+                events.put((robot, {"event": "output", "robot_id": robot.robot_id, "text": line.rstrip()}))
         events.put((robot, None))
 
     readers = [threading.Thread(target=read, args=(robot,), daemon=True) for robot in fleet]
@@ -218,7 +225,7 @@ def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> l
     talking = list(fleet)
     calls = []
     try:
-        while talking:
+        while talking and time.monotonic() < deadline:
             try:
                 robot, event = events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:

@@ -302,7 +302,7 @@ class App:
             batch={
                 "id": admission.id,
                 "size": admission.size,
-                "reason": admission.reason.value,
+                "reason": admission.reason,
                 "cost_ms": round(admission.cost * 1e3, 3),
             },
             cache=chunk.cache,

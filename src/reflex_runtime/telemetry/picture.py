@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the import takes a second, and a table needs only the colou
 Units = Literal["grants", "ms", "requests"]
 UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
 
-BARS = 120  # more batches than this are averaged
+BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour
 NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
 
@@ -99,6 +99,12 @@ def plain(text: str, width: int = 18) -> str:
     return shown if len(shown) <= width else shown[: width - 1] + "…"
 
 
+def ink(face: str) -> str:
+    """Dark or white, whichever reads better on a colour."""
+    r, g, b = (int(face[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "#FFFFFF" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45 else _INK
+
+
 # -- what is drawn -----------------------------------------------------------------------------------------------------
 
 
@@ -168,7 +174,8 @@ def write_pictures(
             figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
             figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
         except OSError as error:
-            raise ConfigError(f"--out={prefix}: cannot be written: {error.strerror or error}") from error
+            why = error.strerror or error
+            raise ConfigError(f"--out={prefix}: cannot be written: {why}; name another place, or --no-picture") from error
     return svg, png
 
 
@@ -235,7 +242,8 @@ def _single(batch: TracedBatch, colours: Colours, units: Units) -> _Bar:
     for m in batch.members:
         height = _height(batch, m, units)
         mark = "▸" if m.state == "waiting" else ""
-        labels = (f"{mark}{request_name(m)} {height:.3g}", f"{mark}{height:.3g}", mark)
+        name, number = request_name(m), "" if height == 1.0 and batch.unit != "tokens" else f"{height:.3g}"
+        labels = (f"{mark}{name} {number}".rstrip(), f"{mark}{number}", mark)
         segments.append(_Segment(colours.index(m), height, labels, f"grant-{batch.id}-{m.seq}"))
     return _Bar([batch], segments, sum(s.height for s in segments))
 
@@ -369,21 +377,17 @@ def _fill(colour: int) -> dict[str, Any]:
     }
 
 
-def _ink(face: str) -> str:
-    """Black or white, whichever reads better on a colour."""
-    r, g, b = (int(face[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return "white" if 0.2126 * r + 0.7152 * g + 0.0722 * b < 0.45 else _INK
-
-
 def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
     """One stack per bar; returns whether there was room to write into any."""
     from matplotlib.patches import Rectangle
+    from matplotlib.ticker import MaxNLocator
 
     labelled = False
     tallest = max(bar.tallest for bar in drawing.bars) or 1.0
     top = 1.08 * max([tallest, *drawing.ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{drawing.unit} per batch")
+    axes.yaxis.set_major_locator(MaxNLocator(8, integer=drawing.unit != "estimated ms"))
     width = 0.86 if slots <= 60 else 0.94
     bar_px, unit_px = 815 * width / slots, 255 / top  # of a picture 900 px wide
     for x, bar in enumerate(drawing.bars):
@@ -397,7 +401,7 @@ def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
             if label and segment.height * unit_px >= 11:
                 labelled = True
                 at = (x, bottom + segment.height / 2)
-                axes.text(*at, label, ha="center", va="center", color=_ink(fill["facecolor"]))
+                axes.text(*at, label, ha="center", va="center", color=ink(fill["facecolor"]))
             bottom += segment.height
         if bar.tallest > bottom * (1 + 1e-9):
             axes.plot([x - width / 2, x + width / 2], [bar.tallest] * 2, color=_INK, linewidth=0.8)
@@ -429,7 +433,7 @@ def _draw_causes(axes: Axes, bars: Sequence[_Bar]) -> None:
             if share:
                 axes.add_patch(Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0))
             if share == 1.0 and len(bars) <= 60:
-                axes.text(x, 0.47, letter, ha="center", va="center", color=_ink(colour), fontsize=7.5)
+                axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
             bottom += share
     handles = []
     for cause, (letter, colour) in _CAUSES.items():

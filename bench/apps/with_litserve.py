@@ -1,0 +1,44 @@
+"""The same model behind LitServe, batched dynamically."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import litserve
+import numpy as np
+
+from bench.apps.raw import open_session
+
+MOST, WAIT = 128, 0.005
+
+
+class Model(litserve.LitAPI):
+    """A batch is a list of decoded bodies."""
+
+    def __init__(self, export: str) -> None:
+        super().__init__(max_batch_size=MOST, batch_timeout=WAIT, api_path="/act")
+        self.export = export
+
+    def setup(self, device: Any) -> None:
+        self.session = open_session(self.export)
+
+    def decode_request(self, request: Any, **kwargs: Any) -> Any:
+        return request["state"]
+
+    def batch(self, inputs: list[Any]) -> Any:
+        return np.array(inputs, np.float32)
+
+    def predict(self, x: Any, **kwargs: Any) -> Any:
+        return [(chunk, len(x)) for chunk in self.session.run(None, {"state": x})[0].tolist()]
+
+    def unbatch(self, output: Any) -> Any:
+        return output
+
+    def encode_response(self, output: Any, **kwargs: Any) -> Any:
+        return {"actions": output[0], "batch": {"size": output[1]}}
+
+
+if __name__ == "__main__":
+    server = litserve.LitServer(Model(sys.argv[1]), accelerator="cpu", workers_per_device=1)
+    server.run(host="127.0.0.1", port=int(sys.argv[2]), num_api_servers=1, generate_client_file=False, log_level="error")

@@ -1,0 +1,166 @@
+"""Servers as child processes on their own core, started once per case and asked in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.load import STATE, Answered, Job, ask
+from bench.machine import cores, installed, pin
+from bench.report import say
+
+START_LIMIT = 60.0  # seconds until a server must answer
+
+
+class Server:
+    """One running server."""
+
+    def __init__(self, name: str, command: Sequence[str], path: str = "/act", env: dict[str, str] | None = None) -> None:
+        self.name, self.path = name, path
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        where = cores()[0]
+        self._log = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, *(part.replace("PORT", str(self.port)) for part in command)],
+            stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
+            preexec_fn=lambda: pin(where), start_new_session=True,
+        )
+        self._wait()
+
+    def load(self, **job: Any) -> Answered:
+        """Ask it."""
+        return ask(Job(port=self.port, path=self.path, pids=self._pids(), **job))
+
+    def stop(self) -> None:
+        """End it and whatever it started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+            try:
+                self._process.wait(5.0)
+            except subprocess.TimeoutExpired:
+                pass
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def _pids(self) -> list[int]:
+        process = psutil.Process(self._process.pid)
+        return [process.pid, *(child.pid for child in process.children(recursive=True))]
+
+    def _wait(self) -> None:
+        end = time.monotonic() + START_LIMIT
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self._log.seek(0)
+                tail = self._log.read()[-2000:].decode(errors="replace")
+                self.stop()
+                raise RuntimeError(f"{self.name} did not start:\n{tail}")
+            time.sleep(0.1)
+
+    def _answers(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("POST", self.path, json.dumps(STATE), {"Content-Type": "application/json"})
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class Raw:
+    """The model alone in a process on the server's core."""
+
+    def __init__(self, export: Path) -> None:
+        where = cores()[0]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.apps.raw", str(export)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(where),
+        )
+
+    def calls(self, n: int, seconds: float = 0.5) -> list[float]:
+        """Seconds of each of some calls with n rows."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{n} {seconds}\n")
+        self._process.stdin.flush()
+        found: list[float] = json.loads(self._process.stdout.readline())
+        return found
+
+    def mean(self, n: int, seconds: float = 0.5) -> float:
+        """Mean seconds of a call with n rows."""
+        times = self.calls(n, seconds)
+        return sum(times) / len(times)
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def reflex(export: Path, *flags: str) -> Server:
+    """`reflex serve` with its defaults."""
+    return Server("reflex", ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", *flags])
+
+
+def hello(export: Path) -> Server:
+    return Server("bare ASGI hello", ["-m", "bench.apps.hello", str(export), "PORT"])
+
+
+def byhand(export: Path) -> Server:
+    return Server("batcher by hand", ["-m", "bench.apps.byhand", str(export), "PORT"])
+
+
+def mosec(export: Path) -> Server | None:
+    """None when it is not installed."""
+    if installed("mosec") is None:
+        return None
+    command = ["-m", "bench.apps.with_mosec", str(export), "PORT"]
+    return Server("mosec", command, "/inference", {"BENCH_EXPORT": str(export)})
+
+
+def litserve(export: Path) -> Server | None:
+    """None when it is not installed."""
+    if installed("litserve") is None:
+        return None
+    return Server("LitServe", ["-m", "bench.apps.with_litserve", str(export), "PORT"])
+
+
+@contextlib.contextmanager
+def running(*servers: Server | None) -> Iterator[list[Server]]:
+    """Those that started; ended at the end, whatever happens."""
+    there = [server for server in servers if server is not None]
+    try:
+        yield there
+    finally:
+        for server in there:
+            server.stop()
+
+
+def rivals(export: Path) -> list[Server]:
+    """The other batching servers that are installed and start here."""
+    found: list[Server] = []
+    for start in (mosec, litserve):
+        try:
+            server = start(export)
+        except RuntimeError as error:
+            say(f"  left out: {error}")
+            continue
+        if server is not None:
+            found.append(server)
+    return found

@@ -1,0 +1,267 @@
+"""`reflex trace`: show what a trace holds, as a table in colour and as a picture, so that a bad batch is seen."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.picture import UNITS, Colours, Units, ink, plain, request_name, write_pictures
+from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch, TraceError, read_trace
+
+ROWS = 40  # a table longer than this shows its two ends, unless --last or --from asked for its rows
+NAMES = 8  # members named in a row
+WIDE = 160  # columns where the output is no terminal
+
+_DESCRIPTION = """\
+Show a trace of batches, as written by `reflex serve --trace FILE`.
+
+One row per batch: when it left, where (slot, partition, stage), why (the reason, and the finer cause), who was in it
+with how many units, predicted and measured time, how long those that entered had waited, and how many still queued
+behind it. `▸` marks a member that entered from the queue with this batch; the others stayed from an earlier step.
+"""
+
+_EPILOG = """\
+examples:
+  reflex trace run.jsonl                         table, summary, run.svg and run.png
+  reflex trace run.jsonl.gz --last 50            the last 50 batches
+  reflex trace run.jsonl --from 120 --to 180     a window, by batch id
+  reflex trace run.jsonl --group a --units ms    slot a; bars are estimated milliseconds
+
+exit codes: 0 fine, 1 the trace cannot be read (file and line are named), 2 bad arguments
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb `trace`."""
+    parser = subparsers.add_parser(
+        "trace",
+        help="show a trace of batches as a table and a picture",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="the trace, .jsonl or .jsonl.gz")
+    add("--out", type=Path, metavar="PREFIX", help="write PREFIX.svg and PREFIX.png (default: FILE without its suffix)")
+    add("--last", metavar="N", help="only the last N batches, N >= 1")
+    add("--from", dest="first", metavar="ID", help="only batches from this id on")
+    add("--to", dest="final", metavar="ID", help="only batches up to this id")
+    add("--group", metavar="SLOT", help="only batches of this group (a slot, a tenant or a workload)")
+    add(
+        "--units",
+        default="grants",
+        metavar="|".join(UNITS),
+        help="height of the bars: units granted (default), estimated milliseconds, or requests",
+    )
+    add("--no-picture", action="store_true", help="the table only")
+    add("--no-color", action="store_true", help="no colours in the table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the trace; returns the exit code."""
+    try:
+        units = _units(args.units)
+        last = _at_least("--last", args.last, 1)
+        first, final = _at_least("--from", args.first, 0), _at_least("--to", args.final, 0)
+        if first is not None and final is not None and first > final:
+            raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
+        trace = read_trace(args.file)
+        batches = _select(trace, args.group, first, final, last)
+        pictures: Sequence[Path] = ()
+        if batches and not args.no_picture:
+            pictures = write_pictures(trace, batches, args.out or _prefix(args.file), units)
+    except TraceError as error:
+        print(f"reflex trace: {error}", file=sys.stderr)
+        return 1
+    except ConfigError as error:
+        print(f"reflex trace: {error}", file=sys.stderr)
+        return 2
+    console = Console(no_color=args.no_color, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    _show(console, trace, batches, whole=last is not None or first is not None)
+    for path in pictures:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    return 0
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _units(text: str) -> Units:
+    for units in UNITS:
+        if text == units:
+            return units
+    raise ConfigError(f"--units={text}: must be one of {', '.join(UNITS)}")
+
+
+def _at_least(flag: str, text: str | None, low: int) -> int | None:
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise ConfigError(f"{flag}={text}: must be a whole number >= {low}")
+    return value
+
+
+def _select(
+    trace: Trace, group: str | None, first: int | None, final: int | None, last: int | None
+) -> list[TracedBatch]:
+    batches = trace.batches
+    if group is not None:
+        known = sorted({*trace.groups, *(b.group for b in batches)})
+        if group not in known:
+            raise ConfigError(f"--group={group}: not in this trace, which has {', '.join(known) or 'no groups'}")
+        batches = [b for b in batches if b.group == group]
+    low, high = first or 0, float("inf") if final is None else final
+    found = [b for b in batches if low <= b.id <= high]
+    if batches and not found:
+        flag, value = ("--from", first) if first is not None else ("--to", final)
+        ids = [b.id for b in batches]
+        raise ConfigError(f"{flag}={value}: leaves no batch; ids here are in [{min(ids)}, {max(ids)}]")
+    return found if last is None else found[-last:]
+
+
+def _prefix(file: Path) -> Path:
+    name = file.name.removesuffix(".gz").removesuffix(".jsonl")
+    return file.with_name(name or "trace")
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def _show(console: Console, trace: Trace, batches: Sequence[TracedBatch], whole: bool) -> None:
+    console.print(Text(_origin(trace)), style="dim", soft_wrap=True)
+    if not batches:
+        console.print("no batches")
+        return
+    if whole or len(batches) <= ROWS:
+        console.print(_table(trace, batches, batches))
+    else:
+        half = ROWS // 2
+        console.print(_table(trace, batches, [*batches[:half], *batches[-half:]], gap_after=half))
+    for line in _summary(trace, batches):
+        console.print(line, soft_wrap=True)
+
+
+def _origin(trace: Trace) -> str:
+    header = trace.header
+    groups = []
+    for name, info in header.groups.items():
+        budget = info.budget
+        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}"
+        groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
+    return "; ".join([f"{trace.path}: started {header.started_at}, reflex {header.reflex_version}", *groups])
+
+
+def _table(trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], gap_after: int = 0) -> Table:
+    """gap_after: after so many rows, say how many batches were left out."""
+    colours = Colours.of(trace, batches)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, justify in (("id", "right"), ("at s", "right"), ("where", "left"), ("why", "left"), ("n", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("who", overflow="fold", ratio=1)
+    table.add_column("predicted / measured ms", justify="right")
+    table.add_column("wait ms", justify="right")
+    table.add_column("queued", justify="right")
+    for number, batch in enumerate(rows):
+        if gap_after and number == gap_after:
+            gap = f"… {len(batches) - len(rows):,} batches left out; --last N or --from ID --to ID shows them …"
+            table.add_row("", "", "", "", "", Text(gap, style="dim"))
+        table.add_row(*_row(batch, colours))
+    return table
+
+
+def _row(batch: TracedBatch, colours: Colours) -> list[RenderableType]:
+    where = "/".join(plain(part) for part in (batch.group, batch.partition, batch.stage) if part)
+    why = batch.cause if batch.cause == batch.reason else f"{batch.reason}: {batch.cause}"
+    predicted = "–" if batch.expected is None else f"{batch.expected * 1e3:.1f}"
+    waits = sorted(m.age * 1e3 for m in batch.entered)
+    if len(waits) > 1:
+        waited = f"{waits[0]:.1f} / {median(waits):.1f} / {waits[-1]:.1f}"
+    else:
+        waited = f"{waits[0]:.1f}" if waits else ""
+    return [
+        str(batch.id),
+        f"{batch.scheduled_at:.3f}",
+        Text(where),
+        Text(why, style="bold red" if batch.crashed else ""),
+        str(batch.size),
+        _who(batch, colours),
+        f"{predicted} / {batch.elapsed * 1e3:.1f}",
+        waited,
+        "" if batch.queued is None else str(batch.queued),
+    ]
+
+
+def _who(batch: TracedBatch, colours: Colours) -> Text:
+    """Members in their colours, with the units granted where those differ from one request, and what befell them."""
+    clients = Counter(m.client for m in batch.members)
+    counted = batch.unit != "seconds" and batch.unit != "requests"
+    text = Text()
+    for member in batch.members[:NAMES]:
+        face = colours.hex(member)
+        mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
+        text.append(f" {mark}{_name(member, colours.by, clients)}{units} ", style=f"{ink(face)} on {face}")
+        if member.outcome not in ("done", "more", None):
+            text.append(f" {member.outcome}", style="bold red")
+        text.append(" ")
+    if batch.size > NAMES:
+        text.append(f"+ {batch.size - NAMES} more", style="dim")
+    text.rstrip()
+    return text
+
+
+def _name(member: Member, by: str, clients: Counter[str]) -> str:
+    if by == "request":
+        return request_name(member)
+    client = plain(member.client or "no client")
+    return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
+
+
+def _summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
+    reasons = Counter(b.reason for b in batches)
+    lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
+    told = []
+    for reason, count in reasons.most_common():
+        causes = Counter(b.cause for b in batches if b.reason == reason)
+        finer = "" if set(causes) == {reason} else f" ({', '.join(f'{c} {n:,}' for c, n in causes.most_common())})"
+        told.append(f"{reason} {count:,}{finer}")
+    lines.append(f"why: {'; '.join(told)}")
+    ratios = sorted(b.expected / b.elapsed for b in batches if b.expected and b.elapsed > 0.0 and not b.crashed)
+    if ratios:
+        spread = f"p10 {_rank(ratios, 10):.2f}, p90 {_rank(ratios, 90):.2f}"
+        lines.append(f"predicted ÷ measured: median {median(ratios):.2f}, {spread}, over {len(ratios):,} batches")
+    else:
+        lines.append(f"measured: mean {mean(b.elapsed for b in batches) * 1e3:.1f} ms a batch; nothing was predicted")
+    waits = sorted(m.age * 1e3 for b in batches for m in b.entered)
+    if waits:
+        ranks = ", ".join(f"p{q} {_rank(waits, q):.1f}" for q in (50, 90, 99))
+        lines.append(f"wait ms: {ranks}, longest {waits[-1]:.1f}, over {len(waits):,} that entered")
+    outcomes = Counter(m.outcome for b in batches for m in b.members if m.outcome not in ("done", "more", None))
+    if outcomes:
+        lines.append(f"not answered: {', '.join(f'{o} {n:,}' for o, n in outcomes.most_common())}")
+    shown = [Text(line) for line in lines]
+    if trace.footer is None:
+        cut = " and its last line is cut off" if trace.torn else ""
+        shown.append(Text(f"the trace has no footer{cut}: still being written, or the writer was stopped", "yellow"))
+    elif trace.footer.dropped:
+        lost = f"{trace.footer.dropped:,} batches ran and were not written: the writer could not keep up"
+        shown.append(Text(lost, "yellow"))
+    return shown
+
+
+def _rank(ordered: Sequence[float], percent: int) -> float:
+    """Nearest-rank percentile: a value that occurred."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

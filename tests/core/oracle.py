@@ -1,0 +1,664 @@
+"""A naive model of the scheduler, written to be obviously right.
+
+Lists, sorting and summing over and over: nothing is kept that can be computed again, nothing is fast. It shares no code
+with the core apart from value types, errors and, for learned time, the cost model (which has its own tests). It knows
+every rule but the window selection and the hold for expected returns; those have slow checks of their own in
+`test_select.py` and `test_returns.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf
+from typing import Any
+
+from reflex_runtime.core.batch import Done, Failed, More, Outcome
+from reflex_runtime.core.cost import TimeCost
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.request import Priority, Request
+
+NEARLY = 1e-9
+
+
+@dataclass(eq=False)
+class Seen:
+    """A request and what became of it."""
+
+    seq: int
+    request: Request
+    arrived: float
+    deadline: float
+    tier: Priority
+    stage: str
+    wants: float
+    promote_at: float
+    state: str = "waiting"
+    granted: float = 0.0
+    computed: float = 0.0
+    recomputed: float = 0.0
+    shared: float = 0.0
+    has_place: bool = False  # it is or was resident and has not left since
+    progressed: bool = True
+    held: bool = False
+    abandoned: bool = False
+    cancelled: bool = False
+    result: str = ""
+
+    @property
+    def client(self) -> Hashable:
+        return self.request.client
+
+    def __repr__(self) -> str:
+        return f"#{self.seq}"
+
+
+# -- how much --------------------------------------------------------------------------------------------------------
+
+Members = Sequence[tuple[Seen, float]]
+
+
+class Units:
+    """Every member costs 1."""
+
+    in_seconds = False
+
+    def room(self, base: Members, members: Members, ticket: Seen, budget: float) -> float:
+        n = len(base) + len(members)
+        return 1.0 if n == 0 or n + 1 <= budget else 0.0
+
+    def cost(self, base: Members, members: Members, budget: float) -> float:
+        return float(len(base) + len(members))
+
+    def dearest(self, base: Members, members: Members, budget: float) -> float:
+        return 1.0 if base or members else 0.0
+
+    def seconds(self, members: Members, budget: float) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def charge(self, ticket: Seen, units: float) -> float:
+        return 1.0
+
+    def fixed(self, ticket: Seen) -> float:
+        return 0.0
+
+    def remaining(self, ticket: Seen) -> float:
+        return 0.0
+
+    def learn(self, members: Members, stage: str, elapsed: float) -> None:
+        pass
+
+    def ended(self, ticket: Seen) -> None:
+        pass
+
+
+class Tokens(Units):
+    """A member costs what it is granted, which is what it wants as far as that is left."""
+
+    def __init__(self, threshold: float = inf) -> None:
+        self.threshold = threshold
+
+    def room(self, base: Members, members: Members, ticket: Seen, budget: float) -> float:
+        return max(0.0, min(ticket.wants, budget - self.cost(base, members, budget), self.threshold))
+
+    def cost(self, base: Members, members: Members, budget: float) -> float:
+        return sum(units for _, units in [*base, *members])
+
+    def dearest(self, base: Members, members: Members, budget: float) -> float:
+        return max((units for _, units in [*base, *members]), default=0.0)
+
+    def charge(self, ticket: Seen, units: float) -> float:
+        return units
+
+
+@dataclass
+class _Batch:
+    grants: dict[Seen, float]
+    stage: str
+
+    def __len__(self) -> int:
+        return len(self.grants)
+
+
+class Seconds(Units):
+    """Learned time, by the real cost model: another instance of it, that sees only what the oracle did."""
+
+    in_seconds = True
+
+    def __init__(self, **config: Any) -> None:
+        self.model = TimeCost(**config)
+
+    def _tally(self, base: Members, members: Members, budget: float) -> Any:
+        tally = self.model.tally()
+        for ticket, units in base:
+            tally.add(ticket, units)  # type: ignore[arg-type]
+        for ticket, units in members:
+            tally.offer(ticket, budget)  # type: ignore[arg-type]
+            tally.add(ticket, units)  # type: ignore[arg-type]
+        return tally
+
+    def room(self, base: Members, members: Members, ticket: Seen, budget: float) -> float:
+        return float(self._tally(base, members, budget).offer(ticket, budget))
+
+    def cost(self, base: Members, members: Members, budget: float) -> float:
+        return float(self._tally(base, members, budget).cost)
+
+    def dearest(self, base: Members, members: Members, budget: float) -> float:
+        return float(self._tally(base, members, budget).dearest)
+
+    def seconds(self, members: Members, budget: float) -> tuple[float, float]:
+        tally = self._tally([], members, budget)
+        return tally.seconds, tally.sigma
+
+    def charge(self, ticket: Seen, units: float) -> float:
+        return self.model.marginal(ticket, units)  # type: ignore[arg-type]
+
+    def fixed(self, ticket: Seen) -> float:
+        return self.model.fixed(ticket)  # type: ignore[arg-type]
+
+    def remaining(self, ticket: Seen) -> float:
+        return self.model.remaining(ticket)  # type: ignore[arg-type]
+
+    def learn(self, members: Members, stage: str, elapsed: float) -> None:
+        self.model.observe(_Batch(dict(members), stage), elapsed)  # type: ignore[arg-type]
+
+    def ended(self, ticket: Seen) -> None:
+        self.model.settled(ticket)  # type: ignore[arg-type]
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class World:
+    """One group as the oracle sees it."""
+
+    name: str
+    flush: FlushPolicy
+    meter: Units
+    capacity: int = 1000
+    cap: int = 0
+    weight: float = 1.0
+    latest_only: bool = False
+    promote_after: float = 1.0
+    pool: float | None = None  # units of memory
+    device_time: float = 0.0
+    per_item: float = 0.0
+    counters: dict[Hashable, float] = field(default_factory=dict)
+    rest: float = 0.0
+    rooms: dict[Hashable, int | None] = field(default_factory=dict)
+    was_held: dict[Hashable, bool] = field(default_factory=dict)
+    holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
+    left: list[Seen] = field(default_factory=list)
+
+
+@dataclass
+class Expected:
+    """A batch the oracle expects."""
+
+    id: int
+    group: str
+    partition: Hashable
+    stage: str
+    cause: str
+    cost: float
+    expected: float
+    grants: list[tuple[Seen, float]]
+    admitted: list[Seen]
+    left: list[Seen]
+
+
+class Oracle:
+    def __init__(self, worlds: Sequence[World], max_batches: int = 1) -> None:
+        self.worlds = {w.name: w for w in worlds}
+        self.max_batches = max_batches
+        self.all: list[Seen] = []
+        self.in_flight: list[Expected] = []
+        self.settled: list[tuple[int, str]] = []  # (seq, result) since last asked
+        self.preempted: list[int] = []
+        self.pauses: dict[tuple[str, Hashable | None], float] = {}  # None: the whole group
+        self.memory: list[tuple[Seen, float]] = []
+        self.now = -inf
+        self.batches = 0
+        self.closed = self.draining = False
+        self.quiet = False  # next_batch found nothing and nothing came since
+        self.held_until = inf
+
+    # -- views, all computed from the list of everything -------------------------------------------------------------
+
+    def unsettled(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
+        return [
+            t
+            for t in self.all
+            if t.state != "settled"
+            and t.request.group == group
+            and (partition is ... or t.request.partition == partition)
+            and (client is ... or t.client == client)
+        ]
+
+    def waiting(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
+        return [t for t in self.unsettled(group, partition, client) if t.state == "waiting"]
+
+    def partitions(self, group: str) -> list[Hashable]:
+        return list(dict.fromkeys(t.request.partition for t in self.unsettled(group)))
+
+    def clients(self, group: str) -> list[Hashable]:
+        return list(dict.fromkeys(t.client for t in self.unsettled(group)))
+
+    def used(self) -> float:
+        return sum(units for _, units in self.memory)
+
+    # -- inputs ------------------------------------------------------------------------------------------------------
+
+    def input(self, now: float) -> None:
+        self.now = max(self.now, now)
+        self.quiet = False
+        for world in self.worlds.values():
+            world.holds.clear()
+
+    def submit(self, request: Request, now: float) -> Seen | str:
+        """The ticket, or the code of the refusal."""
+        self.input(now)
+        w = self.worlds[request.group]
+        limit = inf if request.time_limit is None else request.time_limit
+        ticket = Seen(
+            seq=len(self.all),
+            request=request,
+            arrived=now,
+            deadline=now + limit,
+            tier=request.priority,
+            stage=request.stage,
+            wants=request.wants,
+            promote_at=now + min(w.promote_after, 0.5 * limit),
+        )
+        replaced = self.waiting(w.name, client=request.client) if w.latest_only else []
+        if self.closed:
+            return "shutting_down"
+        if len(self.waiting(w.name)) - len(replaced) >= w.capacity:
+            return "queue_full"
+        if w.cap and len(self.unsettled(w.name, client=request.client)) - len(replaced) >= w.cap:
+            return "client_at_capacity"
+        if w.pool is not None and request.wants > w.pool:
+            return "too_large"
+        if request.time_limit is not None and now + w.meter.remaining(ticket) > ticket.deadline:
+            return "deadline_unreachable"
+        for old in replaced:
+            self.settle(old, "superseded")
+        if not self.unsettled(w.name):
+            peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
+            busy = [p.device_time for p in peers if p is not w and self.unsettled(p.name)]
+            w.device_time = max(w.device_time, min(busy) if busy else max(p.device_time for p in peers))
+        if not self.unsettled(w.name, client=request.client):
+            active = [w.counters[c] for c in self.clients(w.name)]
+            w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
+        self.all.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Seen, now: float) -> None:
+        self.input(now)
+        if ticket.state == "running":
+            ticket.cancelled = True
+        elif ticket.state != "settled":
+            self.settle(ticket, "cancelled")
+
+    def abandon(self, ticket: Seen, now: float) -> None:
+        self.input(now)
+        ticket.abandoned = True
+
+    def hold(self, ticket: Seen, now: float) -> None:
+        self.input(now)
+        ticket.held = True
+
+    def resume(self, ticket: Seen, now: float) -> None:
+        self.input(now)
+        ticket.held = False
+
+    def set_room(self, group: str, partition: Hashable, n: int | None, now: float) -> None:
+        self.input(now)
+        self.worlds[group].rooms[partition] = n
+
+    def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
+        self.input(now)
+        self.pauses.pop((group, partition), None)
+        if until > now:
+            self.pauses[group, partition] = until
+
+    def close(self, now: float, drain: bool) -> None:
+        self.input(now)
+        self.closed, self.draining = True, drain
+        if not drain:
+            for ticket in self.all:
+                if ticket.state in ("waiting", "resident"):
+                    self.settle(ticket, "shutting_down")
+
+    def complete(self, batch: Expected, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
+        self.input(now)
+        self.in_flight.remove(batch)
+        w = self.worlds[batch.group]
+        w.device_time += (elapsed - batch.expected) / (w.weight or 1.0)
+        if not any(isinstance(o, Failed) for o in outcomes):
+            w.meter.learn(batch.grants, batch.stage, elapsed)
+            each = elapsed / len(batch.grants)
+            w.per_item = w.per_item + 0.1 * (each - w.per_item) if w.per_item else each
+        for (ticket, units), outcome in zip(batch.grants, outcomes, strict=True):
+            ticket.shared += elapsed / len(batch.grants)
+            if isinstance(outcome, More):
+                ticket.computed += units
+                ticket.progressed = True
+                ticket.wants = outcome.wants
+                ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
+                ticket.state, ticket.has_place = "resident", True
+                if ticket.request.streams and outcome.value is not None:
+                    ticket.deadline = inf
+                if ticket.cancelled or ticket.abandoned:
+                    self.settle(ticket, "cancelled")
+                elif self.closed and not self.draining:
+                    self.settle(ticket, "shutting_down")
+                elif ticket.deadline <= self.now:
+                    self.settle(ticket, "deadline_exceeded")
+                continue
+            if isinstance(outcome, Done):
+                w.meter.ended(ticket)
+                ticket.computed += units
+            result = "ok" if isinstance(outcome, Done) else "processor_failed"
+            self.settle(ticket, "cancelled" if ticket.cancelled else result)
+
+    def settle(self, ticket: Seen, result: str) -> None:
+        assert ticket.state != "settled"
+        w = self.worlds[ticket.request.group]
+        if ticket.state == "resident" or (ticket.state == "running" and ticket.has_place and result != "ok"):
+            w.left.append(ticket)
+        ticket.state, ticket.result, ticket.has_place = "settled", result, False
+        self.memory = [(t, u) for t, u in self.memory if t is not ticket]
+        w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
+        if not self.unsettled(w.name):
+            w.rest = max(w.rest, w.counters[ticket.client])
+        self.settled.append((ticket.seq, result))
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def next_batch(self, now: float) -> Expected | None:
+        self.now = max(self.now, now)
+        for ticket in self.all:
+            if ticket.state in ("waiting", "resident") and ticket.deadline <= self.now:
+                self.settle(ticket, "deadline_exceeded")
+        for (group, partition), until in list(self.pauses.items()):
+            if until <= self.now and (partition is None or partition in self.partitions(group)):
+                del self.pauses[group, partition]
+        if len(self.in_flight) >= self.max_batches:
+            return None
+        for ticket in self.all:
+            if ticket.abandoned and ticket.state in ("waiting", "resident"):
+                self.settle(ticket, "cancelled")
+        self.held_until = inf
+        for w in self.groups_in_order():
+            self.promote(w)
+            for partition in self.partitions_in_order(w):
+                if self.pauses.get((w.name, partition), -inf) <= self.now:
+                    batch = self.form(w, partition)
+                    if batch is not None:
+                        return batch
+        self.quiet = True
+        return None
+
+    def wake_at(self) -> float:
+        times = [t.deadline for t in self.all if t.state in ("waiting", "resident")]
+        times += [until for (g, p), until in self.pauses.items() if p is None or p in self.partitions(g)]
+        if len(self.in_flight) < self.max_batches:
+            times.append(self.held_until if self.quiet else self.now)
+        return min(times, default=inf)
+
+    # -- who ---------------------------------------------------------------------------------------------------------
+
+    def groups_in_order(self) -> list[World]:
+        """By device time over weight; weight 0 only when no other group has anything that does not run."""
+        ready = [
+            w
+            for w in self.worlds.values()
+            if self.unsettled(w.name) and self.pauses.get((w.name, None), -inf) <= self.now
+        ]
+        if any(w.weight > 0 and any(t.state != "running" for t in self.unsettled(w.name)) for w in ready):
+            ready = [w for w in ready if w.weight > 0]
+        return sorted(ready, key=lambda w: w.device_time)
+
+    def partitions_in_order(self, w: World) -> list[Hashable]:
+        """Urgent first; then least laxity where a deadline is at risk; else the oldest head."""
+
+        def turn(partition: Hashable) -> tuple[bool, float, float]:
+            here = [t for t in self.unsettled(w.name, partition) if t.state != "running"]
+            oldest = min((t.seq for t in here), default=inf)
+            if any(t.state == "waiting" and t.tier is Priority.URGENT for t in here):
+                return (False, -inf, oldest)
+            hurried = [t for t in here if t.deadline < inf]
+            if hurried and w.meter.in_seconds:
+                tightest = min(hurried, key=lambda t: t.deadline)
+                laxity = tightest.deadline - self.now - w.meter.remaining(tightest)
+                if laxity < w.flush.max_batch_cost:
+                    return (True, laxity, oldest)
+            return (True, inf, oldest)
+
+        return sorted(self.partitions(w.name), key=turn)
+
+    def promote(self, w: World) -> None:
+        """Background work that waited long enough counts as default, with its client's elders."""
+        for partition in self.partitions(w.name):
+            here = [t for t in self.waiting(w.name, partition) if t.tier is Priority.BACKGROUND]
+            for due in [t for t in here if t.promote_at <= self.now]:
+                for ticket in here:
+                    if ticket.client == due.client and ticket.seq <= due.seq:
+                        ticket.tier = Priority.DEFAULT
+
+    def serving_order(
+        self, w: World, waiting: list[Seen], blocked: set[Hashable], charged: dict[Hashable, float]
+    ) -> Seen | None:
+        """Of these, the one to look at next: lowest tier; there, of each client's first of each priority, the client
+        with the least virtual time, the older one if equal."""
+        open_ = [t for t in waiting if t.client not in blocked]
+        if not open_:
+            return None
+        tier = min(t.tier for t in open_)
+        firsts: dict[Any, Seen] = {}
+        for ticket in sorted((t for t in open_ if t.tier is tier), key=lambda t: t.seq):
+            firsts.setdefault((ticket.client, ticket.request.priority), ticket)
+        return min(firsts.values(), key=lambda t: (w.counters[t.client] + charged.get(t.client, 0.0), t.seq))
+
+    # -- forming -----------------------------------------------------------------------------------------------------
+
+    def form(self, w: World, partition: Hashable) -> Expected | None:
+        while self.unsettled(w.name, partition):
+            base, thrown_out = self.residents(w, partition)
+            if thrown_out:
+                for ticket in thrown_out:
+                    self.preempt(w, ticket)
+                if not base:
+                    continue
+                return self.schedule(w, partition, base, [], base, "step")
+            members, passed_over, size_reached = self.newcomers(w, partition, base)
+            if not base:
+                if not members or self.holds(w, partition, members, passed_over or size_reached):
+                    return None
+            return self.staged(w, partition, base, members, passed_over, size_reached)
+        return None
+
+    def residents(self, w: World, partition: Hashable) -> tuple[list[tuple[Seen, float]], list[Seen]]:
+        """Residents of one stage in order, within budget, size and memory; and those that lose their place."""
+        everyone = [t for t in self.unsettled(w.name, partition) if t.state == "resident"]
+        able = sorted((t for t in everyone if not t.held), key=lambda t: (t.tier, t.wants > 1.0, t.seq))
+        base: list[tuple[Seen, float]] = []
+        thrown_out: list[Seen] = []
+        for ticket in able:
+            if len(base) >= w.flush.max_batch_size:
+                break
+            if ticket in thrown_out or ticket.stage != able[0].stage:
+                continue
+            units = w.meter.room([], base, ticket, w.flush.max_batch_cost)
+            if units <= 0.0:
+                continue
+            while w.pool is not None and self.used() + units > w.pool and ticket not in thrown_out:
+                victims = [t for t in everyone if t not in [m for m, _ in base] and t not in thrown_out]
+                fresh = [t for t in victims if t.progressed] or ([] if base else victims)
+                if not fresh:
+                    break
+                victim = max(fresh, key=lambda t: (t.held, t.tier, t.seq))
+                self.memory = [(t, u) for t, u in self.memory if t is not victim]
+                thrown_out.append(victim)
+            if ticket not in thrown_out and (w.pool is None or self.used() + units <= w.pool):
+                if w.pool is not None:
+                    self.memory.append((ticket, units))
+                base.append((ticket, units))
+        return base, thrown_out
+
+    def newcomers(self, w: World, partition: Hashable, base: Members) -> tuple[list[tuple[Seen, float]], bool, bool]:
+        """(who enters, whether something did not fit, whether all places are taken)."""
+        budget = w.flush.max_batch_cost
+        placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
+        places = max(0, w.flush.max_batch_size - len(placed))
+        room = w.rooms.get(partition)
+        if room is not None:
+            places = max(0, min(places, room))
+        left = self.waiting(w.name, partition)
+        shares = None
+        if placed and len({t.client for t in left}) > 1:
+            even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
+            shares = {t.client: even - len([p for p in placed if p.client == t.client]) for t in left}
+        stage = base[0][0].stage if base else None
+        members: list[tuple[Seen, float]] = []
+        charged: dict[Hashable, float] = {}
+        blocked: set[Hashable] = set()
+        passed_over = False
+        while len(members) < places:
+            ticket = self.serving_order(w, left, blocked, charged)
+            if ticket is None:
+                break
+            left.remove(ticket)
+            if ticket.held:
+                continue
+            entitled = shares is None or shares[ticket.client] > 0
+            if w.pool is not None and stage is not None and ticket.stage != stage:
+                entitled = False
+            units = w.meter.room(base, members, ticket, budget) if entitled else 0.0
+            no_memory = w.pool is not None and units > 0.0 and self.used() + units > w.pool
+            if units > 0.0 and not no_memory:
+                if w.pool is not None:
+                    self.memory.append((ticket, units))
+                members.append((ticket, units))
+                stage = ticket.stage
+                charged[ticket.client] = (
+                    charged.get(ticket.client, 0.0) + w.meter.charge(ticket, units) / ticket.request.weight
+                )
+                if shares is not None:
+                    shares[ticket.client] -= 1
+                continue
+            passed_over = passed_over or entitled
+            blocked.add(ticket.client)
+            if no_memory or len(blocked) >= 16 or w.meter.cost(base, members, budget) >= budget:
+                break
+        return members, passed_over, len(members) >= places
+
+    def holds(self, w: World, partition: Hashable, members: Members, sure: bool) -> bool:
+        """Whether to wait for company. What was promised stands until the next input."""
+        budget = w.flush.max_batch_cost
+        if self.draining or sure or w.meter.cost([], members, budget) >= budget * (1 - NEARLY):
+            return False
+        if partition not in w.holds:
+            w.holds[partition] = self.hold_until(w, partition, members)
+        if w.holds[partition] <= self.now:
+            return False
+        self.held_until = min(self.held_until, w.holds[partition])
+        w.was_held[partition] = True
+        return True
+
+    def hold_until(self, w: World, partition: Hashable, members: Members) -> float:
+        enough = len(members) >= w.flush.target
+        longest = w.flush.hold_min if enough else w.flush.hold_max
+        until = min(t.arrived + longest[t.tier] for t in self.waiting(w.name, partition))
+        deadlines = [t.deadline for t in self.unsettled(w.name, partition) if t.state != "running"]
+        seconds, sigma = w.meter.seconds(members, w.flush.max_batch_cost)
+        if until > self.now and min(deadlines) < inf and seconds > 0.0:
+            one_more = seconds + w.meter.charge(members[0][0], 1.0)
+            until = min(until, min(deadlines) - one_more * (1.0 + 2.0 * sigma))
+        return until
+
+    def staged(
+        self, w: World, partition: Hashable, base: Members, members: Members, passed_over: bool, size_reached: bool
+    ) -> Expected:
+        """A batch has one stage: newcomers of another stage than the residents' go first if that pays, else wait."""
+        budget = w.flush.max_batch_cost
+        stage = base[0][0].stage if base else members[0][0].stage
+        entering = [(t, u) for t, u in members if t.stage != stage]
+        entering = [(t, u) for t, u in entering if t.stage == entering[0][0].stage]
+        joining = [(t, u) for t, u in members if t.stage == stage]
+        batch = [*base, *joining]
+        cost_of: tuple[Members, Members] = (base, members)
+        if base and entering and self.enters_first(w, base, entering):
+            batch = joining = entering
+        elif len(joining) < len(members):
+            cost_of = (batch, [])
+        cost = w.meter.cost(*cost_of, budget)
+        dearest = w.meter.dearest(*cost_of, budget)
+        if joining and dearest > budget * (1 + NEARLY):
+            cause = "single_request_over_budget"
+        elif joining and (cost >= budget * (1 - NEARLY) or passed_over):
+            cause = "budget_reached"
+        elif joining and size_reached:
+            cause = "size_reached"
+        elif any(t.tier is Priority.URGENT for t, _ in joining):
+            cause = "urgent"
+        elif base:
+            cause = "step"
+        elif self.draining:
+            cause = "drain"
+        else:
+            cause = "timeout" if w.was_held.get(partition) else "idle"
+        return self.schedule(w, partition, batch, [t for t, _ in joining], cost_of, cause)
+
+    def enters_first(self, w: World, base: Members, entering: Members) -> bool:
+        takes = w.meter.fixed(entering[0][0]) + sum(w.meter.charge(t, 1.0) for t, _ in entering)
+        for ticket, _ in base:
+            late = self.now + takes + w.meter.remaining(ticket) > ticket.deadline
+            if ticket.deadline < inf and not ticket.request.streams and late:
+                return False
+        return len(entering) * w.meter.cost([], base, w.flush.max_batch_cost) > len(base) * takes
+
+    def schedule(
+        self, w: World, partition: Hashable, batch: Members, admitted: list[Seen], cost_of: Any, cause: str
+    ) -> Expected:
+        budget = w.flush.max_batch_cost
+        if cause == "step" and not admitted and isinstance(cost_of, list):
+            cost_of = ([], cost_of)
+        cost = w.meter.cost(*cost_of, budget)
+        fixed = w.meter.fixed(batch[0][0])
+        expected = fixed
+        for ticket, units in batch:
+            charge = w.meter.charge(ticket, units)
+            expected += charge
+            w.counters[ticket.client] += (charge + fixed / len(batch)) / ticket.request.weight
+            ticket.state = "running"
+            ticket.granted += units
+        if w.rooms.get(partition) is not None:
+            w.rooms[partition] -= len(admitted)  # type: ignore[operator]
+        w.was_held[partition] = False
+        self.batches += 1
+        left, w.left = w.left, []
+        expected = expected if w.meter.in_seconds else 0.0
+        w.device_time += expected / (w.weight or 1.0)
+        made = Expected(
+            self.batches, w.name, partition, batch[0][0].stage, cause, cost, expected, list(batch), admitted, left
+        )
+        self.in_flight.append(made)
+        self.quiet = False
+        return made
+
+    def preempt(self, w: World, ticket: Seen) -> None:
+        """It starts over, from the front of its queue: queues are in order of arrival, so nothing else to do."""
+        ticket.recomputed += ticket.computed
+        ticket.wants += ticket.computed
+        ticket.computed = 0.0
+        ticket.progressed = False
+        ticket.stage = ticket.request.stage
+        ticket.state, ticket.has_place = "waiting", False
+        w.left.append(ticket)
+        self.preempted.append(ticket.seq)
+
+
+Meter = Callable[[], Units]

@@ -1,0 +1,56 @@
+"""The pages tell what is there: every module has its sentence, every link leads somewhere, every command parses."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.cli import build_parser
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "reflex_runtime"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def modules() -> set[str]:
+    found = {str(p.relative_to(SOURCE)) for p in SOURCE.rglob("*.py") if not p.name.startswith("__")}
+    return {name for name in found if not name.startswith("demo/exports/")}
+
+
+def test_architecture_has_one_sentence_for_every_module_and_none_for_others() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.+?) \|$", text, re.MULTILINE)
+    described = [name for name, _ in rows]
+    assert len(described) == len(set(described))
+    assert set(described) == modules()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) + re.findall(r'src="([^"]+)"', text):
+        if not target.startswith(("http://", "https://")):
+            assert (page.parent / target).exists(), target
+
+
+def commands() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        lines = re.findall(r"^    (reflex .+?)(?:\s{2,}#.*|\s+#.*)?$", text, re.MULTILINE)
+        found += [(page.name, line) for line in lines + re.findall(r"`(reflex [^`]+)`", text)]
+    return found
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_commands_on_the_pages_parse(page: str, command: str) -> None:
+    words = shlex.split(command)[1:]
+    if any(word in ("…", "...") or word.startswith("[") for word in words):
+        pytest.fail(f"{page}: {command} is no command anyone can type")
+    parser = build_parser()
+    verb = words[0]
+    assert verb.startswith("-") or verb in parser.format_help()
+    if len(words) == 1 or words[1:] == ["--help"]:
+        return
+    parser.parse_args(words)
