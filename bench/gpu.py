@@ -1,8 +1,8 @@
 """The scheduler in front of a GPU: `python -m bench.gpu` (needs torch with CUDA; nothing else of the benchmark does).
 
-A transformer in bfloat16, captured as CUDA graphs at the sizes it pads to. Raw throughput at each size is measured first,
-alone; then closed-loop callers go through `Batcher`, one batch at a time, and the ratio at the batch size they reached
-says what the scheduler costs. Each case is repeated; medians and spread are printed, JSON is the last line of stdout.
+A transformer in bfloat16, captured as CUDA graphs at the sizes it pads to. Raw throughput at each size is measured
+first, alone; then closed-loop callers go through `Batcher`, one batch at a time, and the ratio at the batch size they
+reached says what the scheduler costs. Each case is repeated; medians and spread are printed, JSON is the last line of stdout.
 """
 
 from __future__ import annotations
@@ -145,7 +145,8 @@ def main() -> int:
         mid = {k: median(r[k] for r in rounds) for k in rounds[0]}
         print(
             f"{callers:3d} callers: {mid['rate']:9.0f} requests/s, batch {mid['size']:6.1f}, "
-            f"p50 {mid['p50_ms']:.2f} ms, p99 {mid['p99_ms']:.2f} ms, of raw {mid['ratio']:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
+            f"p50 {mid['p50_ms']:.2f} ms, p99 {mid['p99_ms']:.2f} ms, "
+            f"of raw {mid['ratio']:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})",
             flush=True,
         )
     print(json.dumps(found))

@@ -371,7 +371,7 @@ class Oracle:
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
-        if not self.unsettled(w.name):
+        if not self.unsettled(w.name, client=ticket.client):
             w.rest = max(w.rest, w.counters[ticket.client])
         self.settled.append((ticket.seq, result))
 

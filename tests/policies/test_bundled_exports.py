@@ -1,4 +1,4 @@
-"""The bundled demo policies through the same path: what batching and joining at steps do to a real network's results."""
+"""The bundled demo policies through the same path: what batching and joining do to the results of a real network."""
 
 from __future__ import annotations
 

@@ -37,6 +37,10 @@ def test_a_table_is_joined_and_continued_by_straight_lines(n: int, seconds: floa
     assert Table({1: 0.010, 2: 0.012, 4: 0.014}).seconds(batch(*[""] * n), 0.0, RNG) == pytest.approx(seconds)
 
 
+def test_below_its_smallest_size_a_table_stays_level() -> None:
+    assert Table({4: 0.014, 8: 0.020}).of(1) == 0.014
+
+
 def test_drift_comes_at_once_or_gradually() -> None:
     sudden = Drifting(Affine(0.010, 0.0), factor=3.0, at=5.0)
     assert [sudden.seconds(batch(""), t, RNG) for t in (4.9, 5.0, 9.0)] == pytest.approx([0.010, 0.030, 0.030])
@@ -62,7 +66,7 @@ def test_a_share_of_batches_stalls() -> None:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Affine(-1.0, 1.0), "Affine.fixed"),
+        (lambda: Affine(-1.0, 2.0), "Affine.fixed=-1.0"),
         (lambda: Affine(0.0, 0.0), "fixed \\+ marginal"),
         (lambda: Table({}), "Table.measured"),
         (lambda: Noisy(Affine(1.0, 1.0), 3.0), "Noisy.sigma"),

@@ -72,7 +72,7 @@ def test_a_day_has_a_busy_and_a_quiet_half() -> None:
     ("think", "mean", "low", "high"),
     [
         (Fixed(0.001), 0.001, 0.001, 0.001),
-        (Exponential(0.005), 0.005, 0.0, 1.0),
+        (Exponential(0.005), 0.005, 0.0, 0.060),
         (Around(0.100, 0.005), 0.100, 0.095, 0.105),
         (Mixture(((0.5, Fixed(0.001)), (0.5, Fixed(0.300)))), 0.1505, 0.001, 0.300),
     ],
@@ -81,8 +81,8 @@ def test_think_times(think: Think, mean: float, low: float, high: float) -> None
     rng = Random(3)
     drawn = [think.draw(rng) for _ in range(4000)]
     assert fmean(drawn) == pytest.approx(mean, rel=0.06)
-    assert low <= min(drawn)
-    assert max(drawn) <= high
+    assert low <= min(drawn) <= 0.5 * (low + mean)
+    assert 0.5 * (mean + high) <= max(drawn) <= high
 
 
 def test_each_caller_is_a_client_of_its_own_and_thinks_after_its_answer() -> None:

@@ -17,7 +17,7 @@ from model import ACTION_DIM, CHUNK, STATE_DIM, Expert, Prefix
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-NOISES_PER_PICTURE = 2  # the prefix is the dearer half: each one is used for several noises and flow times
+NOISES_PER_PICTURE = 2  # half the work is the prefix: use each one for several noises and flow times
 
 
 class Demonstrations:

@@ -38,7 +38,7 @@ class Clients:
     def __init__(self) -> None:
         self._known: OrderedDict[Hashable, Client] = OrderedDict()
         self._active: LazyHeap[Client] = LazyHeap()
-        self._rest = 0.0  # largest counter when the last active client left: an idle device is nobody's debt
+        self._rest = 0.0  # where whoever comes to an idle device starts: having had it to oneself is nobody's debt
 
     def __len__(self) -> int:
         """Clients that have something in the system."""
@@ -69,8 +69,7 @@ class Clients:
         client.unsettled -= 1
         if client.unsettled == 0:
             self._active.discard(client)
-            if not len(self._active):
-                self._rest = max(self._rest, client.counter)
+            self._rest = max(self._rest, client.counter)
             if len(self._known) > IDLE_CLIENTS + len(self._active):
                 self._evict()
 
@@ -79,7 +78,7 @@ class Clients:
         client.counter += units
 
     def floor(self) -> float:
-        """The smallest counter of an active client; when there is none, where the last one left."""
+        """The smallest counter of an active client; when there is none, the largest of those that left."""
         while (top := self._active.first()) is not None:
             key, client = top
             if key == client.counter:
@@ -126,19 +125,20 @@ class Tier:
         self._heap: list[Entry] = []
         self.oldest: LazyHeap[Ticket] = LazyHeap()
 
-    def append(self, ticket: Ticket, client: Client, front: bool = False) -> None:
-        """Queue a ticket behind its client's others of the same priority, or before them when it was preempted."""
+    def append(self, ticket: Ticket, client: Client) -> None:
+        """Queue a ticket among its client's others of the same priority, in order of arrival."""
         key = (client.key, ticket.request.priority)
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = ClientQueue(client)
+        youngest = next(reversed(queue.tickets), ticket)
         queue.tickets[ticket] = None
-        if front:  # behind elders that were preempted before it
+        if youngest.seq > ticket.seq:  # it was preempted and goes back before those that came after it
             elders = list(takewhile(lambda t: t.seq < ticket.seq, queue.tickets))
             for t in (ticket, *reversed(elders)):
                 queue.tickets.move_to_end(t, last=False)
         self.oldest.push(ticket.seq, ticket)
-        if queue.entry is None or front:
+        if queue.entry is None or queue.head is ticket:
             self.open(queue)
 
     def remove(self, ticket: Ticket) -> None:
@@ -334,7 +334,7 @@ class Partition:
     def requeue(self, ticket: Ticket, client: Client, promote_at: float) -> None:
         """A preempted ticket goes to the front of its queue."""
         self.residents.pop(ticket, None)
-        self.tiers[ticket.tier].append(ticket, client, front=True)
+        self.tiers[ticket.tier].append(ticket, client)
         if ticket.tier is Priority.BACKGROUND and promote_at < inf:
             self.promotions.push(promote_at, ticket)
 

@@ -86,8 +86,7 @@ class SchematicCamera:
         geoms = [g for g in range(model.ngeom) if _is_drawn(model, g)]
         self._geoms = np.array(geoms)
         box = np.asarray(model.geom_aabb)[self._geoms]
-        self._centre = box[:, :3]
-        self._local = self._centre[:, None, :] + _CORNERS[None] * box[:, None, 3:]  # [n, 8, 3]
+        self._local = box[:, None, :3] + _CORNERS[None] * box[:, None, 3:]  # [n, 8, 3]
         self._colour = np.array([_colour(model, g) for g in geoms], np.float64)  # [n, 3]
         self._views = (_from_above(), _from_front())
 

@@ -72,7 +72,7 @@ class Batcher:
         if not self._pump_due:
             self._pump_due = True
             self._loop.call_soon(self._pump)
-        return self.device.submit(request, self._loop.create_future())
+        return self.device.submit(request, self._loop.create_future(), wake=False)  # the pump wakes the device, once
 
     async def run(self, request: Request) -> Any:
         """Submit and wait for the value; cancelling the awaiting task takes the request back."""
@@ -125,6 +125,7 @@ class Batcher:
     def _pump(self) -> None:
         """Call the sinks, resolve the futures, keep the timer right."""
         self._pump_due = False
+        self.device.wake()
         for event in self.device.take_events():
             for sink in self.sinks:
                 sink(event)

@@ -70,14 +70,23 @@ class Device:
                 raise ConfigError("Device.start: already started")
             self._spawn()
 
-    def submit(self, request: Request, waiter: Any = None) -> Ticket:
-        """Admit a request; its end is in the events. Raises `Rejected` (also an event)."""
+    def submit(self, request: Request, waiter: Any = None, wake: bool = True) -> Ticket:
+        """Admit a request; its end is in the events. Raises `Rejected` (also an event).
+
+        wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
+        """
         with self._lock:
             ticket = self.scheduler.submit(request, self.clock())
             ticket.waiter = waiter
-            if self._waiting:
+            if wake and self._waiting:
                 self._wake.notify()
         return ticket
+
+    def wake(self) -> None:
+        """Let a free device look at what was submitted."""
+        if self._waiting:
+            with self._lock:
+                self._wake.notify()
 
     def cancel(self, ticket: Ticket) -> None:
         """The caller takes it back."""

@@ -20,21 +20,24 @@ from urllib.parse import quote
 import numpy as np
 
 from reflex_runtime.config import table
-from reflex_runtime.core.errors import Expired, ReflexError
+from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.policies import ActionChunk, Observation
 from reflex_runtime.server import openapi
 from reflex_runtime.server.errors import (
     BodyTooLarge,
+    CallerLeft,
     ClientError,
     MethodNotAllowed,
     NotFound,
     SloViolated,
     TooManyRequests,
     Unauthorized,
+    describe_error,
 )
+from reflex_runtime.server.http import BROKEN
 from reflex_runtime.server.images import has_images, images_of
-from reflex_runtime.server.runtime import SLOT, Runtime, describe_error
+from reflex_runtime.server.runtime import SLOT, Runtime
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
@@ -47,22 +50,26 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
-_PRIORITY = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
+_PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 _JSON = wire.JSON_TYPE.encode()
 _MSGPACK = wire.MSGPACK_TYPE.encode()
 
 
 class Exchange:
-    """One HTTP request: what was asked and how it is answered."""
+    """One HTTP request: what was asked and how it is answered.
 
-    __slots__ = ("headers", "receive", "request_id", "scope", "send", "started", "ticket")
+    started: when its head had been read; received: when all of it had.
+    """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+    __slots__ = ("headers", "last", "received", "receive", "request_id", "scope", "send", "started", "ticket")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str, last: bool) -> None:
         self.scope, self.receive, self.send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id
-        self.started = time.monotonic()
+        self.started = self.received = time.monotonic()
         self.ticket: Ticket | None = None
+        self.last = last  # the connection closes after the answer
 
     async def answer(self, status: int, body: bytes, content_type: bytes = _JSON, extra: Headers | None = None) -> None:
         """Send a whole answer."""
@@ -73,6 +80,8 @@ class Exchange:
         ]
         if extra:
             headers += extra
+        if self.last:
+            headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
@@ -81,15 +90,26 @@ class Exchange:
         extra: Headers = []
         if error.retry_after is not None:
             extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
-        if error.http_status == 401:
+        if isinstance(error, Unauthorized):
             extra.append((b"www-authenticate", b"Bearer"))
-        if isinstance(error, BodyTooLarge):
-            extra.append((b"connection", b"close"))  # the rest of the body is not worth reading
+        if isinstance(error, MethodNotAllowed):
+            extra.append((b"allow", str(error.details["allow"]).encode()))
         body = describe_error(error, self.request_id)
-        if self.headers.get(b"accept", b"").startswith(_MSGPACK):
+        if self.wants_msgpack:
             await self.answer(error.http_status, wire.encode_msgpack(body), _MSGPACK, extra)
         else:
             await self.answer(error.http_status, wire.encode_json(body), _JSON, extra)
+
+    @property
+    def sent_msgpack(self) -> bool:
+        """Whether the body is msgpack; anything else is read as JSON."""
+        return b"msgpack" in self.headers.get(b"content-type", b"").lower()
+
+    @property
+    def wants_msgpack(self) -> bool:
+        """Whether the answer is to be msgpack: as accepted, else as it was asked."""
+        accepted = self.headers.get(b"accept", b"").lower()
+        return b"msgpack" in accepted or (accepted in (b"", b"*/*") and self.sent_msgpack)
 
 
 class App:
@@ -99,9 +119,11 @@ class App:
         self.runtime = runtime
         self.config = runtime.config
         self.active = 0
+        self.closing = False
         self.idle = asyncio.Event()
         self.idle.set()
         self._key = self.config.api_key.encode()
+        self._reading: set[asyncio.Task[Any]] = set()
         self._prefix = secrets.token_hex(6)
         self._count = itertools.count()
         self._routes: dict[str, tuple[str, Callable[[Exchange], Awaitable[None]]]] = {
@@ -119,10 +141,12 @@ class App:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
-        exchange = Exchange(scope, receive, send, f"{self._prefix}-{next(self._count):x}")
+        exchange = Exchange(scope, receive, send, f"{self._prefix}-{next(self._count):x}", self.closing)
         try:
             await self._route(exchange)
         except ReflexError as error:
+            if scope["path"] == "/act":
+                self._count_answer(exchange, error.outcome, error.http_status)
             await exchange.fail(error)
         except Exception:
             log.exception("request %s failed", exchange.request_id)
@@ -142,12 +166,20 @@ class App:
         await handler(exchange)
 
     def _authorize(self, exchange: Exchange) -> None:
-        given = exchange.headers.get(b"x-reflex-key", b"")
+        plain = exchange.headers.get(b"x-reflex-key", b"")
         bearer = exchange.headers.get(b"authorization", b"")
-        if bearer[:7].lower() == b"bearer ":
-            given = bearer[7:].strip()
-        if not hmac.compare_digest(given, self._key):
+        borne = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else b""
+        if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
             raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
+
+    def close(self) -> None:
+        """From now on refuse what is asked of the policy, and close every connection after its next answer."""
+        self.closing = True
+
+    def give_up_reading(self) -> None:
+        """Answer those whose body has not come, although they are still sending it."""
+        for task in self._reading:
+            task.cancel()
 
     # -- POST /act -------------------------------------------------------------------------------------------------------
 
@@ -164,23 +196,20 @@ class App:
 
     async def _act(self, exchange: Exchange) -> None:
         try:
+            if exchange.last:
+                raise Closed("the server is shutting down", retry_after=1.0)
             limit = self.config.max_concurrent
             if limit and self.active > limit:
                 raise TooManyRequests(
                     f"{self.active - 1} requests are being answered, at most {limit} may be", retry_after=1.0,
                     concurrent_requests=self.active - 1, max_concurrent=limit,
                 )
+            self.runtime.serving()
             body = await self._body(exchange)
-            if body is None:  # the caller left before it had said all
-                self._count_answer(exchange, "cancelled", 499)
-                return
-            content_type = exchange.headers.get(b"content-type", _JSON).decode("latin-1").lower()
-            fields = wire.decode(body, content_type)
-            if fields.request_id is not None:
+            fields = wire.decode(body, exchange.sent_msgpack)
+            if fields.request_id:
                 exchange.request_id = fields.request_id
             self.runtime.admit()
-            if self.runtime.slo is not None and not self.runtime.slo.admits():
-                raise SloViolated("the latency objective is violated", retry_after=1.0)
             chunk = await self._run(exchange, fields)
         except asyncio.CancelledError:
             self._count_answer(exchange, "cancelled", 499)
@@ -192,33 +221,48 @@ class App:
         except Exception:
             self._count_answer(exchange, "failed", 500)
             raise
-        wants = exchange.headers.get(b"accept", b"")
-        packed = wants.startswith(_MSGPACK) or (content_type.startswith(wire.MSGPACK_TYPE) and wants in (b"", b"*/*"))
         answer = self._answer(exchange, chunk)
+        packed = exchange.wants_msgpack
         encoded = wire.encode_msgpack(answer) if packed else wire.encode_json(answer)
         self._count_answer(exchange, "ok", 200)
+        exchange.last = exchange.last or self.closing
         await exchange.answer(200, encoded, _MSGPACK if packed else _JSON)
 
-    async def _body(self, exchange: Exchange) -> bytes | None:
-        """The whole body within the limit; None when the caller left. What is too long is read but not kept."""
+    async def _body(self, exchange: Exchange) -> bytes:
+        """The whole body. What is left of one that is too large is read by the connection and thrown away."""
         most = self.config.max_body_bytes
-        parts: list[bytes] = []
-        size = 0
         declared = exchange.headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > 4 * most:
+        expected = b"expect" in exchange.headers
+        if declared.isdigit() and int(declared) > most:
+            exchange.last = expected  # it waits for a go-ahead: whether it sends the body all the same nobody knows
             raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
-        while True:
-            message = await exchange.receive()
-            if message["type"] == "http.disconnect":
-                return None
-            part = message.get("body", b"")
-            size += len(part)
-            if size <= most:
+        parts: list[bytes] = []
+        size, more = 0, True
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading.add(task)
+        try:
+            while more:
+                message = await exchange.receive()
+                if message["type"] == "http.disconnect":
+                    raise CallerLeft("the caller left before it had sent its request")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > most:
+                    raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
                 parts.append(part)
-            if size > 4 * most or not message.get("more_body", False):
-                break
-        if size > most:
-            raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
+                more = message.get("more_body", False)
+        except asyncio.CancelledError:
+            if not self.closing:
+                raise
+            task.uncancel()
+            exchange.last = True
+            raise Closed("the server is shutting down, and the request was not complete", retry_after=1.0) from None
+        finally:
+            self._reading.discard(task)
+        if BROKEN in exchange.scope.get("extensions", ()):
+            raise ClientError("the body broke off: it is not framed as its headers say")
+        exchange.received = time.monotonic()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _run(self, exchange: Exchange, fields: wire.ActFields) -> ActionChunk:
@@ -230,13 +274,13 @@ class App:
         else:
             observation = self._observe(exchange, fields)
         if watcher.done():
-            raise ClientGone("the caller left")
+            raise CallerLeft("the caller left")
         batcher = self.runtime.batcher
         ticket = exchange.ticket = batcher.submit(
             self.runtime.policy.request(
                 observation,
                 client=self._client(exchange, fields),
-                priority=_PRIORITY[fields.priority],
+                priority=_PRIORITIES[fields.priority],
                 time_limit=self._time_limit(exchange, fields),
             )
         )
@@ -254,9 +298,8 @@ class App:
         )
 
     async def _watch(self, exchange: Exchange) -> None:
-        """Ends when the caller hangs up, or when the answer is sent."""
-        while (await exchange.receive())["type"] != "http.disconnect":
-            pass
+        """Ends when the caller hangs up or closes its sending side, or when the answer is sent."""
+        await exchange.receive()
         if exchange.ticket is not None and exchange.ticket.outcome is None:
             self.runtime.batcher.cancel(exchange.ticket)
 
@@ -279,7 +322,7 @@ class App:
         assert ticket.admission is not None
         assert ticket.started is not None
         now = time.monotonic()
-        total = now - exchange.started
+        total = now - exchange.received
         admission = ticket.admission
         return wire.ActAnswer(
             actions=np.asarray(chunk.actions),
@@ -311,7 +354,8 @@ class App:
         )
 
     def _count_answer(self, exchange: Exchange, outcome: str, status: int) -> None:
-        self.runtime.answered(outcome, status, time.monotonic() - exchange.started, exchange.ticket)
+        now = time.monotonic()
+        self.runtime.answered(outcome, status, now - exchange.started, now - exchange.received, exchange.ticket)
 
     # -- GET -------------------------------------------------------------------------------------------------------------
 
@@ -360,8 +404,7 @@ class App:
     async def cost_model(self, exchange: Exchange) -> None:
         """Every key the cost model knows."""
         runtime = self.runtime
-        if not runtime.loaded:
-            runtime.admit()
+        runtime.need_policy()
         model = runtime.batcher.scheduler.cost_model(SLOT)
         rows = runtime.batcher.device.input(lambda scheduler, now: model.snapshot())
         body = {"cost_model": self.config.cost_model, "slots": {SLOT: rows}}
@@ -374,12 +417,6 @@ class App:
     async def docs(self, exchange: Exchange) -> None:
         """The same for people."""
         await exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
-
-
-class ClientGone(ClientError):
-    """The caller hung up before its request was queued."""
-
-    code, http_status, outcome = "cancelled", 499, "cancelled"
 
 
 def header_text(text: str) -> bytes:

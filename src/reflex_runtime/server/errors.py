@@ -5,6 +5,8 @@ Everything else brings its wire code along: `core.errors`, and `policies.Invalid
 
 from __future__ import annotations
 
+from typing import Any
+
 from reflex_runtime.core.errors import ReflexError
 
 
@@ -12,6 +14,12 @@ class ClientError(ReflexError):
     """The request itself is wrong; sending it again changes nothing."""
 
     code, http_status, outcome = "invalid_request", 400, "client_error"
+
+
+class CallerLeft(ClientError):
+    """The caller hung up, or closed its sending side, before its request was queued."""
+
+    code, http_status, retry_safe, outcome = "cancelled", 499, True, "cancelled"
 
 
 class InvalidJson(ClientError):
@@ -70,3 +78,9 @@ class SloViolated(Refused):
     """The latency objective is violated and --slo-mode is 503."""
 
     code = "slo_violated"
+
+
+def describe_error(error: ReflexError, request_id: str) -> dict[str, Any]:
+    """The body of a non-2xx answer."""
+    body: dict[str, Any] = {"error": error.code, "message": error.message, "request_id": request_id}
+    return body | {"retry_safe": error.retry_safe} | dict(error.details)

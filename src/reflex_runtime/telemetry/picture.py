@@ -175,7 +175,7 @@ def write_pictures(
             figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
         except OSError as error:
             why = error.strerror or error
-            raise ConfigError(f"--out={prefix}: cannot be written: {why}; name another place, or --no-picture") from error
+            raise ConfigError(f"--out={prefix}: cannot be written: {why}; choose another, or --no-picture") from error
     return svg, png
 
 

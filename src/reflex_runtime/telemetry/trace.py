@@ -385,8 +385,8 @@ def read_trace(path: str | Path) -> Trace:
 
 
 class _AnyHeader(msgspec.Struct):
-    kind: str
-    schema_version: int
+    kind: str = ""
+    schema_version: int = 0
 
 
 def _read_header(line: bytes) -> Header:

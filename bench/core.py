@@ -1,0 +1,135 @@
+"""The scheduler alone, in process: no thread, no loop, virtual service times. CPU time, so that neighbours count less."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator
+
+from bench.report import Row, row, say
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
+
+FIXED, MARGINAL = 0.020, 0.002  # seconds of a batch of n: FIXED + MARGINAL · n
+WAITING = 64
+
+
+def _scheduler(size: int = 64) -> tuple[Scheduler, float]:
+    """A scheduler whose cost model has learned, and the time it is there."""
+    scheduler = Scheduler([GroupConfig(flush=FlushPolicy.window(0.200, 0.005, size))])
+    now = 0.0
+    for n in (1, 2, 4, 8, 16, 32) * 20:
+        for i in range(n):
+            scheduler.submit(Request(client=i), now)
+        while (batch := scheduler.next_batch(now)) is not None:
+            elapsed = FIXED + MARGINAL * len(batch)
+            now += elapsed
+            scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+        now += 1.0
+    scheduler.take_events()
+    return scheduler, now
+
+
+def _per_request(batches: int) -> float:
+    """Seconds per request of submit, next_batch, complete and take_events while 64 wait; batches of 16."""
+    scheduler, now = _scheduler(16)
+    requests = [Request(client=i % 32) for i in range(WAITING)]
+    for request in requests:
+        scheduler.submit(request, now)
+    asked = 0
+    gc.collect()
+    began = time.thread_time()
+    for _ in range(batches):
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        elapsed = FIXED + MARGINAL * len(batch)
+        now += elapsed
+        scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+        for _ in batch.grants:
+            scheduler.submit(Request(client=asked % 32), now)
+            asked += 1
+        scheduler.take_events()
+    return (time.thread_time() - began) / asked
+
+
+def _decisions(limit: float | None, count: int) -> Iterator[float]:
+    """Seconds of single decisions with 64 candidates. limit: middle of their time limits in seconds, None for none."""
+    scheduler, now = _scheduler()
+    for _ in range(count):
+        for i in range(WAITING):
+            spread = None if limit is None else limit * (0.5 + i / WAITING)
+            scheduler.submit(Request(client=i, time_limit=spread), now)
+        began = time.thread_time()
+        batch = scheduler.next_batch(now)
+        yield time.thread_time() - began
+        while batch is not None:
+            elapsed = FIXED + MARGINAL * len(batch)
+            now += elapsed
+            scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+            batch = scheduler.next_batch(now)
+        now += 10.0
+        scheduler.take_events()
+        assert scheduler.idle
+
+
+def _holds(count: int) -> Iterator[float]:
+    """Seconds of single decisions that hold: one of 64 clients is back, the others are expected."""
+    scheduler, now = _scheduler()
+    for _ in range(40):
+        for i in range(WAITING):
+            scheduler.submit(Request(client=i), now)
+        now = _run(scheduler, now) + 0.001
+    for k in range(count):
+        scheduler.submit(Request(client=k % WAITING), now)
+        began = time.thread_time()
+        batch = scheduler.next_batch(now)
+        yield time.thread_time() - began
+        if batch is None:
+            for i in range(WAITING):
+                if i != k % WAITING:
+                    scheduler.submit(Request(client=i), now + 0.0002)
+            now += 0.0002
+        now = _run(scheduler, now) + 0.001
+        scheduler.take_events()
+
+
+def _run(scheduler: Scheduler, now: float) -> float:
+    """Until nothing is left; returns when that is."""
+    while not scheduler.idle:
+        batch = scheduler.next_batch(now)
+        if batch is None:
+            now = scheduler.wake_at()
+            continue
+        elapsed = FIXED + MARGINAL * len(batch)
+        now += elapsed
+        scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+    return now
+
+
+def core(scale: float) -> list[Row]:
+    """Microseconds of the scheduler's own work. Rounds of all kinds take turns."""
+    requests: list[float] = []
+    kinds: dict[str, list[list[float]]] = {"plain": [], "at risk": [], "returns": []}
+    rounds = max(3, int(15 * scale))
+    for i in range(rounds):
+        if i % 5 == 0:
+            say(f"  core: round {i + 1} of {rounds}")
+        requests.append(_per_request(int(300 * scale) + 20) * 1e6)
+        count = int(60 * scale) + 10
+        kinds["plain"].append(list(_decisions(None, count)))
+        kinds["at risk"].append(list(_decisions(0.120, count)))
+        kinds["returns"].append(list(_holds(count)))
+
+    def at(kind: str, q: float) -> list[float]:
+        return [sorted(times)[int(q * len(times))] * 1e6 for times in kinds[kind]]
+
+    return [
+        row("core", "per request, 64 waiting, batches of 16", requests, "us", most=10.0),
+        row("core", "decision, 64 candidates, deadlines at risk, p50", at("at risk", 0.5), "us", most=100.0),
+        row("core", "decision, 64 candidates, deadlines at risk, p90", at("at risk", 0.9), "us"),
+        row("core", "decision and batch of 64, no deadline, p50", at("plain", 0.5), "us"),
+        row("core", "decision that holds for 63 expected back, p50", at("returns", 0.5), "us", most=200.0),
+    ]

@@ -1,0 +1,160 @@
+"""The whole server against ONNX Runtime alone, a bare ASGI hello, a batcher by hand, mosec and LitServe.
+
+Every case starts its servers once and asks them in turns; a row is the median over the rounds. The rivals answer the
+same requests with the same model on the same core.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from bench.load import Answered, quantile
+from bench.report import Row, row, say
+from bench.servers import Raw, Server, byhand, hello, reflex, rivals, running
+
+CALLERS = 32
+REFLEX = "reflex"
+
+
+def _rounds(scale: float, full: int) -> int:
+    return max(3, round(full * scale))
+
+
+def _turns(
+    case: str, servers: list[Server], rounds: int, callers: int = CALLERS, seconds: float = 1.2
+) -> dict[str, list[Answered]]:
+    """Ask every server in every round; the order turns, so that none always follows the same one."""
+    found: dict[str, list[Answered]] = defaultdict(list)
+    for i in range(rounds):
+        say(f"  {case}: round {i + 1} of {rounds}")
+        for server in servers[i % len(servers) :] + servers[: i % len(servers)]:
+            answered = server.load(callers=callers, seconds=seconds)
+            if answered.failed or not answered.requests:
+                raise RuntimeError(f"{server.name}: {answered.failed} of {answered.requests} requests failed")
+            found[server.name].append(answered)
+    return found
+
+
+def small(tiny: Path, scale: float) -> list[Row]:
+    """CPU of the server process per request, and the tail, when the model costs nothing."""
+    case = f"small requests, {CALLERS} callers"
+    with running(reflex(tiny), hello(tiny), byhand(tiny), *rivals(tiny)) as servers:
+        found = _turns(case, servers, _rounds(scale, 7))
+
+    def cpu(name: str) -> list[float]:
+        return [a.cpu / a.requests * 1e6 for a in found[name]]
+
+    times = [mine / bare for mine, bare in zip(cpu(REFLEX), cpu("bare ASGI hello"), strict=True)]
+    rows = [row(case, "CPU of reflex over a bare ASGI hello's", times, "x", most=2.2)]
+    absolute = row(case, "CPU per request, reflex", cpu(REFLEX), "us", most=45.0)
+    absolute.bar += " or the line above"
+    absolute.met = absolute.met or rows[0].met
+    rows[0].met = absolute.met
+    rows.append(absolute)
+    rows += [row(case, f"CPU per request, {name}", cpu(name), "us") for name in found if name != REFLEX]
+    rows += [row(case, f"answers a second, {name}", [a.rate for a in found[name]], "/s") for name in found]
+    tails = [a.quantile(0.99) / a.quantile(0.5) for a in found[REFLEX]]
+    rows.append(row(case, "p99 over p50, reflex", tails, "x", most=3.0))
+    for name in found:
+        rows.append(row(case, f"p50, {name}", [a.quantile(0.5) * 1e3 for a in found[name]], "ms"))
+        if name != REFLEX:
+            tails = [a.quantile(0.99) / a.quantile(0.5) for a in found[name]]
+            rows.append(row(case, f"p99 over p50, {name}", tails, "x"))
+    return rows
+
+
+def alone(heavy: Path, scale: float) -> list[Row]:
+    """One caller: what the server adds to the model's own time."""
+    case = "one caller, policy of about 10 ms"
+    raw = Raw(heavy)
+    added: list[float] = []
+    by_hand: list[float] = []
+    calls: list[float] = []
+    ratios: list[float] = []
+    with running(reflex(heavy), byhand(heavy)) as servers:
+        for i in range(_rounds(scale, 9)):
+            say(f"  {case}: round {i + 1}")
+            for server, into in zip(servers, (added, by_hand), strict=True):
+                before = raw.calls(1, 0.3)
+                seen = server.load(callers=1, seconds=0.8).quantile(0.5)
+                model = quantile(before + raw.calls(1, 0.3), 0.5)
+                into.append((seen - model) * 1e3)
+                if server.name == REFLEX:
+                    calls.append(model * 1e3)
+                    ratios.append(seen / model)
+    raw.stop()
+    return [
+        row(case, "ONNX Runtime call alone, p50", calls, "ms"),
+        row(case, "latency less that call, reflex", added, "ms", most=0.5),
+        row(case, "latency over that call, reflex", ratios, "x"),
+        row(case, "latency less that call, batcher by hand", by_hand, "ms"),
+    ]
+
+
+def closed(heavy: Path, scale: float) -> list[Row]:
+    """8, 32 and 128 callers that ask again as soon as they are answered: throughput against the model alone."""
+    raw = Raw(heavy)
+    rows: list[Row] = []
+    ratios: list[float] = []
+    try:
+        for _ in range(_rounds(scale, 5)):
+            single, many = raw.mean(1, 0.3), raw.mean(32, 0.5)
+            ratios.append(many / single)
+        rows.append(row("policy", "a batch of 32 over a single, ONNX Runtime alone (made to be 4 to 6)", ratios, "x"))
+        with running(reflex(heavy), byhand(heavy), *rivals(heavy)) as servers:
+            for callers in (8, 32, 128):
+                rows += _closed(f"closed loop, {callers} callers", servers, raw, callers, scale)
+    finally:
+        raw.stop()
+    return rows
+
+
+def _closed(case: str, servers: list[Server], raw: Raw, callers: int, scale: float) -> list[Row]:
+    share: dict[str, list[float]] = defaultdict(list)
+    mean: dict[str, list[float]] = defaultdict(list)
+    rates: dict[str, list[float]] = defaultdict(list)
+    rounds = _rounds(scale, 5)
+    for i in range(rounds):
+        say(f"  {case}: round {i + 1} of {rounds}")
+        for server in servers[i % len(servers) :] + servers[: i % len(servers)]:
+            answered = server.load(callers=callers, seconds=1.5, warm=0.6)
+            size = max(1, round(answered.mean_batch))
+            share[server.name].append(answered.rate * raw.mean(size, 0.4) / size)
+            mean[server.name].append(answered.mean_batch)
+            rates[server.name].append(answered.rate)
+    rows = [row(case, "share of ONNX Runtime at the batch size reached, reflex", share[REFLEX], "", least=0.90)]
+    split = {8: 6.0, 32: 24.0}.get(callers)  # three quarters: alternating halves would be 4 and 16
+    rows.append(row(case, "mean batch, reflex", mean[REFLEX], "", least=split))
+    for name in share:
+        if name != REFLEX:
+            rows.append(row(case, f"share of ONNX Runtime, {name}", share[name], ""))
+            rows.append(row(case, f"mean batch, {name}", mean[name], ""))
+            gain = [mine / its for mine, its in zip(rates[REFLEX], rates[name], strict=True)]
+            rows.append(row(case, f"answers a second of reflex over those of {name}", gain, "x"))
+    return rows
+
+
+def arriving(heavy: Path, scale: float) -> list[Row]:
+    """Requests that come by themselves at 70 % of what the closed loop got through; and /health beside a full load."""
+    case = "open loop at 70 %"
+    raw = Raw(heavy)
+    tails: list[float] = []
+    sizes: list[float] = []
+    probes: list[float] = []
+    with running(reflex(heavy)) as (server,):
+        rounds = _rounds(scale, 5)
+        for i in range(rounds):
+            say(f"  {case}: round {i + 1} of {rounds}")
+            full = server.load(callers=CALLERS, seconds=1.5, warm=0.6, probe="/health")
+            probes.append(quantile(full.probes, 0.99) * 1e3)
+            answered = server.load(callers=2 * CALLERS, rate=0.7 * full.rate, seconds=3.0, warm=0.6, seed=i)
+            size = max(1, round(sum(n * count for n, count in answered.sizes.items()) / answered.requests))
+            tails.append(answered.quantile(0.99) / raw.mean(size, 0.5))
+            sizes.append(size)
+    raw.stop()
+    return [
+        row(case, "p99 over the time of the batch size reached, reflex", tails, "x", most=2.5),
+        row(case, "batch size a request finds itself in, mean", sizes, ""),
+        row(f"/health, {CALLERS} callers", "p99 while batches run", probes, "ms", most=5.0),
+    ]

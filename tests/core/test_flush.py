@@ -1,0 +1,334 @@
+"""When a batch leaves and how large it is (contract B3 to B6, F6, G3)."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from reflex_runtime.core.batch import Cause, FlushReason
+from reflex_runtime.core.cost import TimeCost, UnitCost
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.request import Priority
+from reflex_runtime.core.scheduler import Scheduler
+
+from .helpers import ask, ask_many, finish, ids, measure, scheduler_of, serve, take, trained
+
+
+def by_cost(budget: float = 0.100, timeout: float = 0.005) -> Scheduler:
+    """The documented rule on the documented estimates."""
+    return scheduler_of(flush=FlushPolicy.by_cost(budget, timeout), cost=lambda: TimeCost(affine=False))
+
+
+# -- B3 ----------------------------------------------------------------------------------------------------------------
+
+
+def test_b3_due_when_the_summed_estimate_reaches_the_budget() -> None:
+    scheduler = by_cost()
+    ask(scheduler)
+    assert scheduler.next_batch(0.0) is None
+    ask(scheduler)
+    batch = take(scheduler, 0.0)
+    assert (len(batch), batch.reason) == (2, FlushReason.BUDGET_REACHED)
+
+
+def test_b3_due_when_the_oldest_has_waited_the_timeout() -> None:
+    scheduler = by_cost(budget=1.0)
+    ask(scheduler, 0.000)
+    ask(scheduler, 0.004)
+    assert scheduler.next_batch(0.004) is None
+    assert scheduler.wake_at() == 0.005
+    batch = take(scheduler, 0.005)
+    assert (len(batch), batch.reason, batch.cause) == (2, FlushReason.TIMEOUT, Cause.TIMEOUT)
+
+
+def test_b3_due_when_one_request_alone_costs_more_than_the_budget() -> None:
+    scheduler = by_cost(budget=0.049)
+    ask(scheduler)
+    assert take(scheduler, 0.0).reason is FlushReason.SINGLE_REQUEST_OVER_BUDGET
+
+
+def test_b3_a_request_that_costs_just_the_budget_is_not_over_it() -> None:
+    scheduler = by_cost(budget=0.050)
+    ask(scheduler)
+    assert take(scheduler, 0.0).reason is FlushReason.BUDGET_REACHED
+
+
+def test_b3_single_takes_precedence_over_budget_and_timeout() -> None:
+    scheduler = by_cost(budget=0.040)
+    ask_many(scheduler, 3)
+    batch = take(scheduler, 1.0)  # over, full and overdue
+    assert (len(batch), batch.reason) == (1, FlushReason.SINGLE_REQUEST_OVER_BUDGET)
+
+
+def test_b3_budget_takes_precedence_over_timeout() -> None:
+    scheduler = by_cost()
+    ask_many(scheduler, 2)
+    assert take(scheduler, 1.0).reason is FlushReason.BUDGET_REACHED
+
+
+def test_b3_every_cause_has_one_of_the_three_reasons() -> None:
+    assert {c: c.reason.value for c in Cause} == {
+        Cause.BUDGET: "budget_reached",
+        Cause.SIZE: "budget_reached",
+        Cause.SINGLE: "single_request_over_budget",
+        Cause.TIMEOUT: "timeout",
+        Cause.IDLE: "timeout",
+        Cause.URGENT: "timeout",
+        Cause.STEP: "timeout",
+        Cause.DRAIN: "timeout",
+    }
+
+
+# -- B4 ----------------------------------------------------------------------------------------------------------------
+
+
+def test_b4_203_requests_of_50ms_start_as_batches_of_2_and_grow() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005))
+    ask_many(scheduler, 203)
+    log = serve(scheduler, lambda batch: 0.040 + 0.010 * len(batch))  # one alone takes 50 ms; company is cheap
+    sizes = [len(batch) for _, batch in log]
+    assert sum(sizes) == 203
+    assert sizes[:3] == [2, 2, 2]
+    assert max(sizes) in (6, 7)  # 40 + 6 · 10 = 100
+    assert all(batch.cost <= 0.100 * (1 + 1e-9) or len(batch) == 1 for _, batch in log)
+    assert all(b >= a for a, b in zip(sizes, sizes[1:-1], strict=False))  # it grows as the model learns
+
+
+def test_b4_203_requests_that_share_nothing_stay_batches_of_2() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005))
+    ask_many(scheduler, 203)
+    sizes = [len(batch) for _, batch in serve(scheduler, lambda batch: 0.050 * len(batch))]
+    assert sizes == [2] * 101 + [1]
+
+
+def test_b4_no_batch_exceeds_the_budget_unless_it_is_alone_or_company_is_nearly_free() -> None:
+    for fixed, marginal in ((0.020, 0.002), (0.0, 0.030), (0.090, 0.004), (0.200, 0.010), (0.0, 0.300)):
+        scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005))
+        ask_many(scheduler, 300)
+        for i, (_, batch) in enumerate(serve(scheduler, lambda b, f=fixed, m=marginal: f + m * len(b))):  # type: ignore[misc]
+            measured = fixed + marginal * len(batch)
+            alone = fixed + marginal
+            if i > 20 and len(batch) > 1:
+                assert measured <= max(0.100, 1.25 * alone) * 1.03
+
+
+def test_b4_size_cap_is_a_ceiling_too() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005, max_batch_size=3), cost=lambda: trained(0.01, 1e-4))
+    ask_many(scheduler, 7)
+    log = serve(scheduler, lambda batch: 0.01)
+    assert [len(batch) for _, batch in log] == [3, 3, 1]
+    assert log[0][1].cause is Cause.SIZE
+
+
+# -- B5 ----------------------------------------------------------------------------------------------------------------
+
+
+def test_b5_nothing_is_formed_while_the_device_is_busy() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(4, 0.005))
+    ask_many(scheduler, 4)
+    batch = take(scheduler, 0.0)
+    for i in range(4):
+        ask(scheduler, 0.001 * i)
+        assert scheduler.next_batch(0.001 * i) is None
+    assert scheduler.wake_at() == inf  # nothing but an input can change that
+    finish(scheduler, batch, 0.050)
+    assert len(take(scheduler, 0.050)) == 4  # the queue grew into the next batch by itself
+
+
+def test_b5_waiting_is_counted_from_arrival() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 0.010))
+    ask(scheduler)
+    batch = take(scheduler, 0.010)
+    late = ask(scheduler, 0.012)
+    finish(scheduler, batch, 0.030)
+    assert list(take(scheduler, 0.030).grants) == [late]  # it has waited 18 ms already
+
+
+# -- B6 ----------------------------------------------------------------------------------------------------------------
+
+
+def test_b6_a_free_device_takes_what_is_queued_at_once() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005))
+    ask(scheduler)
+    batch = take(scheduler, 0.0)
+    assert (batch.reason, batch.cause) == (FlushReason.TIMEOUT, Cause.IDLE)
+
+
+def closed_loop(clients: int, think: float, rounds: int = 6) -> tuple[Scheduler, float]:
+    """Clients that ask again `think` seconds after each answer; stops with all of them answered and the device free."""
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005), cost=lambda: trained(0.020, 0.002))
+    now = 0.0
+    for _ in range(rounds):
+        for client in range(clients):
+            ask(scheduler, now, client=client)
+        now += 0.006
+        seconds = 0.020 + 0.002 * clients
+        batch = take(scheduler, now)
+        assert len(batch) == clients
+        now += seconds
+        finish(scheduler, batch, now, seconds)
+        now += think
+    return scheduler, now
+
+
+def test_b6_held_only_while_answered_clients_are_expected_back() -> None:
+    scheduler, now = closed_loop(4, think=0.001)
+    ask(scheduler, now, client=0)
+    assert scheduler.next_batch(now) is None
+    assert now < scheduler.wake_at() <= now + 0.005
+    for client in range(1, 4):
+        ask(scheduler, now, client=client)
+    assert len(take(scheduler, now)) == 4  # nobody else is expected
+
+
+def test_b6_the_hold_ends_at_max_of_oldest_arrival_and_device_free_plus_timeout() -> None:
+    scheduler, now = closed_loop(4, think=0.004)
+    free_since = now - 0.004
+    ask(scheduler, free_since + 0.0035, client=0)
+    assert scheduler.next_batch(free_since + 0.0035) is None
+    assert scheduler.wake_at() <= free_since + 0.0035 + 0.005
+    assert len(take(scheduler, scheduler.wake_at())) == 1
+
+
+def test_b6_an_unknown_client_is_expected_by_nobody() -> None:
+    scheduler, now = closed_loop(4, think=10.0, rounds=2)
+    ask(scheduler, now - 9.9, client="new")
+    take(scheduler, now - 9.9)
+
+
+def test_b6_an_urgent_request_is_never_held() -> None:
+    scheduler, now = closed_loop(4, think=0.001)
+    ask(scheduler, now, client=0, priority=Priority.URGENT)
+    assert take(scheduler, now).cause is Cause.URGENT
+
+
+def test_b6_a_held_batch_that_goes_says_timeout() -> None:
+    scheduler, now = closed_loop(4, think=0.001)
+    ask(scheduler, now, client=0)
+    assert scheduler.next_batch(now) is None
+    batch = take(scheduler, scheduler.wake_at())
+    assert (batch.reason, batch.cause) == (FlushReason.TIMEOUT, Cause.TIMEOUT)
+
+
+def test_b6_a_hold_never_costs_a_deadline() -> None:
+    scheduler, now = closed_loop(4, think=0.004)
+    needed = 0.022
+    ask(scheduler, now, client=0, time_limit=needed + 0.0101)
+    if scheduler.next_batch(now) is None:
+        at = scheduler.wake_at()
+        assert at + needed <= now + needed + 0.0101
+        assert len(take(scheduler, at)) == 1
+
+
+# -- the simple rules ----------------------------------------------------------------------------------------------------
+
+
+def test_f6_a_full_batch_goes_at_once_and_a_partial_one_after_max_latency() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(3, 0.050), cost=UnitCost)
+    ask_many(scheduler, 3)
+    assert take(scheduler, 0.0).cause is Cause.SIZE
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(3, 0.050), cost=UnitCost)
+    ask(scheduler, 0.000)
+    ask(scheduler, 0.040)
+    assert scheduler.next_batch(0.049) is None
+    assert len(take(scheduler, 0.050)) == 2
+
+
+def adaptive() -> Scheduler:
+    return scheduler_of(flush=FlushPolicy.by_priority(8, target=2), cost=UnitCost)
+
+
+def test_g3_urgent_goes_at_once_and_takes_company_along() -> None:
+    scheduler = adaptive()
+    ask(scheduler, id="background", priority=Priority.BACKGROUND)
+    ask(scheduler, id="urgent", priority=Priority.URGENT)
+    batch = take(scheduler, 0.0)
+    assert ids(batch.grants) == ["urgent", "background"]
+    assert batch.cause is Cause.URGENT
+
+
+def test_g3_default_waits_max_hold_below_the_target_and_min_hold_at_it() -> None:
+    scheduler = adaptive()
+    ask(scheduler, 0.0)
+    assert scheduler.next_batch(0.0) is None
+    assert scheduler.wake_at() == pytest.approx(0.003)
+    ask(scheduler, 0.0005)
+    assert scheduler.next_batch(0.0005) is None
+    assert scheduler.wake_at() == pytest.approx(0.00075)
+    assert len(take(scheduler, 0.00075)) == 2
+
+
+def test_g3_background_alone_waits_max_hold_and_extra() -> None:
+    scheduler = adaptive()
+    ask(scheduler, 0.0, priority=Priority.BACKGROUND)
+    assert scheduler.next_batch(0.0) is None
+    assert scheduler.wake_at() == pytest.approx(0.005)
+
+
+def test_the_target_says_how_many_to_wait_for_never_how_many_may_go() -> None:
+    scheduler = adaptive()
+    ask_many(scheduler, 6)
+    assert len(take(scheduler, 0.00075)) == 6
+
+
+def test_a_hold_stands_until_the_next_input() -> None:
+    scheduler = adaptive()
+    ask(scheduler, 0.0)
+    assert scheduler.next_batch(0.0) is None
+    at = scheduler.wake_at()
+    for now in (0.001, 0.002):
+        assert scheduler.next_batch(now) is None
+        assert scheduler.wake_at() == at
+
+
+def test_a_hold_of_one_partition_does_not_stop_another() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(2, 0.010), cost=UnitCost)
+    ask(scheduler, partition="half empty")
+    ask_many(scheduler, 2, partition="full")
+    assert take(scheduler, 0.0).partition == "full"
+
+
+def test_wake_at_is_now_after_an_input_to_a_free_device() -> None:
+    scheduler = adaptive()
+    assert scheduler.wake_at() == -inf or scheduler.wake_at() <= 0.0
+    ask(scheduler, 1.0)
+    assert scheduler.wake_at() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"max_batch_cost": 0.0}, r"FlushPolicy\.max_batch_cost=0\.0: must be in \(0, inf\]"),
+        ({"max_batch_cost": float("nan")}, "max_batch_cost=nan"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"target": 0}, "target=0"),
+        ({"returns": -0.1}, "returns=-0.1"),
+        ({"hold_min": (0.0, -1.0, 0.0)}, "hold_min=-1.0"),
+        ({"hold_max": (0.0, 0.0, 3601.0)}, "hold_max=3601.0"),
+    ],
+)
+def test_a_wrong_policy_names_field_value_and_range(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        FlushPolicy(**wrong)  # type: ignore[arg-type]
+
+
+def test_cancelling_the_rest_of_a_held_batch_settles_nothing_else() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(4, 0.010), cost=UnitCost)
+    first, second = ask_many(scheduler, 2)
+    assert scheduler.next_batch(0.0) is None
+    scheduler.cancel(first, 0.004)
+    assert scheduler.next_batch(0.004) is None
+    assert scheduler.wake_at() == 0.010
+    assert list(take(scheduler, 0.010).grants) == [second]
+
+
+def test_a_probe_of_larger_sizes_learns_what_a_pessimistic_start_hides() -> None:
+    model = TimeCost()
+    for n in (1, 2, 1, 2):
+        measure(model, [""] * n, 0.050 * n)
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.100, 0.005), cost=lambda: model)
+    ask_many(scheduler, 400)
+    sizes = [len(batch) for _, batch in serve(scheduler, lambda batch: 0.040 + 0.001 * len(batch))]
+    assert max(sizes) >= 40

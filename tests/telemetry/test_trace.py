@@ -1,0 +1,391 @@
+"""The trace file: what the real scheduler did must be read back exactly, whatever befalls the file."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import TimeCost, TokenCost
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestSettled
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.telemetry.trace import TraceError, TraceWriter, read_trace
+
+TOKENS = GroupConfig(name="llm", flush=FlushPolicy.every_step(8), cost=TokenCost)
+ROBOTS = GroupConfig(name="prod", flush=FlushPolicy.by_cost(0.1, 0.0), cost=TimeCost)
+
+
+def writer(path: Path, *groups: GroupConfig, capacity: int = 1024) -> TraceWriter:
+    return TraceWriter(path, groups, capacity, clock=lambda: 0.0)
+
+
+class Loop:
+    """A device in virtual time: every batch takes 10 ms, every event goes to the sinks."""
+
+    def __init__(self, config: GroupConfig, *sinks: Callable[[Event], None]) -> None:
+        self.scheduler = Scheduler([config])
+        self.group = config.name
+        self.sinks = sinks
+        self.now = 0.0
+
+    def submit(self, **kw: Any) -> Ticket:
+        return self.scheduler.submit(Request(group=self.group, **kw), self.now)
+
+    def run(self, answer: Callable[[Ticket, float], Outcome], notes: dict[str, Any] | None = None) -> list[Batch]:
+        ran = []
+        while (batch := self.scheduler.next_batch(self.now)) is not None:
+            self.now += 0.01
+            batch.notes.update(notes or {})
+            self.scheduler.complete(batch, [answer(t, u) for t, u in batch.grants.items()], 0.01, self.now)
+            self.emit()
+            ran.append(batch)
+        return ran
+
+    def emit(self) -> None:
+        for event in self.scheduler.take_events():
+            for sink in self.sinks:
+                sink(event)
+
+
+def run_of(n: int, trace: TraceWriter, **kw: Any) -> None:
+    """n batches of one request each."""
+    loop = Loop(ROBOTS, trace)
+    for i in range(n):
+        loop.submit(id=f"act_{i}", client="robot", **kw)
+        loop.run(lambda t, u: Done())
+
+
+class Toy:
+    """Prompts of given lengths, `outputs` tokens each: what a token runner answers per grant."""
+
+    def __init__(self, prompts: dict[str, int], outputs: int) -> None:
+        self.left = dict(prompts)
+        self.outputs = dict.fromkeys(prompts, outputs)
+
+    def __call__(self, ticket: Ticket, units: float) -> Outcome:
+        name = ticket.id
+        if self.left[name] > 0:
+            self.left[name] -= int(units)
+            if self.left[name] > 0:
+                return More(wants=self.left[name])
+        self.outputs[name] -= 1
+        return More("token", wants=1.0) if self.outputs[name] else Done("token")
+
+
+# -- what was written is what happened ---------------------------------------------------------------------------------
+
+
+def test_l3_the_token_schedule_reads_back_exactly(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl", TOKENS) as trace:
+        loop = Loop(TOKENS, trace)
+        loop.submit(id="A", wants=11)
+        loop.submit(id="B", wants=7)
+        loop.run(Toy({"A": 11, "B": 7}, outputs=4))
+    read = read_trace(tmp_path / "t.jsonl")
+    steps = [{m.id: m.units for m in b.members} for b in read.batches]
+    assert steps == [{"A": 8}, {"A": 3, "B": 5}, {"A": 1, "B": 2}, {"A": 1, "B": 1}, {"A": 1, "B": 1}, {"B": 1}]
+    assert [b.unit for b in read.batches] == ["tokens"] * 6
+    assert [b.cost for b in read.batches] == [8, 8, 3, 2, 2, 1]
+    assert [[m.id for m in b.entered] for b in read.batches] == [["A"], ["B"], [], [], [], []]
+    assert [b.queued for b in read.batches] == [1, 0, 0, 0, 0, 0]
+    assert [b.expected for b in read.batches] == [None] * 6
+    ends = [(m.id, m.outcome) for b in read.batches for m in b.members if m.outcome != "more"]
+    assert ends == [("A", "done"), ("B", "done")]
+    assert [m.asked for b in read.batches for m in b.entered] == [11, 7]
+    info = read.groups["llm"]
+    assert (info.unit, info.budget) == ("tokens", 8)
+    assert read.footer is not None
+    assert (read.footer.batches, read.footer.dropped) == (6, 0)
+
+
+def test_t2_every_value_of_a_batch_is_the_schedulers(tmp_path: Path) -> None:
+    seen: list[tuple[Batch, float, int]] = []
+    queued: dict[int, int] = {}
+
+    def probe(event: Event) -> None:
+        if isinstance(event, BatchScheduled):
+            queued[event.batch.id] = event.queued
+        elif isinstance(event, BatchFinished):
+            seen.append((event.batch, event.elapsed, queued[event.batch.id]))
+
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        loop = Loop(ROBOTS, trace, probe)
+        for i in range(12):
+            loop.submit(id=f"act_{i}", client=f"robot_{i % 5}", partition=("pi", 224), shape="224")
+            loop.now += 0.001
+        loop.run(lambda t, u: Done(t.id), notes={"fanout": "sequential", "bisect_calls": 3})
+    batches = read_trace(tmp_path / "t.jsonl").batches
+    assert len(batches) == len(seen) > 3
+    for read, (batch, elapsed, behind) in zip(batches, seen, strict=True):
+        assert (read.id, read.group, read.partition, read.stage) == (batch.id, "prod", "('pi', 224)", "")
+        assert (read.reason, read.cause) == (batch.reason.value, batch.cause.value)
+        assert read.scheduled_at == pytest.approx(batch.scheduled_at, abs=1e-6)
+        assert (read.elapsed, read.queued, read.size, read.crashed) == (elapsed, behind, len(batch), False)
+        assert read.cost == pytest.approx(batch.cost, abs=1e-6)
+        assert (read.expected or 0.0) == pytest.approx(batch.expected, abs=1e-6)
+        assert read.unit == "seconds"
+        assert read.notes == {"fanout": "sequential", "bisect_calls": 3}
+        assert [(m.seq, m.id, m.client, m.units, m.outcome) for m in read.members] == [
+            (t.seq, t.id, t.request.client, units, "done") for t, units in batch.grants.items()
+        ]
+        ages = [batch.scheduled_at - t.arrived for t in batch.grants]
+        assert [m.age for m in read.members] == pytest.approx(ages, abs=1e-6)
+        assert all(m.state == "waiting" for m in read.members)
+
+
+def test_ids_that_repeat_or_are_empty_stay_apart(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        loop = Loop(ROBOTS, trace)
+        for name in ("same", "same", "", ""):
+            loop.submit(id=name, client=7)
+        loop.run(lambda t, u: Done())
+    members = [m for b in read_trace(tmp_path / "t.jsonl").batches for m in b.members]
+    assert [(m.seq, m.id) for m in members] == [(0, "same"), (1, "same"), (2, ""), (3, "")]
+    assert {m.client for m in members} == {"7"}
+
+
+def test_outcomes_tell_how_each_member_fared(tmp_path: Path) -> None:
+    """A member that leaves at the boundary after its step had the outcome `more`; the next batch names it as left."""
+    config = GroupConfig(name="llm", flush=FlushPolicy.every_step(64), cost=TokenCost)
+    with writer(tmp_path / "t.jsonl", config) as trace:
+        loop = Loop(config, trace)
+        tickets = [loop.submit(id=name, wants=4) for name in ("ends", "fails", "leaves", "quits", "stays")]
+        batch = loop.scheduler.next_batch(0.0)
+        assert batch is not None
+        loop.scheduler.cancel(tickets[2], 0.0)  # running: leaves at the boundary
+        loop.scheduler.cancel(tickets[3], 0.0)
+        outcomes = [Done(), Failed(ProcessorError("bad")), More(), Done(), More()]
+        loop.scheduler.complete(batch, outcomes, 0.01, 0.01)
+        loop.run(lambda t, u: Failed(ValueError("not one of ours")))
+    first, second = read_trace(tmp_path / "t.jsonl").batches
+    assert [(m.id, m.outcome) for m in first.members] == [
+        ("ends", "done"), ("fails", "failed"), ("leaves", "more"), ("quits", "cancelled"), ("stays", "more"),
+    ]  # fmt: skip
+    assert second.left == [tickets[2].seq]
+    assert [(m.id, m.outcome, m.state) for m in second.members] == [("stays", "failed", "resident")]
+    assert (first.crashed, second.crashed) == (False, True)
+
+
+def test_outcomes_nobody_told_are_unknown(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        loop = Loop(ROBOTS, lambda e: None if isinstance(e, RequestSettled) else trace(e))
+        loop.submit()
+        loop.run(lambda t, u: Done())
+    [batch] = read_trace(tmp_path / "t.jsonl").batches
+    assert [m.outcome for m in batch.members] == [None]
+
+
+def test_the_writer_keeps_no_payload(tmp_path: Path) -> None:
+    class Payload:
+        pass
+
+    payload = Payload()
+    gone = weakref.ref(payload)
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        # Without the outcomes the batch stays in the writer's hands.
+        loop = Loop(ROBOTS, lambda e: None if isinstance(e, RequestSettled) else trace(e))
+        loop.submit(payload=payload)
+        loop.run(lambda t, u: Done())
+        del payload, loop
+        gc.collect()
+        assert gone() is None
+
+
+def test_a_file_without_groups_says_that_units_are_unknown(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl") as trace:
+        run_of(1, trace)
+    read = read_trace(tmp_path / "t.jsonl")
+    assert read.groups == {}
+    assert [b.unit for b in read.batches] == [None]
+
+
+def test_what_json_cannot_say_does_not_end_the_trace(tmp_path: Path) -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise ValueError("no name")
+
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        loop = Loop(ROBOTS, trace)
+        loop.submit(id="lone \ud800", client="c\ud800", partition="p\ud800")
+        loop.run(lambda t, u: Done(), notes={"odd": Odd()})
+        loop.submit(id="next")
+        batch = loop.scheduler.next_batch(loop.now)
+        assert batch is not None
+        batch.cost = float("inf")
+        loop.scheduler.complete(batch, [Done()], 0.01, loop.now)
+        loop.emit()
+    assert trace.error is None
+    first, second = read_trace(tmp_path / "t.jsonl").batches
+    assert first.members[0].id == "lone \\ud800"
+    assert "unwritable" in first.notes
+    assert second.cost is None
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_remembered_and_touches_nobody() -> None:
+    trace = writer(Path("/dev/full"), ROBOTS)
+    run_of(50, trace)
+    assert trace.close() is False
+    assert trace.error is not None
+    assert trace.error.strerror == os.strerror(28)  # ENOSPC
+    run_of(1, trace)  # still harmless
+
+
+def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"TraceWriter\.path='.*/no/t\.jsonl': cannot be written: No such file"):
+        TraceWriter(tmp_path / "no" / "t.jsonl")
+    with pytest.raises(ConfigError, match=r"capacity=0: must be >= 1"):
+        TraceWriter(tmp_path / "t.jsonl", capacity=0)
+
+
+def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> None:
+    """A pipe nobody reads from holds the writer's thread in its first write."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    trace = writer(pipe, ROBOTS, capacity=2)
+    loop = Loop(ROBOTS, trace)
+    for _ in range(20):
+        loop.submit()
+        loop.run(lambda t, u: Done(), notes={"weight": "x" * 200_000})
+    assert trace.dropped >= 20 - 2 - 1  # two in the queue, one in the thread's hands
+    out = bytearray()
+
+    def drain() -> None:
+        while chunk := os.read(reader, 1 << 16):
+            out.extend(chunk)
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    assert trace.close(timeout=10.0)
+    thread.join(10.0)
+    os.close(reader)
+    lines = [json.loads(line) for line in out.splitlines()]
+    footer = lines[-1]
+    assert footer["dropped"] == trace.dropped
+    assert footer["batches"] == len(lines) - 2 == 20 - trace.dropped
+
+
+def test_a_closed_writer_takes_nothing_more(tmp_path: Path) -> None:
+    trace = writer(tmp_path / "t.jsonl", ROBOTS)
+    run_of(2, trace)
+    assert trace.close()
+    run_of(2, trace)
+    assert trace.close()
+    assert len(read_trace(tmp_path / "t.jsonl").batches) == 2
+
+
+def test_gz_is_written_and_read_by_suffix(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl.gz", ROBOTS) as trace:
+        run_of(30, trace)
+    assert gzip.decompress((tmp_path / "t.jsonl.gz").read_bytes()).startswith(b'{"kind":"header"')
+    assert len(read_trace(tmp_path / "t.jsonl.gz").batches) == 30
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[bytes]:
+    """header, three batches, footer."""
+    with writer(tmp_path / "whole.jsonl", ROBOTS) as trace:
+        run_of(3, trace)
+    return (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def put(tmp_path: Path, lines: Iterable[bytes]) -> Path:
+    path = tmp_path / "t.jsonl"
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_accepted(tmp_path: Path, lines: list[bytes]) -> None:
+    read = read_trace(put(tmp_path, lines[:4]))
+    assert (len(read.batches), read.footer, read.torn) == (3, None, False)
+    read = read_trace(put(tmp_path, [lines[0], b"\n", lines[1], b"  \n", *lines[2:]]))
+    assert (len(read.batches), read.torn) == (3, False)
+    for cut in (1, 20, len(lines[3]) - 2):
+        read = read_trace(put(tmp_path, [*lines[:3], lines[3][:cut]]))
+        assert (len(read.batches), read.footer, read.torn) == (2, None, True)
+
+
+def test_t4_a_torn_middle_line_is_refused_with_its_number(tmp_path: Path, lines: list[bytes]) -> None:
+    path = put(tmp_path, [*lines[:2], lines[2][:40] + b"\n", *lines[3:]])
+    with pytest.raises(TraceError, match=r"t\.jsonl, line 3: not a whole line, and others follow it") as caught:
+        read_trace(path)
+    assert caught.value.details["line"] == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda x: [], "line 1: empty, not even a header"),
+        (lambda x: [b"\n"], "line 1: empty"),
+        (lambda x: [x[0][:30]], "line 1: no whole header"),
+        (lambda x: [x[1], x[0]], "line 1: .*'batch', not a header"),
+        (lambda x: [b"hello\n", *x], "line 1: not JSON"),
+        (lambda x: [b'{"some": "json"}\n', *x], "line 1: not a line of a batch trace"),
+        (lambda x: [x[0].replace(b'version":1', b'version":2'), *x[1:]], "line 1: .*schema_version 2; .* reads 1"),
+        (lambda x: [x[0], *x], "line 2: a second header"),
+        (lambda x: [x[0], x[-1], x[1]], "line 3: comes after the footer"),
+        (lambda x: [*x[:2], x[2].replace(b'"seq":1', b'"seq":"x"'), *x[3:]], r"line 3: .*\$\.members\[0\]\.seq"),
+    ],
+)
+def test_t4_what_is_no_trace_is_refused(
+    tmp_path: Path, lines: list[bytes], make: Callable[[list[bytes]], list[bytes]], says: str
+) -> None:
+    with pytest.raises(TraceError, match=says):
+        read_trace(put(tmp_path, make(lines)))
+
+
+def test_files_that_are_not_there_or_not_gzip_are_refused(tmp_path: Path, lines: list[bytes]) -> None:
+    with pytest.raises(TraceError, match=r"gone\.jsonl: No such file"):
+        read_trace(tmp_path / "gone.jsonl")
+    (tmp_path / "t.jsonl.gz").write_bytes(b"".join(lines))
+    with pytest.raises(TraceError, match="line 1: not readable as gzip"):
+        read_trace(tmp_path / "t.jsonl.gz")
+
+
+def test_t4_a_gz_that_was_cut_off_gives_what_it_holds(tmp_path: Path) -> None:
+    with writer(tmp_path / "whole.jsonl.gz", ROBOTS) as trace:
+        run_of(400, trace)
+    whole = (tmp_path / "whole.jsonl.gz").read_bytes()
+    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
+    read = read_trace(tmp_path / "cut.jsonl.gz")
+    assert 100 < len(read.batches) < 400
+    assert read.footer is None
+
+
+def test_newer_keys_are_passed_over(tmp_path: Path, lines: list[bytes]) -> None:
+    path = put(tmp_path, [*lines[:1], *(line.replace(b'"crashed"', b'"later":{},"crashed"') for line in lines[1:])])
+    assert len(read_trace(path).batches) == 3
+
+
+def test_every_cause_is_written_with_its_reason(tmp_path: Path) -> None:
+    with writer(tmp_path / "t.jsonl", ROBOTS) as trace:
+        for cause in Cause:
+            loop = Loop(ROBOTS, trace)
+            loop.submit()
+            batch = loop.scheduler.next_batch(0.0)
+            assert batch is not None
+            batch.cause = cause
+            loop.scheduler.complete(batch, [Done()], 0.01, 0.01)
+            loop.emit()
+    read = read_trace(tmp_path / "t.jsonl").batches
+    assert [(b.reason, b.cause) for b in read] == [(c.reason.value, c.value) for c in Cause]

@@ -1,0 +1,151 @@
+"""`reflex trace`: what it prints, what it writes, and how it refuses."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.cli import trace as verb
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.telemetry.trace import TraceWriter
+
+GROUPS = [GroupConfig(name=name, flush=FlushPolicy.by_size(2, 0.0), cost=UnitCost) for name in ("a", "b")]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """100 batches in two groups; request 30 fails, the rest is answered."""
+    scheduler, now = Scheduler(GROUPS), 0.0
+    with TraceWriter(tmp_path / "run.jsonl", GROUPS, clock=lambda: 0.0) as writer:
+        for i in range(100):
+            group = "a" if i % 4 else "b"
+            for k in range(1 + i % 2):
+                scheduler.submit(Request(id=f"act_{i}_{k}", group=group, client=f"robot_{k}"), now)
+            now += 0.005
+            batch = scheduler.next_batch(now)
+            assert batch is not None
+            ends = [Failed(ProcessorError("no")) if i == 30 else Done() for _ in batch.grants]
+            scheduler.complete(batch, ends, 0.02, now + 0.02)
+            now += 0.02
+            for event in scheduler.take_events():
+                writer(event)
+    return tmp_path / "run.jsonl"
+
+
+def run(*argv: object) -> int:
+    parser = argparse.ArgumentParser(prog="reflex")
+    verb.add_parser(parser.add_subparsers(required=True))
+    args = parser.parse_args(["trace", *map(str, argv)])
+    return int(args.run(args))
+
+
+def test_l10_a_table_a_summary_and_two_pictures(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(file) == 0
+    out = capsys.readouterr().out
+    assert "a: no budget, at most 2 requests" in out
+    assert "budget_reached: size_reached" in out
+    assert "▸robot_0" in out
+    assert "– / 20.0" in out
+    assert "… 60 batches left out" in out
+    assert "100 batches, 1.50 members each on average" in out
+    assert "why: timeout 50 (idle 50); budget_reached 50 (size_reached 50)" in out
+    assert "wait ms: p50 5.0, p90 5.0, p99 5.0, longest 5.0, over 150 that entered" in out
+    assert "not answered: failed 1" in out
+    for kind in ("svg", "png"):
+        picture = file.with_name(f"run.{kind}")
+        assert f"wrote {picture}" in out
+        assert picture.stat().st_size > 10_000
+    assert "\x1b[" not in out
+
+
+def test_asked_for_rows_are_all_shown(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(file, "--last", 60, "--no-picture") == 0
+    out = capsys.readouterr().out
+    assert "left out" not in out
+    assert "60 batches" in out
+    assert len(list(file.parent.iterdir())) == 1  # no picture
+
+
+def test_a_window_and_a_group(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(file, "--from", 10, "--to", 17, "--group", "b", "--out", file.with_name("w"), "--no-color") == 0
+    out = capsys.readouterr().out
+    ids = [line.split()[0] for line in out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    assert ids == ["13", "17", "2"]  # two rows, and the summary's count
+    assert file.with_name("w.svg").exists()
+
+
+def test_colours_on_a_terminal(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    assert run(file, "--last", 1, "--no-picture") == 0
+    assert "48;2;136;204;238" in capsys.readouterr().out  # the first colour of the picture
+    assert run(file, "--last", 1, "--no-picture", "--no-color") == 0
+    assert "48;2" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--last", "0"], "--last=0: must be a whole number >= 1"),
+        (["--last", "few"], "--last=few: must be a whole number >= 1"),
+        (["--from", "-3"], "--from=-3: must be a whole number >= 0"),
+        (["--from", "9", "--to", "8"], "--to=8: must be >= --from, which is 9"),
+        (["--from", "900"], "--from=900: leaves no batch; ids here are in [1, 100]"),
+        (["--group", "c"], "--group=c: not in this trace, which has a, b"),
+        (["--units", "bananas"], "--units=bananas: must be one of grants, ms, requests"),
+        (["--units", "ms"], "--units=ms: only for groups whose cost is in seconds; 'a' counts requests"),
+        (["--out", "/dev/null/p"], "--out=/dev/null/p: cannot be written: Not a directory"),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(
+    file: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(file, *argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"reflex trace: {says}")
+    assert err.count("\n") == 1
+
+
+def test_an_unreadable_trace_is_exit_1_with_file_and_line(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"id":5,', b'"id":5,"gr\n', 1))
+    assert run(file) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"reflex trace: {file}, line 6: not a whole line, and others follow it\n"
+
+
+def test_a_trace_without_batches_or_footer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0])
+    assert run(file) == 0
+    assert "no batches" in capsys.readouterr().out
+    assert len(list(file.parent.iterdir())) == 1
+    file.write_bytes(b"".join(lines[:4]) + lines[4][:50])
+    assert run(file, "--no-picture") == 0
+    out = capsys.readouterr().out
+    assert "3 batches" in out
+    assert "the trace has no footer and its last line is cut off" in out
+
+
+def test_dropped_batches_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"dropped":0', b'"dropped":7'))
+    assert run(file, "--no-picture") == 0
+    assert "7 batches ran and were not written" in capsys.readouterr().out
+
+
+def test_help_is_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    out = capsys.readouterr().out
+    for text in ("examples:", "--last N", "--units grants|ms|requests", "exit codes: 0 fine, 1"):
+        assert text in out

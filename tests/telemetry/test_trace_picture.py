@@ -1,0 +1,183 @@
+"""The picture: one segment per grant while there is room, honest words when there is not, the same bytes every time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.picture import BARS, NAMED, PALETTE, Colours, plain, write_pictures
+from reflex_runtime.telemetry.trace import Footer, GroupInfo, Header, Member, Trace, TracedBatch
+
+LLM = {"llm": GroupInfo("tokens", 8, 256)}
+PROD = {"prod": GroupInfo("seconds", 0.1, 256)}
+L3 = [{"A": 8}, {"A": 3, "B": 5}, {"A": 1, "B": 2}, {"A": 1, "B": 1}, {"A": 1, "B": 1}, {"B": 1}]
+
+
+def member(seq: int, units: float = 1.0, **kw: Any) -> Member:
+    values = {"id": f"r{seq}", "client": "", "asked": units, "state": "waiting", "age": 0.004, "outcome": "done"} | kw
+    return Member(seq=seq, units=units, **values)
+
+
+def batch(number: int, members: list[Member], **kw: Any) -> TracedBatch:
+    values: dict[str, Any] = {
+        "group": "prod", "partition": "", "stage": "", "reason": "timeout", "cause": "idle", "elapsed": 0.02,
+        "scheduled_at": number * 0.03, "expected": 0.018, "cost": 0.018, "unit": "seconds", "queued": 0,
+        "crashed": False, "left": [], "notes": {},
+    } | kw  # fmt: skip
+    return TracedBatch(id=number, size=len(members), members=members, **values)
+
+
+def tokens() -> list[TracedBatch]:
+    made, known = [], set()
+    for number, step in enumerate(L3, 1):
+        members = []
+        for name, units in step.items():
+            state = "resident" if name in known else "waiting"
+            known.add(name)
+            members.append(member(ord(name), units, id=name, state=state))
+        made.append(batch(number, members, group="llm", unit="tokens", expected=None, cost=sum(step.values())))
+    return made
+
+
+def trace_of(batches: list[TracedBatch], groups: dict[str, GroupInfo], dropped: int = 0) -> Trace:
+    header = Header(1, "2026-01-01T00:00:00.000Z", 0.0, "0", "3", groups)
+    return Trace(Path("t.jsonl"), header, batches, Footer("", len(batches), dropped), False)
+
+
+def draw(tmp_path: Path, trace: Trace, batches: Sequence[TracedBatch] | None = None, units: Any = "grants") -> str:
+    svg, png = write_pictures(trace, trace.batches if batches is None else batches, tmp_path / "p", units)
+    assert (svg.name, png.name) == ("p.svg", "p.png")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 10_000
+    ElementTree.parse(svg)
+    return svg.read_text()
+
+
+def gids(svg: str, start: str) -> list[str]:
+    found = (e.get("id") or "" for e in ElementTree.fromstring(svg).iter())
+    return [i for i in found if i.startswith(start)]
+
+
+def words(svg: str) -> str:
+    return " | ".join("".join(e.itertext()) for e in ElementTree.fromstring(svg).iter() if e.tag.endswith("}text"))
+
+
+def test_l10_one_segment_per_grant(tmp_path: Path) -> None:
+    svg = draw(tmp_path, trace_of(tokens(), LLM))
+    grants = [f"grant-{i}-{ord(name)}" for i, step in enumerate(L3, 1) for name in step]
+    assert gids(svg, "grant-") == grants
+    told = words(svg)
+    assert "24 tokens of 2 requests in 6 batches" in told
+    for text in ("▸A 8", "▸B 5", "A 3", "budget 8 tokens", "one colour per request"):
+        assert text in told
+    assert gids(svg, "ceiling") == ["ceiling"]
+
+
+def test_the_same_trace_gives_the_same_bytes(tmp_path: Path) -> None:
+    pictures = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        draw(tmp_path / name, trace_of(tokens(), LLM))
+        pictures.append([(tmp_path / name / f"p.{kind}").read_bytes() for kind in ("svg", "png")])
+    assert pictures[0] == pictures[1]
+
+
+def test_reason_cause_and_prediction_are_told(tmp_path: Path) -> None:
+    batches = [batch(1, [member(1)]), batch(2, [member(2)], reason="budget_reached", cause="size_reached")]
+    told = words(draw(tmp_path, trace_of(batches, PROD)))
+    for text in ("idle (timeout) 1", "size_reached (budget_reached) 1", "measured", "predicted", "median"):
+        assert text in told
+
+
+def test_callers_text_cannot_break_the_picture(tmp_path: Path) -> None:
+    odd = ["$x_1$ and $", "<svg>&amp;", "bell\x07\nline", "机器人", "\ud800", "x" * 300]
+    batches = [batch(i, [member(i, id=name, client=name)]) for i, name in enumerate(odd, 1)]
+    told = words(draw(tmp_path, trace_of(batches, PROD)))
+    assert "$x_1$ and $" in told
+    assert "<svg>&amp;" in told
+    assert "bell··line" in told
+    assert "x" * 17 + "…" in told
+
+
+def test_thousands_of_batches_are_averaged_and_the_picture_says_so(tmp_path: Path) -> None:
+    batches = [batch(i, [member(3 * i + k, client=f"robot_{k}") for k in range(1 + i % 3)]) for i in range(1, 5001)]
+    svg = draw(tmp_path, trace_of(batches, PROD))
+    assert "a bar is the mean of 32 batches, its dash the tallest of them" in words(svg)
+    bars = {gid.split("-")[1] for gid in gids(svg, "mean-")}
+    assert len(bars) == 157 <= BARS
+    assert len(svg) < 1_000_000
+    assert all(f"robot_{k}" in words(svg) for k in range(3))
+
+
+def test_many_grants_in_few_batches_are_merged_by_colour(tmp_path: Path) -> None:
+    batches = [batch(i, [member(64 * i + k, client=f"c{k % 4}") for k in range(64)]) for i in range(1, 61)]
+    svg = draw(tmp_path, trace_of(batches, PROD))
+    assert "3,840 grants are too many to draw one by one" in words(svg)
+    assert len(gids(svg, "mean-")) == 60 * 4
+
+
+@pytest.mark.parametrize(("common", "told"), [(0, "any of 400 clients"), (20, f"{400 - NAMED} others")])
+def test_too_many_clients_are_not_told_apart(tmp_path: Path, common: int, told: str) -> None:
+    """Unless the ones with a name are most of the picture."""
+    batches = [
+        batch(i, [member(i, client=f"c{i % 10}") for _ in range(common)] + [member(i, client=f"c{i}")])
+        for i in range(400)
+    ]  # fmt: skip
+    assert told in words(draw(tmp_path, trace_of(batches, PROD)))
+
+
+def test_dropped_batches_and_a_far_budget_are_told(tmp_path: Path) -> None:
+    batches = [batch(1, [member(1)])]
+    told = words(draw(tmp_path, trace_of(batches, PROD, dropped=12), units="ms"))
+    assert "12 batches were never written and are missing" in told
+    assert "budget 100 ms is off the scale" in told
+    assert "18" in told
+
+
+def test_a_window_says_so_and_keeps_the_colours_of_clients(tmp_path: Path) -> None:
+    batches = [batch(i, [member(i, client=f"robot_{i % 5}")]) for i in range(1, 21)]
+    trace = trace_of(batches, PROD)
+    late = batches[-3:]
+    assert "3 requests in 3 of 20 batches" in words(draw(tmp_path, trace, late))
+    whole, window = Colours.of(trace, batches), Colours.of(trace, late)
+    assert [whole.hex(m) for b in late for m in b.members] == [window.hex(m) for b in late for m in b.members]
+    assert whole.by == "client"
+
+
+def test_colours_are_one_per_member_and_then_repeat() -> None:
+    one_client = [batch(i, [member(i, client="x")]) for i in range(25)]
+    colours = Colours.of(trace_of(one_client, PROD), one_client)
+    assert colours.by == "request"
+    assert [colours.index(b.members[0]) for b in one_client] == list(range(25))
+    assert colours.hex(one_client[len(PALETTE)].members[0]) == PALETTE[0]
+
+
+def test_units_that_cannot_share_an_axis_are_refused(tmp_path: Path) -> None:
+    mixed = [batch(1, [member(1)]), batch(2, [member(2, 7.0)], group="llm", unit="tokens")]
+    trace = trace_of(mixed, PROD | LLM)
+    with pytest.raises(ConfigError, match=r"--units=grants: .*requests, tokens.*--group"):
+        draw(tmp_path, trace)
+    with pytest.raises(ConfigError, match=r"--units=ms: .*'llm' counts tokens"):
+        draw(tmp_path, trace, units="ms")
+    assert gids(draw(tmp_path, trace, units="requests"), "grant-") == ["grant-1-1", "grant-2-2"]
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    trace = trace_of(tokens(), LLM)
+    with pytest.raises(ConfigError, match=r"--out=.*/no/p: cannot be written: No such file"):
+        write_pictures(trace, trace.batches, tmp_path / "no" / "p")
+
+
+def test_batches_without_entries_estimates_or_time_are_drawn(tmp_path: Path) -> None:
+    batches = [batch(1, [member(1, state="resident")], expected=None, cost=None, elapsed=0.0, unit=None)]
+    assert "units per batch" in words(draw(tmp_path, trace_of(batches, {})))
+
+
+def test_plain_text_is_one_line() -> None:
+    assert plain("a\tb") == "a·b"
+    assert plain("0123456789", 5) == "0123…"
