@@ -61,7 +61,9 @@ class ServeConfig:
     max_in_flight_per_client: int = option(
         0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
     )
-    cuda_graphs: str = option("", "batch sizes to capture at warm-up and pad to, such as 1,2,4,8", metavar="SIZES")
+    cuda_graphs: str = option(
+        "", "batch sizes to capture at warm-up and pad to, such as 1,2,4,8; not on the CPU", metavar="SIZES"
+    )
     # the policy
     provider: str = option("cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently")
     threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
@@ -81,6 +83,10 @@ class ServeConfig:
     max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
     watchdog_s: float = option(10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s")
     max_consecutive_crashes: int = option(5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000)
+    probe_cooldown_s: float = option(
+        30.0, "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
+        low=0, high=480, unit="s",
+    )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
         "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
@@ -116,9 +122,17 @@ def validate(config: Any) -> None:
         unit = f" {meta['unit']}" if meta.get("unit") else ""
         low, high = meta.get("low"), meta.get("high")
         if low is not None and not low <= value <= high:
-            raise ConfigError(f"{flag(f.name)}={value:g}: must be in [{low:g}, {high:.10g}]{unit}", field=f.name)
+            raise ConfigError(f"{flag(f.name)}={value:.10g}: must be in [{low:g}, {high:.10g}]{unit}", field=f.name)
         if meta.get("choices") and value not in meta["choices"]:
-            raise ConfigError(f"{flag(f.name)}={value}: must be one of {', '.join(meta['choices'])}", field=f.name)
+            raise ConfigError(
+                f"{flag(f.name)}={one_line(value)}: must be one of {', '.join(meta['choices'])}", field=f.name
+            )
+
+
+def one_line(value: Any) -> str:
+    """A value as an error shows it: as it was typed where that is one short line."""
+    text = str(value)
+    return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
@@ -186,6 +200,8 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             if isinstance(value, bool):
                 return value
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        if isinstance(value, (bool, dict)):
+            raise ValueError
         if kind is int:
             return int(value) if not isinstance(value, float) else _whole(value)
         if kind is float:
@@ -194,11 +210,13 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
                 raise ValueError
             return number
         if kind is str:
+            if isinstance(value, list):
+                raise ValueError
             return str(value)
         return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
     except (ValueError, KeyError, TypeError):
         wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
-        raise ConfigError(f"{where}={value}: must be {wanted}") from None
+        raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
 
 
 def _whole(value: float) -> int:
@@ -214,12 +232,19 @@ def table(config: Any) -> list[tuple[str, str]]:
         value = getattr(config, f.name)
         if f.metadata["secret"]:
             shown = "set" if value else "not set"
-        elif value in ("", (), False):
+        elif value is False or value == "" or value == ():
             shown = "off" if value is False else "-"
         else:
-            shown = ",".join(value) if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+            shown = ",".join(value) if isinstance(value, tuple) else str(value)
+            shown = f"{value:.10g}" if isinstance(value, float) else shown
         rows.append((flag(f.name), f"{shown} {f.metadata['unit']}".strip() if shown != "-" else "-"))
     return rows
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Every setting in force by its name, JSON-safe, secrets hidden."""
+    found = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {f.name: "set" if f.metadata["secret"] and found[f.name] else found[f.name] for f in fields(config)}
 
 
 def environment() -> Mapping[str, str]:

@@ -126,6 +126,8 @@ class Play:
         self.pairs: list[tuple[Ticket, Seen]] = []
         self.running: list[tuple[Batch, Expected]] = []
         self.log: list[str] = []
+        self.causes: list[str] = []
+        self.hard = bool(data) and data[0] >= 128  # how it is closed at the end
         self.now = 0.0
         self.ends: dict[int, int] = {}
         self.left: list[Ticket] = []
@@ -151,7 +153,9 @@ class Play:
             partition=dice.roll(s.partitions),
             client=dice.roll(s.clients),
             priority=dice.of(Priority.DEFAULT, Priority.DEFAULT, Priority.URGENT, Priority.BACKGROUND),
-            time_limit=None if limit is None else limit * TICK + len(self.pairs) * 2.0**-40,  # no two deadlines are equal
+            time_limit=None
+            if limit is None
+            else limit * TICK + len(self.pairs) * 2.0**-40,  # no two deadlines are equal
             weight=dice.of(1.0, 1.0, 2.0),
             wants=dice.of(*s.wants),
             stage=s.stages[0],
@@ -254,6 +258,7 @@ class Play:
         self.ceiling(batch)
         self.left += batch.left
         self.running.append((batch, expected))
+        self.causes.append(batch.cause.value)
         self.log.append(f"{self.now} {batch.group} {batch.partition} {batch.stage} {batch.cause} {batch.cost!r} ")
         self.log[-1] += " ".join(f"{t.seq}:{u!r}" for t, u in batch.grants.items())
         return batch
@@ -325,8 +330,9 @@ class Play:
 
     def end(self) -> None:
         """Everything is let go, drained and settled once."""
-        if self.dice.roll(2):
+        if self.hard:
             self.close(drain=False)
+            self.compare()
         for group in self.scenario.groups:
             for partition in range(self.scenario.partitions):
                 for side in (self.scheduler, self.oracle):

@@ -474,9 +474,8 @@ class Oracle:
                     continue
                 return self.schedule(w, partition, base, [], base, "step")
             members, passed_over, size_reached = self.newcomers(w, partition, base)
-            if not base:
-                if not members or self.holds(w, partition, members, passed_over or size_reached):
-                    return None
+            if not base and (not members or self.holds(w, partition, members, passed_over or size_reached)):
+                return None
             return self.staged(w, partition, base, members, passed_over, size_reached)
         return None
 

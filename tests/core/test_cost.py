@@ -123,13 +123,15 @@ def test_b8_the_affine_model_takes_over_for_budgeting_when_ready() -> None:
 @pytest.mark.parametrize(("fixed", "marginal"), [(0.020, 0.002), (0.0, 0.010), (0.100, 0.030), (0.001, 0.0002)])
 def test_b8_fixed_and_marginal_are_recovered_from_noisy_batches(fixed: float, marginal: float) -> None:
     random, fit = Random(3), AffineFit()
-    for _ in range(300):
+    for i in range(300):
         n = random.randint(1, 16)
         fit.observe({"": float(n)}, (fixed + marginal * n) * random.gauss(1.0, 0.05))
+        if i == 20:  # so long the 50 ms it starts from may count as drift
+            settled = fit.alarms
     for n in (1, 4, 16):
         assert fit.predict({"": float(n)}) == pytest.approx(fixed + marginal * n, rel=0.06)
     assert fit.sigma == pytest.approx(0.05, abs=0.03)
-    assert fit.alarms == 0
+    assert fit.alarms == settled <= 1
 
 
 def test_b8_one_wild_outlier_moves_the_prediction_little() -> None:
@@ -254,7 +256,7 @@ def test_b9_the_least_recently_used_shape_is_forgotten() -> None:
     assert len(model.snapshot()) == 8
 
 
-# -- B4, in the tally ----------------------------------------------------------------------------------------------------
+# -- B4, in the tally --------------------------------------------------------------------------------------------------
 
 
 def fill(model: TimeCost, budget: float, classes: list[str], limit: float = inf) -> int:
@@ -275,7 +277,7 @@ def test_b4_a_batch_fills_up_to_its_budget_and_no_further() -> None:
 
 
 def test_b4_company_that_is_nearly_free_may_pass_the_budget() -> None:
-    model = trained(0.150, 0.001)
+    model = trained(0.150, 0.001, sizes=(1, 2, 4, 8, 16, 32) * 40)
     assert fill(model, 0.100, [""] * 100) == pytest.approx(38, abs=2)  # 150 + n ≤ 1.25 × 151
     assert fill(trained(0.0, 0.150), 0.100, [""] * 100) == 1
 
@@ -288,7 +290,7 @@ def test_b4_nearly_free_only_once_two_sizes_have_been_measured() -> None:
 
 
 def test_b4_the_limit_in_seconds_knows_no_exception() -> None:
-    model = trained(0.150, 0.001)
+    model = trained(0.150, 0.001, sizes=(1, 2, 4, 8, 16, 32) * 40)
     assert fill(model, 0.100, [""] * 100, limit=0.160) == pytest.approx(10, abs=1)
     assert fill(model, 0.100, [""] * 100, limit=0.140) == 0
 

@@ -373,6 +373,7 @@ def test_export_word_level_tokenizer_json(tmp_path: Path) -> None:
     assert tokenizer is not None
     assert tokenizer.encode("Open door!", 5).tolist() == [3, 4, 5, 7, 7]
     assert tokenizer.encode("shut", 1).tolist() == [9]
+    assert tokenizer.encode("open door open door", 2).tolist() == [3, 4]
 
 
 def test_export_word_level_tokenizer_json_without_normalizer(tmp_path: Path) -> None:

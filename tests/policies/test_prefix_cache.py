@@ -172,9 +172,10 @@ def test_e1_a_new_picture_is_always_looked_at(root: Path) -> None:
 
 def test_e1_a_new_instruction_is_always_read(root: Path) -> None:
     policy = decomposed(root)
-    Bench(policy).answer(asked(policy, 0))
+    Bench(policy).answer(asked(policy, 0, instruction="close the gate"))
+    assert asked(policy, 0, instruction="close the gate").stage == DENOISE
     # Both are unknown words to the tokenizer, hence the same ids: the text itself is in the key.
-    assert asked(policy, 0, instruction="close the gate").stage == PREFIX
+    assert asked(policy, 0, instruction="close the fence").stage == PREFIX
 
 
 def test_e1_stale_reuse_in_the_policy(root: Path) -> None:
@@ -182,6 +183,15 @@ def test_e1_stale_reuse_in_the_policy(root: Path) -> None:
     bench = Bench(policy)
     uses = [bench.answer(asked(policy, 0, images={"image": picture(n)})).cache for n in (1, 2, 3)]
     assert uses == ["miss", "hit_stale", "miss"]
+
+
+def test_e1_the_bounds_reach_the_cache(root: Path) -> None:
+    policy = load_policy(root, "b", cache_bytes=5000, max_age_chunks=3)
+    assert isinstance(policy, DecomposedPolicy)
+    assert policy.cache is not None
+    assert (policy.cache.max_bytes, policy.cache.max_age_chunks) == (5000, 3)
+    key = asked(policy, 0).payload.prefix_key
+    assert (key.slot, key.episode) == ("b", "episode-0")
 
 
 def test_e1_without_an_episode_nothing_is_shared(root: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import Cancelled, ProcessorError
+from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies import DecomposedPolicy, MonolithicPolicy, Policy, load_policy
 from reflex_runtime.policies.decomposed import DENOISE, PREFIX
 from reflex_runtime.processors.base import BaseProcessor
@@ -161,8 +162,43 @@ def test_state_of_those_who_left_is_dropped(policy: DecomposedPolicy) -> None:
     bench.scheduler.cancel(staying, bench.now)
     assert bench.step() is None  # no next batch carries it: the driver hands it to `drop`
     assert policy._flows == {}
+    assert policy._packed == ((), {})
     with pytest.raises(Cancelled):
         value(staying)
+
+
+def batch_of(policy: Policy, stage: str, *tickets: Ticket, left: tuple[Ticket, ...] = ()) -> Batch:
+    return Batch(1, "prod", policy.shape, stage, Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(tickets, 1.0), left=left)
+
+
+def test_state_of_the_preempted_is_dropped_before_the_batch_runs(policy: DecomposedPolicy) -> None:
+    preempted, other = (Ticket(asked(policy, i), i, 0.0) for i in range(2))  # a preempted ticket waits, as here
+    policy.run(batch_of(policy, PREFIX, preempted))
+    policy.run(batch_of(policy, PREFIX, other, left=(preempted,)))
+    assert set(policy._flows) == {other}
+
+
+def test_state_of_a_newcomer_that_was_given_up_while_it_hung_is_dropped(policy: DecomposedPolicy) -> None:
+    given_up, other = (Ticket(asked(policy, i), i, 0.0) for i in range(2))
+    given_up.state = TicketState.SETTLED  # its callers were told before the hung thread came back to run it
+    policy.run(batch_of(policy, PREFIX, given_up))
+    policy.run(batch_of(policy, PREFIX, other))
+    assert set(policy._flows) == {other}
+
+
+def test_rows_are_stacked_once_for_a_run_of_steps_and_then_let_go(
+    policy: DecomposedPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[str] = []
+    place = policy._expert.place
+    monkeypatch.setattr(policy._expert, "place", lambda array, name: (placed.append(name), place(array, name))[1])
+    bench = Bench(policy)
+    placed.clear()
+    for i in range(2):
+        bench.submit(asked(policy, i))
+    bench.drain()
+    assert sorted(placed) == ["keys", "pose", "values"]
+    assert policy._packed == ((), {})
 
 
 class Failing(BaseProcessor):

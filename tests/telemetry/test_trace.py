@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import gzip
 import json
@@ -22,6 +23,8 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.processors.function import FunctionProcessor
 from reflex_runtime.telemetry.trace import TraceError, TraceWriter, read_trace
 
 TOKENS = GroupConfig(name="llm", flush=FlushPolicy.every_step(8), cost=TokenCost)
@@ -244,6 +247,7 @@ def test_a_full_disk_is_remembered_and_touches_nobody() -> None:
     assert trace.error is not None
     assert trace.error.strerror == os.strerror(28)  # ENOSPC
     run_of(1, trace)  # still harmless
+    assert trace.dropped == 0
 
 
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
@@ -282,11 +286,39 @@ def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> Non
     assert footer["batches"] == len(lines) - 2 == 20 - trace.dropped
 
 
+def test_a_batch_is_written_without_waiting_for_the_next(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(reader, True)
+    with writer(pipe, ROBOTS) as trace:
+        run_of(1, trace)
+        out = b""
+        while out.count(b"\n") < 2:  # header and batch
+            out += os.read(reader, 1 << 16)
+    os.close(reader)
+    assert json.loads(out.splitlines()[1])["members"][0]["outcome"] == "done"
+
+
+def test_the_asyncio_driver_feeds_it(tmp_path: Path) -> None:
+    async def serve() -> None:
+        with TraceWriter(tmp_path / "t.jsonl", [ROBOTS]) as trace:
+            batcher = Batcher({"prod": FunctionProcessor(lambda items: items)}, [ROBOTS], sinks=[trace])
+            async with batcher:
+                await asyncio.gather(*(batcher.run(Request(i, id=str(i), group="prod")) for i in range(200)))
+
+    asyncio.run(serve())
+    members = [m for b in read_trace(tmp_path / "t.jsonl").batches for m in b.members]
+    assert sorted(int(m.id) for m in members) == list(range(200))
+    assert {m.outcome for m in members} == {"done"}
+
+
 def test_a_closed_writer_takes_nothing_more(tmp_path: Path) -> None:
     trace = writer(tmp_path / "t.jsonl", ROBOTS)
     run_of(2, trace)
     assert trace.close()
     run_of(2, trace)
+    assert trace._queue.empty()
     assert trace.close()
     assert len(read_trace(tmp_path / "t.jsonl").batches) == 2
 

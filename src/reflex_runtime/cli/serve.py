@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from reflex_runtime.config import ServeConfig, add_options, environment, load, table
+from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line, table
 from reflex_runtime.core.affine import DEFAULT_COST
+from reflex_runtime.core.errors import ConfigError
 
 _EPILOG = """\
 examples:
@@ -41,20 +43,57 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.policies import Export, parse_fault
+    from reflex_runtime.policies import Export
     from reflex_runtime.server.serve import bind, serve
-    from reflex_runtime.server.slo import Objective
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(ServeConfig, "serve", args.config, environment(), vars(args))
-    if config.slo:
-        Objective.parse(config.slo)
-    for fault in config.inject_fault:
-        parse_fault(fault)
+    _check(config)
     export = Export.load(args.export)
     sock = bind(config.host, config.port)
-    _announce(config, export.model_id, sock.getsockname())
-    return serve(config, export, sock, lambda runtime: _ready(runtime, sock.getsockname()))
+    address = sock.getsockname()
+    _announce(config, export.model_id, address)
+    status, clean = serve(
+        config,
+        export,
+        sock,
+        lambda: logging.info("listening on %s, loading %s", _url(address), export.path),
+        lambda runtime: _ready(runtime, address),
+    )
+    if not clean:
+        logging.warning("a batch is still running; leaving without it")
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _check(config: ServeConfig) -> None:
+    """What takes more than a range."""
+    from reflex_runtime.policies import parse_fault
+    from reflex_runtime.processors.onnx import check_provider
+    from reflex_runtime.server.runtime import PROVIDERS, SLOT
+    from reflex_runtime.server.slo import Objective
+
+    if config.slo:
+        Objective.parse(config.slo)
+    for text in config.inject_fault:
+        if (fault := parse_fault(text)).slot != SLOT:
+            raise ConfigError(f"--inject-fault={text}: slot {fault.slot} is not served, only {SLOT} is")
+    provider = PROVIDERS.get(config.provider, config.provider)
+    try:
+        check_provider(provider)
+    except ConfigError as error:
+        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message}") from None
+    if config.cuda_graphs:
+        raise ConfigError(
+            f"--cuda-graphs={one_line(config.cuda_graphs)}: {provider} has no graphs to capture; leave the option out"
+        )
+    if config.trace:
+        try:
+            open(config.trace, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"--trace={one_line(config.trace)}: cannot be written: {error.strerror}") from None
 
 
 def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
@@ -62,7 +101,7 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     shown = Table(title=f"reflex serve {model_id}", title_justify="left", show_header=False, box=None)
     for name, value in table(config):
         shown.add_row(name, value)
@@ -88,12 +127,14 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def _ready(runtime: Any, address: Any) -> None:
+def _url(address: Any) -> str:
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    where = f"http://{host}:{address[1]}"
+    return f"http://{host}:{address[1]}"
+
+
+def _ready(runtime: Any, address: Any) -> None:
+    where = _url(address)
     if runtime.state == "ready":
         logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.inference_mode, where)
     else:
         logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)
-
-

@@ -550,7 +550,8 @@ class _StagedTally:
         """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
         assert self._fits is not None
         stages = self._model.stages
-        entering = stages.index(ticket.stage)
+        # A stage it does not know is priced as the last one; the processor is to refuse it.
+        entering = stages.index(ticket.stage) if ticket.stage in stages else len(stages) - 1
         steps = max(0.0, ticket.wants - (len(stages) - 1 - entering))
         slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])
         return slopes + (self._fits[-1].slope("") or 0.0) * steps, steps, entering

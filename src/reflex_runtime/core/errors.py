@@ -6,7 +6,7 @@
     ├── Dropped             entered, left without a result: a retry is safe
     │   ├── Cancelled · Expired · Shed · Superseded · Drained
     ├── ProcessorError      ran and failed: a retry may run it a second time
-    │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung
+    │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung · CutShort
     ├── WaitTimeout         the caller stopped waiting; the request may still run
     └── ConfigError         a setting is wrong: names field, value and range
 
@@ -137,6 +137,12 @@ class ProcessorHung(ProcessorError):
     """The processor did not come back within the watchdog limit."""
 
     code = "processor_hung"
+
+
+class CutShort(ProcessorError):
+    """It still ran when the time to shut down was over."""
+
+    code, http_status, outcome = "shutting_down", 503, "drained"
 
 
 class WaitTimeout(ReflexError):

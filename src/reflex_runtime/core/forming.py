@@ -278,28 +278,34 @@ class Former:
         chosen = full
         shed: list[Ticket] = []
         if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):
-            candidates = self._candidates()
+            candidates, hopeless = self._candidates()
             chosen = Filled({}, full.tally)
             if candidates:
                 price = self._price(candidates[0])
                 members = window(candidates, full, self._fitter(base, full, candidates), price, self.now)
                 chosen = self._fill(base, members, inf)
-            shed = self._overtaken(chosen)
+            shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
         return chosen, shed + self._infeasible(chosen, shed)
 
-    def _candidates(self) -> list[Ticket]:
-        """The waiting tickets, in serving order, that can be answered in time; looks at 4 × the size cap."""
+    def _candidates(self) -> tuple[list[Ticket], list[Ticket]]:
+        """The waiting tickets, in serving order, that can be answered in time, and those that cannot even alone.
+
+        Looks at 4 × the size cap.
+        """
         cursor = Cursor(self.partition)
         cost, now = self.group.cost, self.now
         found: list[Ticket] = []
+        hopeless: list[Ticket] = []
         try:
             for ticket in islice(iter(cursor.next, None), 4 * self.policy.max_batch_size):
                 cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
-                if now + cost.remaining(ticket) <= ticket.deadline:
+                if now + cost.remaining(ticket) > ticket.deadline:
+                    hopeless.append(ticket)
+                elif not ticket.held:
                     found.append(ticket)
         finally:
             cursor.close()
-        return found
+        return found, hopeless
 
     def _fitter(self, base: Filled, full: Filled, candidates: Sequence[Ticket]) -> Fitter:
         """How window selection asks what fits a limit: by formula where all cost the same, by filling otherwise."""

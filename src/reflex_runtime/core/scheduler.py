@@ -318,7 +318,7 @@ class Scheduler:
                 if ticket.started is None:
                     ticket.started = self._now
             self._move(ticket, TicketState.RUNNING)
-            if ticket.deadline < inf:  # nothing happens at the deadline of what runs; it is looked at when it comes back
+            if ticket.deadline < inf:  # nothing happens at the deadline of what runs: it is looked at afterwards
                 self._expiry.discard(ticket)
                 partition.deadlines.discard(ticket)
             ticket.granted += units

@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, Self
 
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import CutShort
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
@@ -107,6 +108,8 @@ class Batcher:
             self._timer.cancel()
             self._timer, self._timer_at = None, inf
         ended = await self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
+        if not ended:
+            self.device.give_up(CutShort("the server is shutting down, and the batch it is in did not end in time"))
         self._pump()
         return ended
 

@@ -148,6 +148,18 @@ class Device:
         thread.join(timeout)
         return not thread.is_alive()
 
+    def give_up(self, error: ProcessorError) -> None:
+        """Fail the batch that still runs and start no other: for a stop that cannot wait for it."""
+        with self._lock:
+            if self._running is None:
+                return
+            batch, since = self._running
+            now = self.clock()
+            self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
+            self._running = None
+            self._generation += 1
+        self._notify()
+
     # -- device thread ---------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> None:

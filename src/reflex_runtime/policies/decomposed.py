@@ -120,8 +120,8 @@ class DecomposedPolicy(Policy):
         self._packed = ((), {})
 
     def _forget_settled(self) -> None:
-        """A ticket that failed in a call, or was given up in one, is never among `left`: it was not resident then."""
-        self.drop([ticket for ticket in self._flows if ticket.state is TicketState.SETTLED])
+        """A newcomer whose first batch was given up while it hung is never among `left`: it was not resident yet."""
+        self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
 
     def _run_prefix(self, batch: Batch) -> Sequence[Any]:
         tickets = list(batch.grants)
@@ -173,15 +173,16 @@ class DecomposedPolicy(Policy):
 
     def _constants(self, tickets: tuple[Ticket, ...], flows: dict[Ticket, _Flow]) -> dict[str, Any]:
         """State, keys and values of the rows, stacked once for as many steps as the same tickets run together."""
-        if self._packed[0] != tickets:
+        packed = self._packed
+        if packed[0] != tickets:
             stacked = {
                 name: np.stack([flow.prefix.tensors[name] for flow in flows.values()])
                 for name in self.export.past_kv.values()
             }
             if "state" in self._inputs:
                 stacked[self._inputs["state"]] = np.stack([t.request.payload.row("state") for t in tickets])
-            self._packed = (tickets, {name: self._expert.place(array, name) for name, array in stacked.items()})
-        return dict(self._packed[1])
+            packed = self._packed = (tickets, {name: self._expert.place(a, name) for name, a in stacked.items()})
+        return dict(packed[1])
 
     def _describe(self) -> dict[str, Any]:
         both = self._prefix.dynamic_batch and self._expert.dynamic_batch

@@ -68,7 +68,7 @@ class ActionGuard:
     def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         bad = ~np.isfinite(chunk.actions)
         joints = tuple(self._name(int(j)) for j in np.flatnonzero(bad.any(axis=0)))
-        last = self._last.get((self.slot, episode_id)) if episode_id else None
+        last = self._last.get((self.slot, episode_id))
         if last is None:
             self.refused += 1
             held = "" if self.on_bad_action == "error" else "; no good action of the episode to hold"

@@ -207,17 +207,31 @@ class OnnxProcessor(BaseProcessor):
         return row
 
 
-def _open(path: Path, provider: str, threads: int) -> tuple[Any, Any]:
+def check_provider(provider: str) -> None:
+    """ConfigError when this onnxruntime cannot offer the provider at all; whether it starts, a session shows."""
+    _check_provider(_onnxruntime(), provider)
+
+
+def _onnxruntime() -> Any:
     try:
-        import onnxruntime as ort
+        import onnxruntime
     except ImportError as error:
         raise ConfigError(
             "onnxruntime is not installed: pip install onnxruntime, or onnxruntime-gpu for CUDA"
         ) from error
+    return onnxruntime
+
+
+def _check_provider(ort: Any, provider: str) -> None:
     available = ort.get_available_providers()
     if provider not in available:
         hint = "; pip install onnxruntime-gpu in place of onnxruntime" if provider == CUDA else ""
         raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {', '.join(available)}{hint}")
+
+
+def _open(path: Path, provider: str, threads: int) -> tuple[Any, Any]:
+    ort = _onnxruntime()
+    _check_provider(ort, provider)
     if not path.is_file():
         raise ConfigError(f"{path}: not found, expected an ONNX file")
     options = ort.SessionOptions()

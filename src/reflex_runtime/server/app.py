@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from reflex_runtime.config import table
+from reflex_runtime.config import settings
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.policies import ActionChunk, Observation
@@ -30,7 +30,6 @@ from reflex_runtime.server.errors import (
     ClientError,
     MethodNotAllowed,
     NotFound,
-    SloViolated,
     TooManyRequests,
     Unauthorized,
     describe_error,
@@ -58,18 +57,19 @@ _MSGPACK = wire.MSGPACK_TYPE.encode()
 class Exchange:
     """One HTTP request: what was asked and how it is answered.
 
-    started: when its head had been read; received: when all of it had.
+    started: when its head had been read; received: when all of it had, 0.0 before.
     """
 
-    __slots__ = ("headers", "last", "received", "receive", "request_id", "scope", "send", "started", "ticket")
+    __slots__ = ("app", "headers", "receive", "received", "request_id", "scope", "send", "started", "ticket")
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str, last: bool) -> None:
+    def __init__(self, app: App, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self.app = app
         self.scope, self.receive, self.send = scope, receive, send
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.request_id = request_id
-        self.started = self.received = time.monotonic()
+        self.started = time.monotonic()
+        self.received = 0.0
         self.ticket: Ticket | None = None
-        self.last = last  # the connection closes after the answer
 
     async def answer(self, status: int, body: bytes, content_type: bytes = _JSON, extra: Headers | None = None) -> None:
         """Send a whole answer."""
@@ -80,7 +80,8 @@ class Exchange:
         ]
         if extra:
             headers += extra
-        if self.last:
+        # Who waits for a go-ahead may or may not send the body after this: only a new connection starts clean.
+        if self.app.closing or (b"expect" in self.headers and not self.received):
             headers.append((b"connection", b"close"))
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
@@ -141,7 +142,7 @@ class App:
             if scope["type"] == "websocket":
                 await send({"type": "websocket.close", "code": 1008})
             return
-        exchange = Exchange(scope, receive, send, f"{self._prefix}-{next(self._count):x}", self.closing)
+        exchange = Exchange(self, scope, receive, send, f"{self._prefix}-{next(self._count):x}")
         try:
             await self._route(exchange)
         except ReflexError as error:
@@ -196,7 +197,7 @@ class App:
 
     async def _act(self, exchange: Exchange) -> None:
         try:
-            if exchange.last:
+            if self.closing:
                 raise Closed("the server is shutting down", retry_after=1.0)
             limit = self.config.max_concurrent
             if limit and self.active > limit:
@@ -204,7 +205,7 @@ class App:
                     f"{self.active - 1} requests are being answered, at most {limit} may be", retry_after=1.0,
                     concurrent_requests=self.active - 1, max_concurrent=limit,
                 )
-            self.runtime.serving()
+            self.runtime.need_policy()
             body = await self._body(exchange)
             fields = wire.decode(body, exchange.sent_msgpack)
             if fields.request_id:
@@ -225,16 +226,13 @@ class App:
         packed = exchange.wants_msgpack
         encoded = wire.encode_msgpack(answer) if packed else wire.encode_json(answer)
         self._count_answer(exchange, "ok", 200)
-        exchange.last = exchange.last or self.closing
         await exchange.answer(200, encoded, _MSGPACK if packed else _JSON)
 
     async def _body(self, exchange: Exchange) -> bytes:
         """The whole body. What is left of one that is too large is read by the connection and thrown away."""
         most = self.config.max_body_bytes
         declared = exchange.headers.get(b"content-length", b"0")
-        expected = b"expect" in exchange.headers
         if declared.isdigit() and int(declared) > most:
-            exchange.last = expected  # it waits for a go-ahead: whether it sends the body all the same nobody knows
             raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
         parts: list[bytes] = []
         size, more = 0, True
@@ -256,7 +254,6 @@ class App:
             if not self.closing:
                 raise
             task.uncancel()
-            exchange.last = True
             raise Closed("the server is shutting down, and the request was not complete", retry_after=1.0) from None
         finally:
             self._reading.discard(task)
@@ -381,7 +378,7 @@ class App:
         if self.config.inject_fault or self.config.inject_latency_ms:
             body["injected"] = {"faults": list(self.config.inject_fault), "latency_ms": self.config.inject_latency_ms}
         if runtime.slo is not None:
-            body["slo"] = {"violated": runtime.slo.violated, "value_ms": round(runtime.slo.value * 1e3, 3)}
+            body["slo"] = {"violated": runtime.slo.violated, "value_ms": runtime.slo.value_ms}
         if runtime.trace is not None and runtime.trace.error is not None:
             body["trace_error"] = str(runtime.trace.error)
         await exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
@@ -392,7 +389,7 @@ class App:
         body = {
             "export": dict(runtime.export.config),
             "policy": runtime.policy.describe() if runtime.loaded else None,
-            "server": dict(table(self.config)),
+            "server": settings(self.config),
             "reflex_version": __version__,
         }
         await exchange.answer(200, wire.encode_json(body))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.policies.observation import MAX_IMAGE_PIXELS, decode_image
-from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid
+from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid, printable
 
 Pixels = NDArray[np.uint8]
 
@@ -26,8 +26,8 @@ def images_of(fields: ActFields) -> dict[str, Pixels]:
         found["image_wrist"] = _pixels(fields.image_wrist, "image_wrist")
     for name, image in (fields.images or {}).items():
         if name in found:
-            raise invalid("images", f"images.{name}: given twice")
-        found[name] = _pixels(image, "images")
+            raise invalid("images", printable(f"images.{name}: given twice"))
+        found[name] = _pixels(image, printable(f"images.{name}"))
     return found
 
 

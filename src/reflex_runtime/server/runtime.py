@@ -11,25 +11,31 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from threading import Thread
+from typing import Any, TypeVar
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Closed
+from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, parse_fault, served_by
 from reflex_runtime.processors.onnx import CPU, CUDA
-from reflex_runtime.server.errors import Degraded, NotReady
+from reflex_runtime.server.errors import Degraded, NotReady, SloViolated
 from reflex_runtime.server.slo import Objective, SloTracker
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.trace import TraceWriter
 
 log = logging.getLogger("reflex.server")
+
+T = TypeVar("T")
 
 SLOT = "prod"
 WARM_SIZES = (1, 2, 4)
@@ -49,40 +55,46 @@ class Budget(Planner):
         return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
 
-@dataclass(slots=True)
 class Crashes:
-    """Crashed batches in a row. One request in a while is let through to find out whether the policy works again.
+    """Crashed batches in a row. From `limit` of them on, one request per cool-down is let in to see if it works again.
 
-    A crash is a batch no item of which succeeded; a clean answer resets the count.
+    A crash is a batch no member of which succeeded; an answer resets the count. cooldown: seconds until the first such
+    request; doubled each time that one crashes as well, up to 16 times as long.
     """
 
-    limit: int
-    count: int = 0
-    cooldown: float = 30.0
-    retry_at: float = 0.0
+    def __init__(self, limit: int, cooldown: float = 30.0) -> None:
+        self.limit, self.cooldown = limit, cooldown
+        self.count = 0
+        self._wait = cooldown
+        self._retry_at = inf
+        self._probing = False
 
     @property
     def open(self) -> bool:
         """Whether the limit is reached."""
         return self.limit > 0 and self.count >= self.limit
 
-    def finished(self, event: BatchFinished) -> None:
-        """Fold in one batch."""
-        if not event.crashed:
-            self.count, self.cooldown = 0, 30.0
-            return
+    def crashed(self, now: float) -> None:
+        """A batch crashed."""
         self.count += 1
-        if self.open:
-            self.retry_at = event.at + self.cooldown
-            self.cooldown = min(480.0, 2.0 * self.cooldown)
+        if self.count == self.limit:
+            self._wait, self._retry_at = self.cooldown, now + self.cooldown
+        elif self._probing:  # others were queued before the limit was reached, and prove nothing new
+            self._wait = min(2.0 * self._wait, 16.0 * self.cooldown)
+            self._retry_at = now + self._wait
+        self._probing = False
+
+    def answered(self) -> None:
+        """A request was answered."""
+        self.count, self._probing = 0, False
 
     def admits(self, now: float) -> bool:
-        """Whether a request may enter now; taking the probe's place if it does so while open."""
+        """Whether a request may enter now. While open that one is the probe; if nothing comes of it, another follows."""
         if not self.open:
             return True
-        if now < self.retry_at:
+        if now < self._retry_at:
             return False
-        self.retry_at = now + self.cooldown
+        self._probing, self._retry_at = True, now + self._wait
         return True
 
 
@@ -95,7 +107,7 @@ class Runtime:
         self.state = "initializing"
         self.error = ""
         self.metrics = Metrics()
-        self.crashes = Crashes(config.max_consecutive_crashes)
+        self.crashes = Crashes(config.max_consecutive_crashes, config.probe_cooldown_s)
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
         self.trace: TraceWriter | None = None
         self.workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-worker")
@@ -104,6 +116,8 @@ class Runtime:
         self.metrics.add_slot(SLOT, self.embodiment, self._queued, self._in_flight)
         self._policy: Policy | None = None
         self._batcher: Batcher | None = None
+        self._started = False
+        self._clean = True
 
     @property
     def policy(self) -> Policy:
@@ -120,7 +134,7 @@ class Runtime:
     @property
     def loaded(self) -> bool:
         """Whether the policy is there and its device runs."""
-        return self.state in ("ready", "draining")
+        return self._started
 
     @property
     def health(self) -> str:
@@ -128,50 +142,75 @@ class Runtime:
         return "degraded" if self.state == "ready" and self.crashes.open else self.state
 
     async def start(self) -> None:
-        """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept."""
-        loop = asyncio.get_running_loop()
+        """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept.
+
+        Cancelling it leaves the thread that loads behind: nothing can stop a model file being read.
+        """
+        self._clean = False
         try:
             self.state = "loading"
-            self._policy = await loop.run_in_executor(self.workers, self._load)
+            self._policy = await _in_thread(self._load)
             self.state = "warming"
             self._batcher = self._build(self._policy)
-            await loop.run_in_executor(self.workers, self._warm)
+            await _in_thread(self._warm)
         except Exception as error:
             self.state, self.error = "warmup_failed", f"{type(error).__name__}: {error}"
             log.exception("the policy could not be started")
+            self._clean = True
             return
+        self._clean = True
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector need not look at it again
         await self._batcher.start()
+        self._started = True
         self.state = "ready"
+        if self.slo is not None:
+            self._check_slo(self.slo)
 
     async def stop(self, timeout: float) -> bool:
-        """Drain within `timeout` seconds, answer the rest. Returns whether the device thread ended."""
-        ended = True
-        if self._batcher is not None and self.state != "warmup_failed":
-            ended = await self._batcher.close(drain=True, timeout=timeout)
+        """Drain within `timeout` seconds, answer the rest. Returns whether no thread of the runtime is left."""
+        if self._started:
+            ended = await self.batcher.close(drain=True, timeout=timeout)
+            self._clean = ended and not self.batcher.device.hung
         if self.trace is not None:
             self.trace.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
-        return ended
+        return self._clean
+
+    def drain(self) -> None:
+        """Say that the end has begun; the door turns away what comes."""
+        if self.state != "warmup_failed":
+            self.state = "draining"
+
+    def need_policy(self) -> None:
+        """Raise when there is no policy to ask."""
+        if not self._started:
+            if self.state == "draining":
+                raise Closed("the server is shutting down", retry_after=1.0)
+            raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
 
     def admit(self) -> None:
-        """Raise when no request may be asked of the policy now."""
-        if self.state == "draining":
-            raise Closed("the server is shutting down", retry_after=1.0)
-        if self.state != "ready":
-            raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
+        """Raise when the policy may not be asked now, for its crashes or for its latency."""
         if not self.crashes.admits(time.monotonic()):
             raise Degraded(
                 f"{self.crashes.count} batches crashed in a row", retry_after=60.0, consecutive_crashes=self.crashes.count
             )
+        if self.slo is not None and not self.slo.admits():
+            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
 
-    def answered(self, outcome: str, status: int, latency: float, ticket: Ticket | None) -> None:
-        """The server answered a request; goes into the event stream."""
+    def answered(self, outcome: str, status: int, latency: float, served_in: float, ticket: Ticket | None) -> None:
+        """The server answered a request; goes into the event stream.
+
+        latency: seconds from its head to its answer; served_in: from its last byte.
+        """
         event = RequestAnswered(time.monotonic(), SLOT, outcome, status, latency, ticket)
         self.metrics(event)
         if self.slo is not None and status == 200:
-            self.slo.served(latency, event.at)
+            self.slo.served(served_in, event.at)
+
+    def _check_slo(self, slo: SloTracker) -> None:
+        slo.check(time.monotonic())
+        asyncio.get_running_loop().call_later(slo.PERIOD, self._check_slo, slo)
 
     # -- pieces ----------------------------------------------------------------------------------------------------------
 
@@ -221,10 +260,33 @@ class Runtime:
 
     def _sink(self, event: Event) -> None:
         if isinstance(event, BatchFinished):
-            self.crashes.finished(event)
+            if event.crashed:
+                self.crashes.crashed(event.at)
+        elif isinstance(event, RequestSettled) and isinstance(event.ticket.outcome, Done):
+            self.crashes.answered()
 
 
-def describe_error(error: ReflexError, request_id: str) -> dict[str, Any]:
-    """The body of a non-2xx answer."""
-    body: dict[str, Any] = {"error": error.code, "message": error.message, "request_id": request_id}
-    return body | {"retry_safe": error.retry_safe} | dict(error.details)
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run it in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(error: Exception | None, value: T | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except Exception as error:
+            failure = error
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, failure, value)
+
+    Thread(target=run, name="reflex-load", daemon=True).start()
+    return await done

@@ -14,16 +14,20 @@ import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from prometheus_client import disable_created_metrics
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
+from reflex_runtime.server.http import HttpProtocol
 from reflex_runtime.server.runtime import Runtime
 
 log = logging.getLogger("reflex.server")
 
 EXIT_OK, EXIT_FAILED = 0, 1
+READING_GRACE = 1.0  # seconds that a caller has after the signal to send the rest of its request
+_TURNS = 8  # of the loop: accept, read, start the task, and some to spare
 
 
 class _Uvicorn(uvicorn.Server):
@@ -36,13 +40,16 @@ class _Uvicorn(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound socket; ConfigError when the address cannot be had."""
+    sock = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         sock = socket.socket(family, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"--host={host} --port={port}: cannot be bound: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
+        raise ConfigError(f"--host={host} --port={port}: cannot be bound: {getattr(error, 'strerror', None) or error}") from error
     sock.set_inheritable(True)
     return sock
 
@@ -57,17 +64,30 @@ def loop_factory() -> asyncio.AbstractEventLoop:
 
 
 def serve(
-    config: ServeConfig, export: Export, sock: socket.socket, on_ready: Callable[[Runtime], None] | None = None
-) -> int:
-    """Serve until a signal; returns the exit status. on_ready: called on the loop once the policy is warm or failed."""
+    config: ServeConfig,
+    export: Export,
+    sock: socket.socket,
+    on_listening: Callable[[], None] | None = None,
+    on_ready: Callable[[Runtime], None] | None = None,
+) -> tuple[int, bool]:
+    """Serve until a signal. Returns the exit status, and whether every thread ended.
+
+    When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
+    on_listening: called on the loop once the port answers; on_ready: once the policy is warm or has failed.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say when this process started, again and again
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(config, export, sock, on_ready))
+        return runner.run(_serve(config, export, sock, on_listening, on_ready))
 
 
 async def _serve(
-    config: ServeConfig, export: Export, sock: socket.socket, on_ready: Callable[[Runtime], None] | None
-) -> int:
+    config: ServeConfig,
+    export: Export,
+    sock: socket.socket,
+    on_listening: Callable[[], None] | None,
+    on_ready: Callable[[Runtime], None] | None,
+) -> tuple[int, bool]:
     stop = asyncio.Event()
     fatal = False
 
@@ -82,40 +102,65 @@ async def _serve(
     server = _Uvicorn(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpProtocol,
             lifespan="off",
             ws="none",
             access_log=False,
             log_config=None,
             server_header=False,
             timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,  # for connections that do not read their answer
             backlog=4096,
         )
     )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    await runtime.start()
-    if on_ready is not None:
-        on_ready(runtime)
-    await stop.wait()
-    await _drain(config, runtime, app)
+    if on_listening is not None:
+        on_listening()
+    starting = asyncio.create_task(runtime.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        starting.result()
+        if on_ready is not None:
+            on_ready(runtime)
+    else:
+        starting.cancel()
+    await stopping
+    clean = await _drain(config, runtime, app)
     server.should_exit = True
     await serving
-    return EXIT_FAILED if fatal or runtime.state == "warmup_failed" else EXIT_OK
+    return EXIT_FAILED if fatal or runtime.state == "warmup_failed" else EXIT_OK, clean
 
 
-async def _drain(config: ServeConfig, runtime: Runtime, app: App) -> None:
-    """Refuse what is new, finish what was received, answer the rest, and only then let connections close."""
+async def _drain(config: ServeConfig, runtime: Runtime, app: App) -> bool:
+    """Refuse what is new, finish what was received, answer the rest, and only then let connections close.
+
+    Returns whether every thread of the runtime ended.
+    """
     loop = asyncio.get_running_loop()
     until = loop.time() + config.drain_timeout_s
-    if runtime.state != "warmup_failed":
-        runtime.state = "draining"
+    for _ in range(_TURNS):  # what had reached this machine when the signal came is read first, and counts as received
+        await asyncio.sleep(0)
+    app.close()
+    runtime.drain()
+    log.info("draining: %d requests are being answered", app.active)
+    if not await _idle(app, min(until, loop.time() + READING_GRACE)):
+        app.give_up_reading()
+        await _idle(app, until)
+    clean = await runtime.stop(max(0.0, until - loop.time()))
+    await _idle(app, loop.time() + 1.0)  # their futures are settled: what is left is writing the answers
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)
+    return clean
+
+
+async def _idle(app: App, until: float) -> bool:
+    """Wait until nothing is being answered; False when that took too long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             await app.idle.wait()
-    await runtime.stop(max(0.0, until - loop.time()))
-    with contextlib.suppress(TimeoutError):  # their futures are settled: what is left is writing the answers
-        async with asyncio.timeout(1.0):
-            await app.idle.wait()
+    return not app.active

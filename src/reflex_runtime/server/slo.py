@@ -11,6 +11,7 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
+from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ConfigError
 
 log = logging.getLogger("reflex.slo")
@@ -28,7 +29,7 @@ class Objective:
         """From `p99=150ms`."""
         match = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)", text.strip())
         if match is None or not 0 < float(match[1]) < 100 or float(match[2]) <= 0:
-            raise ConfigError(f"--slo={text}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms")
+            raise ConfigError(f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms")
         return cls(float(match[1]), float(match[2]) * (0.001 if match[3] == "ms" else 1.0))
 
 
@@ -54,7 +55,12 @@ class SloTracker:
         self._samples.append(latency)
         self._since += 1
         if self._since >= self.EVERY or now - self._checked_at >= self.PERIOD:
-            self._check(now)
+            self.check(now)
+
+    @property
+    def value_ms(self) -> float:
+        """The percentile now, in milliseconds."""
+        return round(self.value * 1e3, 3)
 
     def admits(self) -> bool:
         """Whether the next request may enter; in mode 503 one in ten does while violated, so that it can clear."""
@@ -63,8 +69,11 @@ class SloTracker:
         self._asked += 1
         return self._asked % self.ADMIT == 0
 
-    def _check(self, now: float) -> None:
+    def check(self, now: float) -> None:
+        """Look at the percentile; to be called every second beside what `served` does."""
         self._since, self._checked_at = 0, now
+        if not self._samples:
+            return
         ordered = sorted(self._samples)
         self.value = ordered[min(len(ordered) - 1, int(len(ordered) * self.objective.percentile / 100.0))]
         limit = self.objective.limit

@@ -387,7 +387,7 @@ def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
     top = 1.08 * max([tallest, *drawing.ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{drawing.unit} per batch")
-    axes.yaxis.set_major_locator(MaxNLocator(8, integer=drawing.unit != "estimated ms"))
+    axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=drawing.unit != "estimated ms"))
     width = 0.86 if slots <= 60 else 0.94
     bar_px, unit_px = 815 * width / slots, 255 / top  # of a picture 900 px wide
     for x, bar in enumerate(drawing.bars):

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -271,6 +271,7 @@ class TraceWriter:
         if self._queue.empty() and self.path.suffix != ".gz":
             file.flush()
 
+
 def _info(config: GroupConfig) -> GroupInfo:
     budget = config.flush.max_batch_cost
     return GroupInfo(config.cost().unit, budget if budget < inf else None, config.flush.max_batch_size)
@@ -284,18 +285,16 @@ def _ending(ticket: Ticket) -> str:
 
 
 def _tidy(batch: TracedBatch) -> TracedBatch:
-    """Microseconds are enough; what is not finite has no JSON form."""
+    """Microseconds are enough. What is not finite is written as null."""
     batch.scheduled_at = round(batch.scheduled_at, 6)
     batch.elapsed = round(batch.elapsed, 6)
-    batch.cost = _rounded(batch.cost)
-    batch.expected = _rounded(batch.expected)
+    if batch.cost is not None:
+        batch.cost = round(batch.cost, 6)
+    if batch.expected is not None:
+        batch.expected = round(batch.expected, 6)
     for member in batch.members:
         member.age = round(member.age, 6)
     return batch
-
-
-def _rounded(value: float | None) -> float | None:
-    return round(value, 6) if value is not None and isfinite(value) else None
 
 
 def _line(item: Header | TracedBatch | Footer) -> bytes:

@@ -77,9 +77,9 @@ def invalid(field: str, message: str) -> InvalidRequest:
     return InvalidRequest(message, field)
 
 
-def decode(body: bytes, content_type: str) -> ActFields:
-    """The validated fields, or the 400 or 422 that names what is wrong."""
-    fields: ActFields = _decode_msgpack(body) if content_type.startswith(MSGPACK_TYPE) else _decode_json(body)
+def decode(body: bytes, packed: bool) -> ActFields:
+    """The validated fields, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
+    fields: ActFields = _decode_msgpack(body) if packed else _decode_json(body)
     for name in ("episode_id", "request_id", "robot_id"):
         value = getattr(fields, name)
         if value is not None:
@@ -110,6 +110,8 @@ def _decode_json(body: bytes) -> ActJson:
         return msgspec.convert(value, ActJson)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
+    except UnicodeEncodeError:
+        raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
 
 
 def _decode_msgpack(body: bytes) -> ActMsgpack:
@@ -128,7 +130,7 @@ def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
     field = unknown.group(1) if unknown else path.group(1) if path else "body"
     field = re.split(r"[.\[]", field, maxsplit=1)[0] or "body"
     plain = _PATH.sub("", text)
-    return invalid(_safe(field), _safe(f"{field}: {plain[:1].lower()}{plain[1:]}"))
+    return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}"))
 
 
 def _encodable(text: str) -> bool:
@@ -139,9 +141,10 @@ def _encodable(text: str) -> bool:
     return True
 
 
-def _safe(text: str) -> str:
-    """Text that can always be encoded and is not longer than an error needs."""
-    return text.encode("utf-8", "replace").decode("utf-8")[:300]
+def printable(text: str) -> str:
+    """Text for an error: one line, always encodable, and no longer than it needs to be."""
+    line = "".join(c if c.isprintable() else "\ufffd" for c in text[:300])
+    return line.encode("utf-8", "replace").decode("utf-8")
 
 
 def check_id(name: str, value: str) -> None:
@@ -176,15 +179,18 @@ def state_of(fields: ActFields) -> NDArray[np.float32] | None:
 def array_of(array: Array, field: str) -> NDArray[Any]:
     """A numpy view of a msgpack array; 422 when type, shape and length do not agree."""
     if array.dtype not in _DTYPES:
-        raise invalid(field, _safe(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
+        raise invalid(field, printable(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
     dtype = np.dtype(array.dtype)
     if len(array.shape) > 4 or any(n < 0 for n in array.shape):
-        raise invalid(field, _safe(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
+        raise invalid(field, printable(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
     if prod(array.shape) * dtype.itemsize != len(array.data):
         raise invalid(
-            field, _safe(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
+            field, printable(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
         )
-    return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
+    try:
+        return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
+    except ValueError:  # nothing times something astronomical is nothing, but no array
+        raise invalid(field, f"{field}: shape {array.shape} is no array") from None
 
 
 class ActAnswer(msgspec.Struct, omit_defaults=False):

@@ -1,0 +1,1 @@
+"""Lets tests of one part use the helpers of another: `from policies.tiny import write_export`."""

@@ -1,0 +1,15 @@
+"""Fixtures of the server's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .exports import write_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy of state alone, with a dynamic batch axis."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))

@@ -1,0 +1,76 @@
+"""Exports small enough to start a server on in no time, made for what a test has to see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+
+STATE, CHUNK, ACTIONS = 2, 3, 2
+WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
+
+
+def write_tiny(root: Path, batch: str | int = "batch", weight: int = 0, **settings: Any) -> Path:
+    """A policy of state alone: actions = tanh(noise + state · WEIGHTS), CHUNK times.
+
+    batch: the leading axis. weight: side of a square matrix that each row is multiplied with for nothing, twice; 1500 is
+    about 2 ms a row. settings: further keys of its configuration.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    nodes = [
+        helper.make_node("MatMul", ["pose", "weights"], ["moved"]),
+        helper.make_node("Unsqueeze", ["moved", "one"], ["term"]),
+    ]
+    constants = [numpy_helper.from_array(WEIGHTS, "weights"), numpy_helper.from_array(np.array([1]), "one")]
+    term = "term"
+    if weight:
+        constants += [
+            numpy_helper.from_array(np.zeros((STATE, weight), np.float32), "wide"),
+            numpy_helper.from_array(np.full((weight, weight), 1e-3, np.float32), "heavy"),
+            numpy_helper.from_array(np.zeros((weight, 1), np.float32), "narrow"),
+        ]
+        nodes += [
+            helper.make_node("MatMul", ["pose", "wide"], ["h0"]),
+            helper.make_node("MatMul", ["h0", "heavy"], ["h1"]),
+            helper.make_node("Tanh", ["h1"], ["h2"]),
+            helper.make_node("MatMul", ["h2", "heavy"], ["h3"]),
+            helper.make_node("MatMul", ["h3", "narrow"], ["h4"]),
+            helper.make_node("Unsqueeze", ["h4", "one"], ["nothing"]),
+            helper.make_node("Add", ["term", "nothing"], ["sum"]),
+        ]
+        term = "sum"
+    nodes += [helper.make_node("Add", ["x", term], ["y"]), helper.make_node("Tanh", ["y"], ["chunk"])]
+
+    def port(name: str, *dims: int) -> Any:
+        return helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, *dims])
+
+    graph = helper.make_graph(
+        nodes, "tiny", [port("pose", STATE), port("x", CHUNK, ACTIONS)], [port("chunk", CHUNK, ACTIONS)], constants
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    (root / "model.onnx").write_bytes(model.SerializeToString())
+    config: dict[str, Any] = {
+        "model_id": "tiny",
+        "model_type": "flow_matching",
+        "export_kind": "monolithic",
+        "state_dim": STATE,
+        "action_dim": ACTIONS,
+        "chunk_size": CHUNK,
+        "num_denoising_steps": 1,
+        "inputs": {"state": "pose", "noise": "x"},
+        "outputs": {"actions": "chunk"},
+    }
+    (root / "reflex_config.json").write_text(json.dumps(config | settings))
+    return root
+
+
+def expected(state: list[float], seed: int) -> NDArray[np.float32]:
+    """What `write_tiny` answers, computed the plain way."""
+    noise = np.random.Generator(np.random.PCG64(seed)).standard_normal((CHUNK, ACTIONS), dtype=np.float32)
+    return np.tanh(noise + np.array(state, np.float32) @ WEIGHTS)

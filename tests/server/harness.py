@@ -1,0 +1,307 @@
+"""A real `reflex serve` in a process of its own, and clients that speak to it over real sockets.
+
+Nothing here sleeps: a server is ready when its pipe says so, and a state is reached when /metrics shows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
+STATE = [0.1, -0.2]
+
+
+@dataclass
+class Answer:
+    """One HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    seconds: float = 0.0
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        return str(self.json["error"])
+
+
+class Server:
+    """`reflex serve EXPORT --port 0 OPTIONS`. Use it in a with statement: on the way out no process is left."""
+
+    def __init__(
+        self,
+        export: Path | str,
+        *options: str,
+        env: Mapping[str, str] | None = None,
+        until: str = "ready on",
+        before: str = "",
+    ) -> None:
+        """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside)."""
+        arguments = ["serve", str(export), "--port", "0", *options]
+        run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", run], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=clean | dict(env or {})
+        )
+        self.log: list[str] = []
+        self.told = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._until = until
+        self.port = 0
+
+    def __enter__(self) -> Self:
+        try:
+            found = re.search(r"http://[^ ,]*:(\d+)", self.wait_log(self._until))
+            self.port = int(found[1]) if found else 0
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        family = [self.process]
+        if self.process.poll() is None:
+            family += psutil.Process(self.process.pid).children(recursive=True)
+        for process in family:
+            process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self.told:
+                self.log.append(line.decode("utf-8", "replace").rstrip("\n"))
+                self.told.notify_all()
+        with self.told:
+            self.log.append("")
+            self.log.append("<end>")
+            self.told.notify_all()
+
+    def wait_log(self, text: str) -> str:
+        """The first line that holds `text`; fails when the log ends without it."""
+        with self.told:
+            while True:
+                for line in self.log:
+                    if text in line:
+                        return line
+                if self.log[-1:] == ["<end>"] or not self.told.wait(PATIENCE):
+                    raise AssertionError(f"no {text!r} in the log:\n" + "\n".join(self.log))
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Signal it, wait until it is gone, and return its exit status."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait until it is gone; its exit status."""
+        status = self.process.wait(PATIENCE)
+        self._reader.join()
+        return status
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """One request on a connection of its own."""
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            return _answer(connection.getresponse(), began)
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, headers=headers)
+
+    def post(self, fields: Any, headers: Mapping[str, str] | None = None) -> Answer:
+        """POST /act with a JSON body; bytes go as they are."""
+        body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+        return self.ask("POST", "/act", body, {"Content-Type": "application/json"} | dict(headers or {}))
+
+    def act(self, **fields: Any) -> Answer:
+        """POST /act with a state that fits, and these fields."""
+        return self.post({"state": STATE} | fields)
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.get("/metrics").body.decode())
+
+    def reach(self, what: Callable[[Metrics], bool]) -> Metrics:
+        """Read /metrics until they show it."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            seen = self.metrics()
+            if what(seen):
+                return seen
+        raise AssertionError("never reached; the last metrics were\n" + seen.text)
+
+    def burst(self, requests: Sequence[Any], headers: Mapping[str, str] | None = None) -> Burst:
+        """Connections for all of these bodies, open and ready to be sent at once."""
+        return Burst(self.port, [encode(body, headers) for body in requests])
+
+    def at_once(self, requests: Sequence[Any]) -> list[Answer]:
+        """POST /act all of these together; the answers in their order."""
+        with self.burst(requests) as burst:
+            burst.send()
+            return burst.answers()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
+
+    def raw(self, data: bytes, half_close: bool = False) -> bytes:
+        """Send bytes as they are and return everything that comes until the server closes."""
+        with self.connect() as sock:
+            sock.sendall(data)
+            if half_close:
+                sock.shutdown(socket.SHUT_WR)
+            return read_all(sock)
+
+
+def encode(body: Any, headers: Mapping[str, str] | None = None) -> bytes:
+    """An HTTP request for /act as bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
+    return f"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    while part := sock.recv(65536):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def parse_answers(data: bytes) -> list[Answer]:
+    """Every answer of a connection's bytes, in order."""
+    found = []
+    while data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        status, *lines = head.decode("latin-1").split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers.get("content-length", "0"))
+        found.append(Answer(int(status.split()[1]), headers, rest[:size]))
+        data = rest[size:]
+    return found
+
+
+def _answer(response: http.client.HTTPResponse, began: float) -> Answer:
+    body = response.read()
+    headers = {name.lower(): value for name, value in response.getheaders()}
+    return Answer(response.status, headers, body, time.perf_counter() - began)
+
+
+class Burst:
+    """Many connections, each with one request. The kernel carries them; one thread reads them."""
+
+    def __init__(self, port: int, requests: Sequence[bytes]) -> None:
+        self._requests = requests
+        self.sockets = []
+        for _ in requests:
+            self.sockets.append(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+        self._sent: list[float] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for sock in self.sockets:
+            sock.close()
+
+    def send(self, first: int = 0, last: int | None = None) -> None:
+        """Send the requests [first, last)."""
+        for sock, data in list(zip(self.sockets, self._requests, strict=True))[first:last]:
+            sock.sendall(data)
+            self._sent.append(time.perf_counter())
+
+    def hang_up(self, which: Sequence[int]) -> None:
+        for i in which:
+            self.sockets[i].close()
+
+    def answers(self, which: Sequence[int] | None = None) -> list[Answer]:
+        """The answers of these requests (default all), in order; seconds from the sending of each."""
+        chosen = list(range(len(self.sockets))) if which is None else list(which)
+
+        async def one(i: int) -> Answer:
+            reader, writer = await asyncio.open_connection(sock=self.sockets[i])
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+                seconds = time.perf_counter() - self._sent[i]
+                (answer,) = parse_answers(head)
+                answer.body = await reader.readexactly(int(answer.headers["content-length"]))
+                answer.seconds = seconds
+                return answer
+            finally:
+                writer.close()
+
+        async def every() -> list[Answer]:
+            async with asyncio.timeout(PATIENCE):
+                return await asyncio.gather(*(one(i) for i in chosen))
+
+        return asyncio.run(every())
+
+
+@dataclass
+class Metrics:
+    """One reading of /metrics."""
+
+    text: str
+    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.samples = {}
+        for line in self.text.splitlines():
+            if line.startswith("#") or not line:
+                continue
+            key, _, value = line.rpartition(" ")
+            name, _, labels = key.partition("{")
+            found = frozenset(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels))
+            self.samples[name, found] = float(value)
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum of the samples of that name with these labels (and any others)."""
+        wanted = set(labels.items())
+        values = [value for (n, found), value in self.samples.items() if n == name and wanted <= found]
+        if not values:
+            raise AssertionError(f"no series {name} {labels}")
+        return sum(values)
+
+
+
+
+def refusal(export: Path | str, *options: str, env: Mapping[str, str] | None = None) -> str:
+    """The one line with which `reflex serve` refuses to start. Asserts that it is one, and exit status 2."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "reflex_runtime", "serve", str(export), *options],
+        capture_output=True, env=clean | dict(env or {}), timeout=PATIENCE, check=False,
+    )
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == 2, done
+    assert len(lines) == 1, lines
+    assert done.stdout == b""
+    return lines[0]

@@ -1,0 +1,137 @@
+"""Who may import whom. The arrows are those of the design; any other one fails here."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "reflex_runtime"
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+
+MIDDLE = {"core", "processors", "drivers", "telemetry"}
+MODULES = {"version"}  # names the package's version; anyone may read it
+BELOW: dict[str, set[str]] = {
+    "core": set(),
+    "version": set(),
+    "processors": {"core"},
+    "telemetry": {"core"},
+    "drivers": {"core", "processors"},
+    "sim": MIDDLE,
+    "policies": MIDDLE,
+    "feeds": MIDDLE,
+    "ipc": MIDDLE,
+    "llm": MIDDLE,
+    "server": MIDDLE | {"sim", "policies", "feeds", "ipc", "llm"},
+    "cluster": {"server"},
+    "client": set(),
+    "config": set(),
+}
+READS_CONFIG = {"server"}  # a tree of frozen values; besides it only those at the top read it
+ALONE = {("config", f"{PACKAGE}.core.errors")}  # a wrong setting is a ConfigError
+TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
+
+CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}
+CORE_FORBIDDEN |= {"subprocess", "multiprocessing", "concurrent", "queue", "select", "selectors", "signal", "datetime"}
+CORE_FORBIDDEN |= {"secrets", "uuid", "io", "pathlib", "tempfile", "sched", "contextvars", "numpy"}
+
+
+def part_of(module: str) -> str | None:
+    """core for reflex_runtime.core.cost; __init__ for the package itself; None for anything that is not ours."""
+    names = module.split(".")
+    if names[0] != PACKAGE:
+        return None
+    return names[1] if len(names) > 1 else "__init__"
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, absolute name) of everything a module imports, wherever in it the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: -node.level + (1 if is_package else 0) or None]
+                base = ".".join([*parents, base]) if base else ".".join(parents)
+            if base == PACKAGE:  # from reflex_runtime import core
+                for alias in node.names:
+                    yield node.lineno, f"{base}.{alias.name}"
+            else:
+                yield node.lineno, base
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        names = [PACKAGE, *path.relative_to(SOURCE).with_suffix("").parts]
+        if names[-1] == "__init__" and len(names) > 2:
+            names.pop()
+        found.append((".".join(names), path))
+    return found
+
+
+def arrows(module: str, text: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """(line, part) of every import of another part of ours."""
+    own = part_of(module)
+    for line, name in imports(ast.parse(text), module, is_package):
+        part = part_of(name)
+        if part is not None and part != own and (own, name) not in ALONE:
+            yield line, part
+
+
+@pytest.mark.parametrize(("module", "path"), modules(), ids=[m for m, _ in modules()])
+def test_every_import_is_an_arrow_of_the_design(module: str, path: Path) -> None:
+    own = part_of(module)
+    assert own in BELOW or own in TOP, f"{own} has no place in the list of layers"
+    for line, part in arrows(module, path.read_text(), path.stem == "__init__"):
+        where = f"{path.name}:{line} imports {part}"
+        assert part != "cli" or own == "__main__", f"{where}: nobody imports cli"
+        if own not in TOP:
+            allowed = BELOW[own] | MODULES | ({"config"} if own in READS_CONFIG else set())
+            assert part in allowed, f"{where}: not an arrow of the design"
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), [m for m in modules() if part_of(m[0]) == "core"], ids=lambda value: str(value).split(".")[-1]
+)
+def test_the_core_imports_value_like_standard_modules_only(module: str, path: Path) -> None:
+    for line, name in imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
+        root = name.split(".")[0]
+        where = f"{path.name}:{line} imports {name}"
+        assert root == PACKAGE or root in sys.stdlib_module_names, f"{where}: a third-party package"
+        assert root not in CORE_FORBIDDEN, f"{where}: the core is pure"
+
+
+def test_the_core_has_no_other_way_to_the_outside() -> None:
+    for module, path in modules():
+        if part_of(module) == "core":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    assert node.func.id not in {"open", "print", "input", "__import__", "eval", "exec", "hash", "id"}, (
+                        f"{path.name}:{node.lineno} calls {node.func.id}"
+                    )
+
+
+def test_the_reader_of_imports_sees_every_form() -> None:
+    text = """
+import reflex_runtime.server.app
+from reflex_runtime import llm
+from reflex_runtime.core.cost import TimeCost
+from ..sim import clock
+def late():
+    from reflex_runtime.cli import main
+"""
+    assert [part for _, part in arrows("reflex_runtime.drivers.batcher", text, False)] == [
+        "server",
+        "llm",
+        "core",
+        "sim",
+        "cli",
+    ]
+    assert list(arrows("reflex_runtime.core.cost", "from . import batch\nfrom .batch import Batch\n", False)) == []
+    assert [p for _, p in arrows("reflex_runtime.core", "from .. import server\n", True)] == ["server"]
