@@ -291,3 +291,28 @@ def test_a_batch_of_residents_that_crashed_settles_them_and_tells_the_processor_
     scheduler.complete(batch, [Done(), Failed(ProcessorError("bad"))], 0.001, 0.0)
     assert [outcome_of(t) for t in tickets] == ["ok", "processor_failed"]
     assert scheduler.take_left("default") == (tickets[1],)
+
+
+class Recorder(UnitPool):
+    """A pool that remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        self.told: list[str] = []
+
+    def commit(self, batch: Batch) -> None:
+        self.told.append(f"commit {len(batch)}")
+
+    def rollback(self, batch: Batch) -> None:
+        self.told.append(f"rollback {len(batch)}")
+        super().rollback(batch)
+
+
+def test_a_step_is_committed_when_anything_succeeded_and_rolled_back_when_nothing_did() -> None:
+    pool = Recorder()
+    scheduler = engine(pool)
+    for outcomes in ([Done(), Failed(ProcessorError("bad"))], [Failed(ProcessorError("crash"))] * 2):
+        for name in "ab":
+            ask(scheduler, client=name)
+        scheduler.complete(take(scheduler, 0.0), outcomes, 0.001, 0.0)
+    assert pool.told == ["commit 2", "rollback 2"]

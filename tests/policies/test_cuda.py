@@ -17,8 +17,9 @@ pytestmark = pytest.mark.skipif(
     CUDA not in onnxruntime.get_available_providers(), reason="this onnxruntime has no CUDA provider"
 )
 
-# Largest absolute difference of an action (within ±1.3) from the CPU's, and between batch sizes on the GPU.
-BOUND = 1e-4
+# Largest absolute difference of an action (within ±1.3) from the CPU's result of the same request alone. Measured on an
+# H200: 2.8e-6 alone, 2.0e-6 in batches.
+BOUND = 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -28,7 +29,6 @@ def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
     policy = load_policy(root, provider=CUDA)
     assert policy.describe()["provider"] == CUDA
     worst = max(np.abs(a - b).max() for a, b in zip(alone(policy, 16), singles, strict=True))
-    print(f"{kind}: alone against the CPU {worst:.1e}")
     assert worst <= BOUND
     for n in (2, 5, 16):
         bench = Bench(policy)
@@ -36,7 +36,6 @@ def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
         bench.drain()
         assert {len(b) for b in bench.batches} == {n}
         worst = max(np.abs(value(t).actions - singles[i]).max() for i, t in enumerate(tickets))
-        print(f"{kind}: batch of {n} against the CPU {worst:.1e}")
         assert worst <= BOUND
 
 

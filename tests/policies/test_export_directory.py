@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -390,17 +391,57 @@ def test_export_word_level_tokenizer_json_without_normalizer(tmp_path: Path) -> 
         (put("normalizer", value={"type": "NFKC"}), "normalizer.type"),
         (put("pre_tokenizer", value={"type": "ByteLevel"}), "pre_tokenizer.type"),
         (put("post_processor", value={"type": "TemplateProcessing"}), "post_processor.type"),
-        (put("model", "vocab", value={}), "model.vocab"),
+        (put("model", "vocab", value={"open": -1}), "model.vocab"),
         (put("model", "unk_token", value="?"), "model.unk_token"),
-        (put("padding", "pad_id", value="0"), "padding.pad_id"),
     ],
 )
-def test_export_other_tokenizers_say_how_to_convert(tmp_path: Path, change: Change, key: str) -> None:
+def test_export_other_tokenizers_say_what_to_install_or_how_to_convert(
+    tmp_path: Path, change: Change, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)  # as if it were not installed
     content = json.loads(json.dumps(WORD_LEVEL))
     change(content)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: .*\{word: id\} under `tokenizer`") as caught:
+    said = r"pip install tokenizers, or write .*\{word: id\} under `tokenizer`"
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json: {key}: found .*; .*{said}"):
         Export.load(tokenizer_in(tmp_path, content))
-    assert f": {key}: found " in str(caught.value)
+
+
+def test_export_other_tokenizers_are_read_by_the_package(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    pieces = {"type": "BPE", "vocab": {"o": 0, "p": 1, "op": 2, "n": 3, "<s>": 4}, "merges": [["o", "p"]]}
+    start = {"id": "<s>", "type_id": 0}
+    content = {
+        "model": pieces,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": start}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [4], "tokens": ["<s>"]}},
+        },
+        "padding": {"strategy": {"Fixed": 4}, "direction": "Left", "pad_to_multiple_of": None}
+        | {"pad_id": 9, "pad_type_id": 0, "pad_token": "<pad>"},
+    }
+    tokenizer = Export.load(tokenizer_in(tmp_path, content)).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.encode("opn", 5).tolist() == [4, 2, 3, 9, 9]
+    assert tokenizer.encode("opnopn", 3).tolist() == [4, 2, 3]
+    with pytest.raises(ConfigError, match="the tokenizers package cannot read it"):
+        Export.load(tokenizer_in(tmp_path, {"model": {"type": "BPE"}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "expected an object"),
+        ('{"padding": {"pad_id": "0"}}', "padding.pad_id: found '0'"),
+        ('{"padding": {"pad_id": -1}}', "padding.pad_id: found -1"),
+    ],
+)
+def test_export_tokenizer_json_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    (tokenizer_in(tmp_path, {}) / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json: .*{said}"):
+        Export.load(tmp_path)
 
 
 # -- batch axis --------------------------------------------------------------------------------------------------------

@@ -196,6 +196,7 @@ def test_b11_the_processor_notes_the_fan_out(tmp_path: Path) -> None:
         (None, "payload: found NoneType, expected the inputs"),
         ({"z": ROWS[0]}, r"payload: found \['z'\], expected the inputs \['x'\]"),
         ({"x": ROWS[0], "z": 1}, "payload: found"),
+        ({"x": ROWS[0], 1: 1}, r"payload: found \['1', 'x'\]"),
         ({"x": ROWS}, r"payload\['x'\]: found shape \(4, 3\), expected \[3\]"),
         ({"x": "abc"}, r"payload\['x'\]: "),
         ({"x": [1.0, [2.0], 3.0]}, r"payload\['x'\]: "),

@@ -80,6 +80,9 @@ class Server:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        died = self.process.poll()
+        if died is not None and died < 0:
+            raise AssertionError(f"the server died of signal {-died}:\n" + "\n".join(self.log))
         family = [self.process]
         if self.process.poll() is None:
             family += psutil.Process(self.process.pid).children(recursive=True)
@@ -97,7 +100,6 @@ class Server:
                 self.log.append(line.decode("utf-8", "replace").rstrip("\n"))
                 self.told.notify_all()
         with self.told:
-            self.log.append("")
             self.log.append("<end>")
             self.told.notify_all()
 
@@ -147,6 +149,10 @@ class Server:
     def act(self, **fields: Any) -> Answer:
         """POST /act with a state that fits, and these fields."""
         return self.post({"state": STATE} | fields)
+
+    def act_with(self, headers: Mapping[str, str]) -> Answer:
+        """POST /act with these headers."""
+        return self.post({"state": STATE}, headers)
 
     def metrics(self) -> Metrics:
         return Metrics(self.get("/metrics").body.decode())

@@ -7,8 +7,9 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reflex_runtime.demo.run import DemoResult
+    from reflex_runtime.telemetry.trace import TracedBatch
 
 _DESCRIPTION = """\
 Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
@@ -168,5 +170,13 @@ def draw(console: Console, trace: Path, prefix: Path) -> None:
         f"{reason} {n}" for reason, n in reasons.most_common()
     ))
     console.print("steps by size: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
-    written = write_pictures(found, found.batches[-120:], prefix)
+    written = write_pictures(found, busiest(found.batches), prefix)
     console.print(f"trace {trace} (reflex trace {trace}), pictures: " + ", ".join(str(path) for path in written))
+
+
+def busiest(batches: Sequence[TracedBatch], width: int = 80) -> Sequence[TracedBatch]:
+    """The run of `width` batches with the most members: simulators start one by one, and end so."""
+    running = [0, *accumulate(batch.size for batch in batches)]
+    last = max(0, len(batches) - width)
+    first = max(range(last + 1), key=lambda i: running[min(i + width, len(batches))] - running[i])
+    return batches[first : first + width]

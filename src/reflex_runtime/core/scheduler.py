@@ -77,6 +77,7 @@ class Scheduler:
         self._decided = -1  # epoch at which next_batch last found nothing
         self._hold = inf
         self._tickets = self._batches = 0
+        self.settled = 0  # tickets that have ended, so that a driver can tell whether somebody waits for its events
         self._closed = self._draining = False
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -425,6 +426,7 @@ class Scheduler:
             resources.release(ticket)
         self._move(ticket, TicketState.SETTLED)
         ticket.outcome = outcome
+        self.settled += 1
         self._expiry.discard(ticket)
         group.active[ticket.request.partition].hold_epoch = -1  # what it held for has changed
         group.leave(ticket, isinstance(outcome, Done), self._now)

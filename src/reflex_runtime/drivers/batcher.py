@@ -7,19 +7,23 @@ the device is busy; when it is free the device thread waits for itself. The loop
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
+from types import TracebackType
 from typing import Any, Self
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import CutShort
+from reflex_runtime.core.errors import Rejected
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.device import Clock, Device
 from reflex_runtime.processors.base import Processor
+
+log = logging.getLogger("reflex.batcher")
 
 Sink = Callable[[Event], None]
 
@@ -31,7 +35,9 @@ class Batcher:
             value = await batcher.run(Request(payload))
 
     processors: one per group. watchdog: seconds a batch may run before its callers are told (0 switches it off).
-    sinks: called on the loop with every event, in order. on_fatal: called on the loop when the device is given up.
+    sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
+        those only. One that raises is logged and called again with the next event.
+    on_fatal: called on the loop when the device is given up.
     """
 
     def __init__(
@@ -45,12 +51,13 @@ class Batcher:
     ) -> None:
         self.scheduler = Scheduler(groups)
         self.device = Device(self.scheduler, processors, self._notified, clock, self._fatal_from_thread)
-        self.sinks = list(sinks)
+        self._sinks: list[Sink] = list(sinks)
+        self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._watchdog = watchdog
         self._clock = clock
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pump_due = False
+        self._wake_due = self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._idle: asyncio.Event | None = None
@@ -59,21 +66,36 @@ class Batcher:
         await self.start()
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close(drain=kind is None)
 
     async def start(self) -> None:
         """Bind to the running loop and start the device thread."""
         self._loop = asyncio.get_running_loop()
         self.device.start()
 
+    def add_sink(self, sink: Sink) -> None:
+        """One more sink, for the events from now on."""
+        self._sinks.append(sink)
+        self._sinks_of.clear()
+
     def submit(self, request: Request) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop."""
-        assert self._loop is not None, "Batcher.start was not awaited"
-        if not self._pump_due:
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-        return self.device.submit(request, self._loop.create_future(), wake=False)  # the pump wakes the device, once
+        loop = self._loop
+        assert loop is not None, "Batcher.start was not awaited"
+        try:
+            ticket = self.device.submit(request, loop.create_future(), wake=False)
+        except Rejected:
+            self._pump_soon()
+            raise
+        if not self._wake_due:  # requests that came in one turn of the loop wake the device once
+            self._wake_due = True
+            loop.call_soon(self._wake)
+        if ticket.deadline < self._timer_at:
+            self._arm(ticket.deadline)
+        return ticket
 
     async def run(self, request: Request) -> Any:
         """Submit and wait for the value; cancelling the awaiting task takes the request back."""
@@ -91,32 +113,43 @@ class Batcher:
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
         """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.
 
-        Returns whether the thread ended.
+        Every future is done when it returns. Returns whether the thread ended.
         """
-        assert self._loop is not None
+        if self._loop is None:
+            return True
         self.device.input(lambda scheduler, now: scheduler.close(now, drain))
-        if drain and timeout > 0 and not self.scheduler.idle:
-            self._idle = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._idle.wait()
-            except TimeoutError:
-                pass
-        self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
-        self._pump()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer, self._timer_at = None, inf
-        ended = await self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
-        if not ended:
-            self.device.give_up(CutShort("the server is shutting down, and the batch it is in did not end in time"))
-        self._pump()
+        try:
+            if drain and timeout > 0 and not self.scheduler.idle:
+                self._idle = asyncio.Event()
+                try:
+                    async with asyncio.timeout(timeout):
+                        await self._idle.wait()
+                except TimeoutError:
+                    pass
+            self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+            self._pump()
+            stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
+            ended = await asyncio.shield(stop)
+        except asyncio.CancelledError:  # in a hurry: nobody may be left waiting all the same
+            self.device.stop(0.0)
+            raise
+        finally:
+            self._pump()
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer, self._timer_at = None, inf
         return ended
 
     # -- on the loop -----------------------------------------------------------------------------------------------------
 
+    def _wake(self) -> None:
+        self._wake_due = False
+        self.device.wake()
+        if self._watchdog > 0:
+            self._arm(self._clock() + self._watchdog)
+
     def _notified(self) -> None:
-        """There are events; called on any thread."""
+        """Somebody's answer is among the events; called on any thread."""
         if self._pump_due or self._loop is None:
             return
         self._pump_due = True
@@ -125,18 +158,36 @@ class Batcher:
         except RuntimeError:  # the loop is closed: nobody is left to tell
             return
 
+    def _pump_soon(self) -> None:
+        assert self._loop is not None
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump)
+
     def _pump(self) -> None:
         """Call the sinks, resolve the futures, keep the timer right."""
-        self._pump_due = False
-        self.device.wake()
+        self._pump_due = False  # first: what comes from now on asks for another turn
         for event in self.device.take_events():
-            for sink in self.sinks:
-                sink(event)
+            kind = type(event)
+            sinks = self._sinks_of.get(kind)
+            if sinks is None:
+                sinks = self._listening(kind)
+            for sink in sinks:
+                try:
+                    sink(event)
+                except Exception:
+                    log.exception("a sink failed on %s", kind.__name__)
             if isinstance(event, RequestSettled):
                 self._resolve(event.ticket)
         if self._idle is not None and self.scheduler.idle:
             self._idle.set()
-        self._arm()
+        if self.device.running_since is not None:
+            self._arm(self._due())
+
+    def _listening(self, kind: type[Any]) -> list[Sink]:
+        found = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]
+        self._sinks_of[kind] = found
+        return found
 
     @staticmethod
     def _resolve(ticket: Ticket) -> None:
@@ -149,15 +200,19 @@ class Batcher:
         else:
             waiter.set_exception(outcome.error)
 
-    def _arm(self) -> None:
-        """One timer, for what must happen while the device is busy: expiry, and the watchdog."""
+    # -- the timer -------------------------------------------------------------------------------------------------------
+
+    def _due(self) -> float:
+        """What must happen on the loop while the device is busy: expiry, and the watchdog."""
         since = self.device.running_since
-        at = inf
-        if since is not None:
-            at = self.device.wake_at()
-            if self._watchdog > 0:
-                at = min(at, since + self._watchdog)
-        if at >= self._timer_at:  # an early timer is harmless: it looks and arms again
+        at = inf if since is None else self.device.wake_at()
+        if self._watchdog > 0 and not self.scheduler.idle:
+            at = min(at, (self._clock() if since is None else since) + self._watchdog)
+        return at
+
+    def _arm(self, at: float) -> None:
+        """See to it that the timer goes off at `at` or before. An early one is harmless: it looks and arms again."""
+        if at >= self._timer_at:
             return
         assert self._loop is not None
         if self._timer is not None:
@@ -171,7 +226,12 @@ class Batcher:
         if self._watchdog > 0:
             self.device.check(self._watchdog)
         self._pump()
+        self._arm(self._due())
 
     def _fatal_from_thread(self) -> None:
-        if self._loop is not None and self._on_fatal is not None:
+        if self._loop is None or self._on_fatal is None:
+            return
+        try:
             self._loop.call_soon_threadsafe(self._on_fatal)
+        except RuntimeError:  # the loop is closed
+            return

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.cost import UnitCost
@@ -44,20 +44,26 @@ class BatchedFunction(Generic[Item, Result]):
             self._scheduler, {config.name: FunctionProcessor(function, repeatable)}, self._deliver, name=function.__name__
         )
         self._group = config.name
-        self._delivery = threading.Lock()
+        self._delivery = threading.RLock()  # a future's callback may cancel another item
         self._starting = threading.Lock()
         self._started = False
 
     def __call__(self, item: Item, timeout: float | None = None) -> Result:
         """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout."""
+        if self._device.current:
+            raise ConfigError(f"@batched: the function calls itself with a single item, and would wait for itself")
         ticket, future = self._submit(item)
         try:
             return future.result(timeout)
         except FutureTimeout:
-            if future.done():
-                raise  # the function itself raised a TimeoutError
             self._device.input(lambda scheduler, now: scheduler.abandon(ticket, now))
+            if future.done():
+                return future.result()  # it came at the last moment
             raise WaitTimeout(f"no answer within {timeout:g} s") from None
+        except BaseException:  # an interrupt: nobody waits for the answer any more
+            if not future.done():
+                self._device.cancel(ticket)
+            raise
 
     async def aio(self, item: Item) -> Result:
         """The result for one item, without blocking the loop; cancelling the task takes the item back."""
@@ -69,7 +75,10 @@ class BatchedFunction(Generic[Item, Result]):
             raise
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
-        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended."""
+        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended in `timeout` seconds.
+
+        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
+        """
         self._device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._device.stop(timeout)
 

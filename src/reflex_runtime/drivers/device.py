@@ -1,14 +1,16 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
-The device thread completes a batch and takes the next itself; everybody else only submits, cancels and wakes it. It waits
-on a condition until `wake_at`, never by polling. Drivers for callers (`Batcher`, `batched`) add how results get back.
+The device thread completes a batch and takes the next under one hold of the lock; everybody else only submits, cancels
+and wakes it. It waits on a condition until `wake_at`, never by polling. Drivers for callers (`Batcher`, `batched`) add
+how results get back.
 
-A thread that hangs in a processor, or dies, is abandoned: its batch fails at once, and one replacement is started. The
-second time the device is given up (`on_fatal`): what is left is answered with errors and nothing more is admitted.
+A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
+second time the device itself is given up (`on_fatal`): what is left is answered with errors and nothing more is admitted.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +18,13 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
-from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung
+from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.processors.base import Processor, run_batch
+
+log = logging.getLogger("reflex.device")
 
 Clock = Callable[[], float]
 
@@ -28,9 +32,11 @@ Clock = Callable[[], float]
 class Device:
     """Runs a scheduler's batches on processors, one per group, on one thread.
 
-    notify: called, never with the lock held, when there may be events to take; on the device thread or a caller's. Who
-        takes them must do so in one place, so that they stay in order.
+    notify: called when somebody's answer is among the events, never with the lock held; on the device thread or a
+        caller's. Who takes the events must do so in one place, so that they stay in order. Events nobody waits for
+        (a request queued, a batch scheduled) come along with the next answer.
     on_fatal: called once, from any thread, when the device is given up.
+    hung: batches given up for their time. fatal: whether the device was given up.
     """
 
     RESTARTS = 1
@@ -55,6 +61,7 @@ class Device:
         self._waiting = False
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()  # the thread in charge has left its loop, or there is none any more
         self._generation = 0
         self._restarts = 0
         self._running: tuple[Batch, float] | None = None
@@ -93,7 +100,7 @@ class Device:
         self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
 
     def input(self, action: Callable[[Scheduler, float], Any]) -> Any:
-        """Any other input to the scheduler, under the lock."""
+        """Any other input to the scheduler, under the lock; returns what `action(scheduler, now)` does."""
         with self._lock:
             result = action(self.scheduler, self.clock())
             if self._waiting:
@@ -123,41 +130,51 @@ class Device:
         running = self._running
         return None if running is None else running[1]
 
+    @property
+    def current(self) -> bool:
+        """Whether the caller is the device thread itself, which must not wait for an answer."""
+        return threading.current_thread() is self._thread
+
     def check(self, limit: float) -> float | None:
         """Give up a batch that has run for `limit` seconds. Returns when to check again, None when nothing runs."""
         with self._lock:
             if self._running is None:
                 return None
-            batch, since = self._running
+            since = self._running[1]
             if self.clock() - since < limit:
                 return since + limit
             self.hung += 1
-            error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
-            self._abandon(batch, error)
-        self._notify()
+            self._lose(ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit))
+        self._tell_lost()
         return None
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Stop the thread after its present batch. Returns whether it ended within `timeout` seconds."""
+        """Run what the scheduler still gives, settle the rest, stop the thread. Returns whether it ended in `timeout`.
+
+        With the scheduler closed for draining it gives everything, closed otherwise nothing. Whatever is left when the
+        time is over settles here, a batch that still runs as CutShort: nobody waits for a stopped device.
+        """
         with self._lock:
             self._stopping = True
             self._wake.notify_all()
             thread = self._thread
         if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
+            ended = True
+        else:
+            ended = self._ended.wait(timeout) and not self.fatal
+        with self._lock:
+            self.scheduler.close(self.clock(), drain=False)
+            if thread is not threading.current_thread():
+                self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
+        self._notify()
+        if ended and thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)  # it has left its loop; what is left are the processors' own `stop`
+        return ended
 
     def give_up(self, error: ProcessorError) -> None:
         """Fail the batch that still runs and start no other: for a stop that cannot wait for it."""
         with self._lock:
-            if self._running is None:
-                return
-            batch, since = self._running
-            now = self.clock()
-            self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
-            self._running = None
-            self._generation += 1
+            self._cut_short(error)
         self._notify()
 
     # -- device thread ---------------------------------------------------------------------------------------------------
@@ -170,38 +187,53 @@ class Device:
         self._thread.start()
 
     def _main(self, generation: int) -> None:
-        batch: Batch | None = None
         try:
             for processor in self._processors.values():
                 processor.start()
-            while (batch := self._next(generation)) is not None:
-                outcomes = run_batch(self._processors[batch.group], batch)
-                if not self._complete(generation, batch, outcomes):
-                    return
-            for processor in self._processors.values():
-                processor.stop()
+            batch = self._next(generation, None)
+            while batch is not None:
+                batch = self._next(generation, run_batch(self._processors[batch.group], batch))
         except BaseException as error:  # the thread is about to die: nobody else will answer for its batch
             self._died(generation, error)
+            return
+        with self._lock:
+            if generation != self._generation:
+                return  # given up: the processors are another thread's, or nobody's
+            self._ended.set()
+        for processor in self._processors.values():
+            try:
+                processor.stop()
+            except Exception:
+                log.exception("a processor could not be stopped")
 
-    def _next(self, generation: int) -> Batch | None:
-        """Wait for a batch; None when the device stops or this thread was replaced."""
+    def _next(self, generation: int, outcomes: Sequence[Outcome] | None) -> Batch | None:
+        """Complete the batch that ran, and wait for the next; None when the device stops or this thread was given up."""
         while True:
             with self._lock:
-                if generation != self._generation or (self._stopping and self.scheduler.idle):
+                if generation != self._generation:
                     return None
-                batch = self.scheduler.next_batch(self.clock())
-                if batch is not None:
-                    self._running = (batch, self.clock())
-                elif self._stopping:
-                    return None
-                else:
-                    self._drop_left()
-            self._notify()
-            if batch is not None:
-                return batch
+                now = self.clock()
+                news = outcomes is not None
+                if outcomes is not None:
+                    assert self._running is not None
+                    batch, since = self._running
+                    self.scheduler.complete(batch, outcomes, now - since, now)
+                    self._running = outcomes = None
+                settled = self.scheduler.settled
+                found = self.scheduler.next_batch(now)
+                news = news or settled != self.scheduler.settled
+                gone = [] if found is not None else self._take_left()
+                if found is not None:
+                    self._running = (found, self.clock())
+            if news:
+                self._notify()
+            if found is not None:
+                return found
+            self._drop(gone)
             with self._lock:
-                if not self._stopping and generation == self._generation:
-                    self._wait()
+                if generation != self._generation or (self._stopping and self.scheduler.wake_at() > self.clock()):
+                    return None  # stopping: what is not due now is not waited for
+                self._wait()
 
     def _wait(self) -> None:
         """Sleep until an input or until the scheduler has something to do. The lock is held."""
@@ -213,42 +245,58 @@ class Device:
         self._wake.wait(None if wake == inf else min(delay, threading.TIMEOUT_MAX))
         self._waiting = False
 
-    def _drop_left(self) -> None:
-        for group, processor in self._processors.items():
-            left = self.scheduler.take_left(group)
-            if left:
-                processor.drop(left)
+    def _take_left(self) -> list[tuple[Processor, tuple[Ticket, ...]]]:
+        return [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
 
-    def _complete(self, generation: int, batch: Batch, outcomes: Sequence[Outcome]) -> bool:
-        with self._lock:
-            if generation != self._generation or self._running is None:
-                return False  # given up in the meantime; its callers were answered
-            now = self.clock()
-            self.scheduler.complete(batch, outcomes, now - self._running[1], now)
-            self._running = None
-        return True
+    @staticmethod
+    def _drop(gone: Sequence[tuple[Processor, tuple[Ticket, ...]]]) -> None:
+        for processor, tickets in gone:
+            try:
+                processor.drop(tickets)
+            except Exception:
+                log.exception("a processor could not drop its residents")
+
+    # -- a lost thread -------------------------------------------------------------------------------------------------
 
     def _died(self, generation: int, error: BaseException) -> None:
+        log.error("the device thread died", exc_info=error)
         with self._lock:
             if generation != self._generation:
                 return
-            cause = ProcessorError(f"the device thread died: {type(error).__name__}: {error}")
-            self._abandon(self._running[0] if self._running is not None else None, cause)
-        self._notify()
+            self._lose(ProcessorError(f"the device thread died: {type(error).__name__}: {error}"))
+        self._tell_lost()
 
-    def _abandon(self, batch: Batch | None, error: ProcessorError) -> None:
-        """Answer for a lost thread and replace it once. The lock is held."""
-        now = self.clock()
-        if batch is not None and self._running is not None:
-            self.scheduler.complete(batch, [Failed(error)] * len(batch), now - self._running[1], now)
-        self._running = None
+    def _lose(self, error: ProcessorError) -> None:
+        """Answer for a lost thread and replace it once. The lock is held; `_tell_lost` follows without it."""
         self._waiting = False
+        self._cut_short(error)
         if self._restarts < self.RESTARTS:
             self._restarts += 1
-            self._spawn()
-            return
+            try:
+                self._spawn()
+                return
+            except RuntimeError:
+                log.exception("the device thread could not be replaced")
         self._generation += 1
         self.fatal = True
-        self.scheduler.close(now, drain=False)
-        if self._on_fatal is not None:
-            self._on_fatal()
+        self.scheduler.close(self.clock(), drain=False)
+        self._ended.set()
+
+    def _tell_lost(self) -> None:
+        self._notify()
+        if self.fatal and self._on_fatal is not None:
+            on_fatal, self._on_fatal = self._on_fatal, None
+            on_fatal()
+
+    def _cut_short(self, error: ProcessorError) -> None:
+        """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
+        if self._running is None:
+            return
+        batch, since = self._running
+        self._running = None
+        self._generation += 1
+        now = self.clock()
+        try:
+            self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
+        except ValueError:  # the thread died while it completed the batch
+            log.exception("batch %d was completed in part", batch.id)

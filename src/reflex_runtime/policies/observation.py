@@ -121,6 +121,9 @@ def decode_image(data: bytes, field: str = "image") -> Image:
             width, height = image.size
             if not 0 < width * height <= MAX_IMAGE_PIXELS:
                 raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+            if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
+                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
+                return np.repeat(grey[:, :, None], 3, axis=2)
             return np.asarray(image.convert("RGB"))
     except InvalidRequest:
         raise

@@ -1,12 +1,13 @@
-"""Words to ids, for policies small enough to have a vocabulary instead of a language model's tokenizer."""
+"""Instructions to token ids: a plain vocabulary, or the tokenizer file of a language model."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,35 +43,65 @@ class WordTokenizer:
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
         text = text.lower() if self._lower else text
         words = self._pattern.findall(text) if self._pattern else text.split()
-        ids = [self._words.get(word, self._unknown) for word in words[:max_tokens]]
-        row = np.full(max_tokens, self._padding, np.int64)
-        row[: len(ids)] = ids
-        return row
+        return _row([self._words.get(word, self._unknown) for word in words], max_tokens, self._padding)
+
+
+class PackagedTokenizer:
+    """Any `tokenizer.json`, through the `tokenizers` package, with the special tokens the file asks for."""
+
+    def __init__(self, tokenizer: Any, padding: int = 0) -> None:
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self._tokenizer, self._padding = tokenizer, padding
+
+    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
+        return _row(self._tokenizer.encode(text).ids, max_tokens, self._padding)
+
+
+class _NotSimple(Exception):
+    """(key, found, expected) of what `_word_level` does not understand."""
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A `tokenizer.json` in the Hugging Face format: word-level models without post-processing.
+    """A `tokenizer.json` in the Hugging Face format.
 
-    Understood: model WordLevel; normalizer none or Lowercase; pre_tokenizer Whitespace or WhitespaceSplit;
-    post_processor none. Everything else is a ConfigError that says how to convert it.
+    Word-level models without post-processing need no package: model WordLevel; normalizer none or Lowercase;
+    pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. For all others the `tokenizers` package is asked;
+    without it they are a ConfigError that says what to install, or how to convert.
     """
-
-    def wrong(key: str, found: Any, expected: str) -> NoReturn:
-        advice = "write the words of your instructions as {word: id} under `tokenizer` in reflex_config.json instead"
-        raise ConfigError(f"{file}: {key}: found {found!r}, expected {expected}; or {advice}")
-
     try:
         parsed = json.loads(file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file}: is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        wrong("file", type(parsed).__name__, "an object")
+        raise ConfigError(f"{file}: found {type(parsed).__name__}, expected an object")
+    padding = parsed.get("padding")
+    pad_id = padding.get("pad_id", 0) if isinstance(padding, dict) else 0
+    if type(pad_id) is not int or pad_id < 0:
+        raise ConfigError(f"{file}: padding.pad_id: found {pad_id!r}, expected an integer >= 0")
+    try:
+        return _word_level(parsed, pad_id)
+    except _NotSimple as reason:
+        key, found, expected = reason.args
+    try:
+        package: Any = importlib.import_module("tokenizers")
+    except ImportError:
+        raise ConfigError(
+            f"{file}: {key}: found {found!r}, expected {expected}; for other tokenizers pip install tokenizers, "
+            "or write the words of your instructions as {word: id} under `tokenizer` in reflex_config.json"
+        ) from None
+    try:
+        return PackagedTokenizer(package.Tokenizer.from_file(str(file)), pad_id)
+    except Exception as error:  # the package raises bare Exception
+        raise ConfigError(f"{file}: the tokenizers package cannot read it: {error}") from error
 
+
+def _word_level(parsed: dict[str, Any], pad_id: int) -> WordTokenizer:
     def kind(key: str, *allowed: str | None) -> str | None:
         part = parsed.get(key)
         found = part.get("type") if isinstance(part, dict) else part
         if found not in allowed:
-            wrong(f"{key}.type", found, " or ".join(str(a) for a in allowed))
+            raise _NotSimple(f"{key}.type", found, " or ".join(str(a) for a in allowed))
         return found
 
     kind("model", "WordLevel")
@@ -78,15 +109,18 @@ def read_tokenizer(file: Path) -> Tokenizer:
     whitespace = kind("pre_tokenizer", "Whitespace", "WhitespaceSplit")
     kind("post_processor", None)
     words = parsed["model"].get("vocab")
-    if not isinstance(words, dict) or not words or not all(type(v) is int and v >= 0 for v in words.values()):
-        wrong("model.vocab", words if not isinstance(words, dict) else "other values", "an object {word: id >= 0}")
+    if not isinstance(words, dict) or not all(type(v) is int and v >= 0 for v in words.values()):
+        raise _NotSimple("model.vocab", type(words).__name__, "an object {word: id >= 0}")
     unknown = parsed["model"].get("unk_token")
     if unknown not in words:
-        wrong("model.unk_token", unknown, "a word of model.vocab")
-    padding = parsed.get("padding")
-    pad_id = padding.get("pad_id", 0) if isinstance(padding, dict) else 0
-    if type(pad_id) is not int or pad_id < 0:
-        wrong("padding.pad_id", pad_id, "an integer >= 0")
+        raise _NotSimple("model.unk_token", unknown, "a word of model.vocab")
     # The format's own definition of Whitespace: runs of word characters, and runs of other visible ones.
     pattern = r"\w+|[^\w\s]+" if whitespace == "Whitespace" else None
     return WordTokenizer(words, words[unknown], pad_id, lower, pattern)
+
+
+def _row(ids: Sequence[int], max_tokens: int, padding: int) -> NDArray[np.int64]:
+    """The ids as a row, cut or padded."""
+    row = np.full(max_tokens, padding, np.int64)
+    row[: len(ids)] = ids[:max_tokens]
+    return row

@@ -246,7 +246,7 @@ class Runtime:
         )
         if config.trace:
             self.trace = TraceWriter(config.trace, [group])
-            batcher.sinks.append(self.trace)
+            batcher.add_sink(self.trace)
         return batcher
 
     def _queued(self) -> float:

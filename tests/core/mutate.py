@@ -1,0 +1,396 @@
+"""Break the core on purpose, one line at a time, and see whether the tests notice.
+
+    python tests/core/mutate.py            every mutant
+    python tests/core/mutate.py 3 17       these
+    python tests/core/mutate.py --table    every mutant, and write the table of MUTANTS.md
+
+Each mutant is a text replacement in a temporary copy of src; the tests run with PYTHONPATH set to that copy and stop at
+the first failure. Not part of the test run: it takes several minutes. Exit code 1 when a mutant survives or is stale
+(its text is no longer there exactly once).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "reflex_runtime"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file` of the package, `old` becomes `new`."""
+
+    file: str
+    what: str
+    old: str
+    new: str
+
+
+M = Mutant
+MUTANTS = [
+    # who
+    M(
+        "core/heap.py",
+        "moved entries count as valid",
+        "if self._keys.get(item) == (key, serial):",
+        "if item in self._keys:",
+    ),
+    M("core/heap.py", "dead entries are kept for ever", "len(self._heap) > 64 and", "len(self._heap) > 10**9 and"),
+    M("core/heap.py", "looking ahead loses what was seen", "heappush(self._heap, entry)", "pass"),
+    M(
+        "core/order.py",
+        "a returning client keeps its credit",
+        "client.counter = max(client.counter, self.floor())",
+        "pass",
+    ),
+    M("core/order.py", "an idle device is a debt", "self._rest = max(self._rest, client.counter)", "pass"),
+    M(
+        "core/order.py",
+        "later tickets of a passed-over client go",
+        "self._blocked.add(self._current[1].client)",
+        "pass",
+    ),
+    M("core/order.py", "shares within a fill are stale", "if counter == moved:", "if True:"),
+    M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and seq", "if seq"),
+    M("core/order.py", "preempted tickets go last", "if youngest.seq > ticket.seq:", "if False:"),
+    M("core/order.py", "promotion leaves the elders behind", "moved += 1\n", "moved += 1\n                break\n"),
+    M("core/order.py", "17 may be passed over", "MAX_PASSED_OVER = 16", "MAX_PASSED_OVER = 17"),
+    M("core/order.py", "shares bind although nobody else waits", "        return False\n", "        return True\n"),
+    M(
+        "core/order.py",
+        "promoted out of turn",
+        "top[0] <= now:\n            due",
+        "top[0] <= now + 1e9:\n            due",
+    ),
+    M(
+        "core/order.py",
+        "a charge is forgotten within a fill",
+        "self._charged.get(queue.client, 0.0) + charge",
+        "self._charged.get(queue.client, 0.0)",
+    ),
+    M(
+        "core/group.py",
+        "urgent partitions wait their turn",
+        "return (False, -inf, seq)",
+        "return (True, inf, seq)",
+    ),
+    M(
+        "core/group.py",
+        "deadlines at risk have no say",
+        "laxity < self.config.flush.max_batch_cost",
+        "laxity < -1e9",
+    ),
+    M("core/group.py", "the youngest head goes first", "return (True, inf, seq)", "return (True, inf, -seq)"),
+    M("core/group.py", "half the time limit does not promote", "0.5 * limit", "5 * limit"),
+    M("core/group.py", "answers are not remembered", "if answered and client.unsettled == 0:", "if False:"),
+    # life cycle
+    M(
+        "core/scheduler.py",
+        "expiry a moment late",
+        "is not None and top[0] <= self._now:",
+        "is not None and top[0] < self._now:",
+    ),
+    M(
+        "core/scheduler.py",
+        "a pause ends a moment late",
+        "-inf < group.paused_until <= self._now",
+        "-inf < group.paused_until < self._now",
+    ),
+    M(
+        "core/scheduler.py",
+        "what runs counts as waiting",
+        "return group.unsettled > sum(",
+        "return group.unsettled > 0 * sum(",
+    ),
+    M("core/scheduler.py", "a returning group keeps its credit", "min(busy) if busy else", "0.0 if busy else"),
+    M("core/scheduler.py", "groups ignore their weight", "seconds / (group.config.weight or 1.0)", "seconds"),
+    M("core/scheduler.py", "groups in any order", "ready.sort(key=lambda g: g.device_time)", "pass"),
+    M("core/scheduler.py", "room is never used up", "partition.room -= len(formed.newcomers)", "pass"),
+    M("core/scheduler.py", "held for ever after", "partition.was_held = False", "pass"),
+    M(
+        "core/scheduler.py",
+        "cancelled residents stay",
+        "if ticket.cancel_requested or ticket.abandoned:",
+        "if ticket.abandoned:",
+    ),
+    M(
+        "core/scheduler.py",
+        "a cancelled value is delivered",
+        "        if ticket.cancel_requested:\n",
+        "        if False:\n",
+    ),
+    M("core/scheduler.py", "quiet although a batch left", "self._decided = -1\n        self._charge", "self._charge"),
+    M(
+        "core/scheduler.py",
+        "crashed steps are committed",
+        "resources.rollback(batch) if crashed",
+        "resources.commit(batch) if crashed",
+    ),
+    M(
+        "core/scheduler.py",
+        "residents do not expire",
+        "                self._expiry.push(ticket.deadline, ticket)\n",
+        "",
+    ),
+    M(
+        "core/scheduler.py",
+        "residents' deadlines have no say",
+        "                partition.deadlines.push(ticket.deadline, ticket)\n",
+        "",
+    ),
+    M("core/scheduler.py", "what runs wakes at its deadline", "                self._expiry.discard(ticket)\n", ""),
+    M(
+        "core/scheduler.py",
+        "a stream's deadline outlives its first token",
+        "ticket.answered, ticket.deadline = True, inf",
+        "ticket.answered = True",
+    ),
+    M("core/scheduler.py", "lost work is not counted", "ticket.recomputed += ticket.computed", "pass"),
+    M("core/scheduler.py", "preempted again without progress", "ticket.progressed = False", "pass"),
+    M(
+        "core/scheduler.py",
+        "the processor is not told who failed",
+        "isinstance(outcome, Failed) and ticket in",
+        "False and ticket in",
+    ),
+    M(
+        "core/scheduler.py",
+        "a promise outlives what it was for",
+        ".hold_epoch = -1  # what it",
+        ".hold_epoch += 0  # what it",
+    ),
+    M(
+        "core/scheduler.py",
+        "the last hold is the wake time",
+        "self._hold = min(self._hold, former.held_until)",
+        "self._hold = former.held_until",
+    ),
+    M("core/scheduler.py", "what was replaced stays", "        for old in replaced:\n", "        for old in ():\n"),
+    M(
+        "core/scheduler.py",
+        "memory outlives its ticket",
+        "            resources.release(ticket)\n",
+        "            pass\n",
+    ),
+    M("core/scheduler.py", "failed batches teach", "        if clean:\n", "        if True:\n"),
+    M(
+        "core/scheduler.py",
+        "a hard close spares residents",
+        "if ticket.state is not TicketState.RUNNING:  # a running one leaves",
+        "if ticket.state is TicketState.WAITING:  # a running one leaves",
+    ),
+    M("core/admission.py", "one too many in the queue", ">= config.capacity", "> config.capacity"),
+    M("core/admission.py", "one too many in flight", "- replaces >= cap:", "- replaces > cap:"),
+    M("core/admission.py", "hopeless deadlines are admitted", "if now + needed > ticket.deadline:", "if False:"),
+    # when and how large
+    M(
+        "core/forming.py",
+        "the size is no ceiling for residents",
+        "if len(filled.grants) >= self.policy.max_batch_size:",
+        "if False:",
+    ),
+    M("core/forming.py", "others enter when memory is short", "if self.preempted:  # memory", "if False:  # memory"),
+    M("core/forming.py", "preempted ones still run", "if ticket in self.preempted or ticket.stage", "if ticket.stage"),
+    M(
+        "core/forming.py",
+        "shares are rounded down",
+        "even = ceil(self.policy.max_batch_size / active)",
+        "even = self.policy.max_batch_size // active",
+    ),
+    M("core/forming.py", "the oldest is preempted", "return max(fresh, key=", "return min(fresh, key="),
+    M("core/forming.py", "held ones are preempted last", "(t.held, t.tier, t.seq)", "(t.tier, t.seq)"),
+    M(
+        "core/forming.py",
+        "held ones get grants",
+        "if t.state is TicketState.RESIDENT and not t.held]",
+        "if t.state is TicketState.RESIDENT]",
+    ),
+    M(
+        "core/forming.py",
+        "partial prefills before decodes",
+        "(t.tier, t.wants > 1.0, t.seq)",
+        "(t.tier, t.wants <= 1.0, t.seq)",
+    ),
+    M(
+        "core/forming.py",
+        "residents take no places",
+        "self.policy.max_batch_size - len(self.partition.residents)",
+        "self.policy.max_batch_size",
+    ),
+    M("core/forming.py", "a full batch is held", "or full or filled.passed_over", "or filled.passed_over"),
+    M("core/forming.py", "a drain holds", "if self.draining or full", "if full"),
+    M(
+        "core/forming.py",
+        "a hold is decided again without an input",
+        "if partition.hold_epoch != self.epoch:",
+        "if True:",
+    ),
+    M(
+        "core/forming.py",
+        "a hold costs a deadline",
+        "until = min(until, tightest[0] - next_one",
+        "until = min(until, tightest[0] + next_one",
+    ),
+    M("core/forming.py", "urgent work is held for returns", "and heads[Priority.URGENT] is None", ""),
+    M(
+        "core/forming.py",
+        "newcomers run first when it does not pay",
+        "return len(first) * base.tally.cost > len(base.grants) * takes",
+        "return True",
+    ),
+    M(
+        "core/forming.py",
+        "newcomers cost a resident its deadline",
+        "self.now + takes + model.remaining(t) > t.deadline",
+        "False",
+    ),
+    M("core/forming.py", "elders are answered late", "(*hopeless, *self._overtaken(chosen))", "hopeless"),
+    M(
+        "core/forming.py",
+        "the hopeless block the queue",
+        "(*hopeless, *self._overtaken(chosen))",
+        "self._overtaken(chosen)",
+    ),
+    M("core/forming.py", "shed only what is late already", "(chosen.tally.blocks if chosen.grants else 0.0)", "0.0"),
+    M("core/forming.py", "nothing is ever at risk", "and at_risk(full, self.now):", "and False:"),
+    M(
+        "core/flush.py",
+        "a request at the budget is over it",
+        "fill.dearest > budget * (1.0 + 1e-9)",
+        "fill.dearest >= budget",
+    ),
+    M("core/flush.py", "the target is one more", "if waiting >= self.target", "if waiting > self.target"),
+    M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
+    # how much
+    M("core/cost.py", "the budget is no ceiling", "if cost == inf or cost > limit", "if cost > limit"),
+    M("core/cost.py", "dear company is nearly free", "NEARLY_FREE = 1.25", "NEARLY_FREE = 1.5"),
+    M("core/cost.py", "two measurements are enough", "WINDOW, WARM = 100, 3", "WINDOW, WARM = 100, 2"),
+    M("core/cost.py", "the last 101", "WINDOW, WARM = 100, 3", "WINDOW, WARM = 101, 3"),
+    M(
+        "core/cost.py",
+        "mixed batches teach the median",
+        "len(self.stages) == 1 and len(counts) == 1:",
+        "len(self.stages) == 1:",
+    ),
+    M(
+        "core/cost.py",
+        "a sample is the whole batch",
+        "RollingMedian).observe(elapsed / n)",
+        "RollingMedian).observe(elapsed)",
+    ),
+    M("core/cost.py", "probes leap", "self.size + max(1, self.size // 4)", "self.size * 4"),
+    M("core/cost.py", "a guess refuses", "seconds if tally.measured else 0.0", "seconds"),
+    M(
+        "core/cost.py",
+        "tokens beyond the budget",
+        "min(ticket.wants, budget - self.cost, self._threshold)",
+        "min(ticket.wants, budget, self._threshold)",
+    ),
+    M(
+        "core/cost.py",
+        "the horizon forgets the longest",
+        "self._steps = max(self._steps, steps)",
+        "self._steps = steps",
+    ),
+    M(
+        "core/affine.py",
+        "ready after one size",
+        "_WARM_SAMPLES, _WARM_SIZES = 3, 2",
+        "_WARM_SAMPLES, _WARM_SIZES = 3, 1",
+    ),
+    M("core/affine.py", "outliers count fully", "min(1.0, _HUBER / abs(z)) if z else 1.0", "1.0"),
+    M("core/affine.py", "drift goes unnoticed", "_CUSUM_ALARM = 0.75, 6.0", "_CUSUM_ALARM = 0.75, 600.0"),
+    M("core/affine.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
+    # company and value
+    M("core/returns.py", "company costs nothing", "- queued * (h + marginal * e)", "- queued * h"),
+    M("core/returns.py", "waiting is free", "e * batch_time - w -", "e * batch_time -"),
+    M("core/returns.py", "held beyond the limit", "h < longest]", "h < 2 * longest]"),
+    M("core/select.py", "device time is free", "cost = KAPPA * price * seconds", "cost = 0.0 * price * seconds"),
+    M(
+        "core/select.py",
+        "no safety factors",
+        "for factor in (1.0, 1.0 + sigma, 1.0 + 2.0 * sigma):",
+        "for factor in (1.0 + 2.0 * sigma,):",
+    ),
+    M("core/select.py", "time always has a price", "rate <= (1.0 - 2.0 * fixed / limit) / marginal", "False"),
+    M(
+        "core/resources.py",
+        "released memory is lost",
+        "self.used -= self._held.pop(ticket, 0.0)",
+        "self._held.pop(ticket, 0.0)",
+    ),
+    # the wall
+    M("processors/base.py", "bisects without end", "2 * ceil(log2(len(tickets))) + 2", "2 * len(tickets) + 2"),
+    M("processors/base.py", "repeats what must not be", "or not processor.repeatable", ""),
+]
+
+
+def run(source: Path) -> str | None:
+    """The first test that fails, or None."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--timeout=60",
+            str(ROOT / "tests/core"),
+        ],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) \S*?(\w+\.py\S*)", done.stdout, re.MULTILINE)
+    timed_out = re.search(r"(test_\w+\.py)\S*.*\n?.*Timeout", done.stdout)
+    return found.group(1) if found else f"timeout in {timed_out.group(1)}" if timed_out else "timeout"
+
+
+def main() -> int:
+    chosen = [int(a) for a in sys.argv[1:] if a.isdigit()] or range(1, len(MUTANTS) + 1)
+    rows, bad = [], 0
+    for number in chosen:
+        mutant = MUTANTS[number - 1]
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "src"
+            shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__"))
+            path = source / PACKAGE / mutant.file
+            text = path.read_text()
+            if text.count(mutant.old) != 1:
+                verdict = f"STALE: {text.count(mutant.old)} places"
+            else:
+                path.write_text(text.replace(mutant.old, mutant.new))
+                caught = run(source)
+                verdict = "SURVIVED" if caught is None else caught
+        bad += verdict.startswith(("STALE", "SURVIVED"))
+        print(f"{number:3} {mutant.file:20} {mutant.what:45} {verdict}", flush=True)
+        rows.append(f"| {number} | `{mutant.file}` | {mutant.what} | `{verdict}` |")
+    if "--table" in sys.argv:
+        page = Path(__file__).with_name("MUTANTS.md")
+        head = page.read_text().split("| # |")[0] if page.exists() else ""
+        page.write_text(
+            head
+            + "\n".join(["| # | file | change | first test that fails |", "| --- | --- | --- | --- |", *rows])
+            + "\n"
+        )
+    print(f"{len(rows) - bad} caught, {bad} not")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
