@@ -53,15 +53,20 @@ MUTANTS = [
     ),
     M("core/order.py", "an idle device is a debt", "self._rest = max(self._rest, client.counter)", "pass"),
     M(
-        "core/order.py",
+        "core/forming.py",
         "later tickets of a passed-over client go",
-        "self._blocked.add(self._current[1].client)",
-        "pass",
+        "            blocked.add(client)\n            if cursor is not None:\n                cursor.skip()\n",
+        "            if cursor is not None:\n                cursor.take(0.0)\n",
     ),
     M("core/order.py", "shares within a fill are stale", "if counter == moved:", "if True:"),
     M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and seq", "if seq"),
     M("core/order.py", "preempted tickets go last", "if youngest.seq > ticket.seq:", "if False:"),
-    M("core/order.py", "promotion leaves the elders behind", "moved += 1\n", "moved += 1\n                break\n"),
+    M(
+        "core/order.py",
+        "promotion leaves the elders behind",
+        "for ticket in list(queue.tickets):",
+        "for ticket in [due]:",
+    ),
     M("core/order.py", "17 may be passed over", "MAX_PASSED_OVER = 16", "MAX_PASSED_OVER = 17"),
     M("core/order.py", "shares bind although nobody else waits", "        return False\n", "        return True\n"),
     M(
@@ -154,7 +159,7 @@ MUTANTS = [
         "ticket.answered = True",
     ),
     M("core/scheduler.py", "lost work is not counted", "ticket.recomputed += ticket.computed", "pass"),
-    M("core/scheduler.py", "preempted again without progress", "ticket.progressed = False", "pass"),
+    M("core/scheduler.py", "preempted ones keep their stage", "ticket.stage = ticket.request.stage", "pass"),
     M(
         "core/scheduler.py",
         "the processor is not told who failed",

@@ -10,7 +10,7 @@ import pytest
 
 from reflex_runtime.core.affine import MAX_CLASSES, AffineFit, solve
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.cost import RollingMedian, TimeCost, UnitCost
+from reflex_runtime.core.cost import RollingMedian, TimeCost, UnitCost, _Probe
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
@@ -302,6 +302,19 @@ def test_b4_a_size_near_a_measured_one_is_bounded_by_it() -> None:
     for _ in range(6):
         measure(model, [""] * 4, 0.070)
     assert fill(model, 0.100, [""] * 50) >= 5
+
+
+def test_b4_a_probe_reaches_a_quarter_beyond_the_largest_size_measured() -> None:
+    probe = _Probe()
+    assert probe.bound(1) == inf
+    probe.observe(8, 0.040)
+    assert [probe.bound(n) for n in (1, 8, 10, 11)] == [0.040, 0.040, 0.050, inf]
+    probe.observe(4, 1.0)  # a smaller size says nothing
+    probe.observe(8, 0.050)
+    assert probe.bound(8) == pytest.approx(0.043)
+    one = _Probe()
+    one.observe(1, 0.010)
+    assert [one.bound(2), one.bound(3)] == [0.020, inf]
 
 
 def test_padding_predicts_the_padded_size() -> None:

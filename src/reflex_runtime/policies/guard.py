@@ -22,6 +22,7 @@ from reflex_runtime.policies.observation import ActionChunk, GuardReport, Observ
 from reflex_runtime.processors.base import Processor
 
 OnBadAction = Literal["error", "hold"]
+_CLEAN = GuardReport()
 
 
 class ActionGuard:
@@ -65,6 +66,23 @@ class ActionGuard:
             self._remember((self.slot, episode_id), actions[-1].copy())
         return replace(chunk, actions=actions, guard=report)
 
+    def clean(self, chunks: Sequence[ActionChunk]) -> bool:
+        """Whether all of these would pass `check` unchanged, by one look at the whole batch; False settles nothing."""
+        shape = chunks[0].actions.shape
+        if any(chunk.actions.shape != shape for chunk in chunks):
+            return False
+        actions = np.stack([chunk.actions for chunk in chunks])
+        if self._ranges is None:
+            return bool(np.isfinite(actions).all())
+        low, high = self._ranges[:, 0], self._ranges[:, 1]
+        return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
+
+    def passed(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
+        """A clean chunk as it may be sent, with its report."""
+        if self.on_bad_action == "hold" and episode_id:
+            self._remember((self.slot, episode_id), chunk.actions[-1].copy())
+        return ActionChunk(chunk.actions, chunk.denoising_steps, chunk.cache, _CLEAN)
+
     def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         bad = ~np.isfinite(chunk.actions)
         joints = tuple(self._name(int(j)) for j in np.flatnonzero(bad.any(axis=0)))
@@ -102,17 +120,26 @@ class GuardedProcessor:
         results = self._inner.run(batch)
         if len(results) != len(batch.grants):
             return results
+        chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
+        if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
+            return [
+                Done(self.guard.passed(chunk, self._episode(ticket)))
+                for ticket, chunk in zip(batch.grants, chunks, strict=True)
+            ]
         return [self._checked(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
 
     def _checked(self, ticket: Ticket, result: Any) -> Any:
         if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
             return result
-        observation = ticket.request.payload
-        episode = observation.episode_id if isinstance(observation, Observation) else ""
         try:
-            return Done(self.guard.check(result.value, episode))
+            return Done(self.guard.check(result.value, self._episode(ticket)))
         except NonFiniteResult as error:
             return error
+
+    @staticmethod
+    def _episode(ticket: Ticket) -> str:
+        observation = ticket.request.payload
+        return observation.episode_id if isinstance(observation, Observation) else ""
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
         self._inner.drop(tickets)

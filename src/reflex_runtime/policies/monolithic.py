@@ -34,7 +34,7 @@ class MonolithicPolicy(Policy):
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
         rows = {spec.name: np.stack([self._row(o, role) for o in seen]) for role, spec in self._graph.inputs.items()}
         actions = self._session.run(rows, batch.notes)[self._graph.outputs["actions"].name]
-        return [self._chunk(observation, row) for observation, row in zip(seen, actions, strict=True)]
+        return self._chunks(seen, actions)
 
     def _row(self, observation: Observation, role: str) -> Any:
         return self._noise(observation) if role == "noise" else observation.row(role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
 from reflex_runtime.core.cost import CostModel, TimeCost
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.policies.export import Export
 from reflex_runtime.policies.observation import (
@@ -63,6 +64,8 @@ class Policy(BaseProcessor):
             )
         self.export, self.slot = export, slot
         self.shape: Hashable = _shape(export)
+        self._takes_state = export.takes_state
+        self._takes_noise = any("noise" in graph.inputs for graph in export.graphs.values())
 
     # -- worker thread -------------------------------------------------------------------------------------------------
 
@@ -89,7 +92,7 @@ class Policy(BaseProcessor):
         tokens = self._tokens(instruction)
         normalised = self._state(state)
         if seed is None:
-            seed = seed_of(request_id)
+            seed = seed_of(request_id) if self._takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "")
@@ -126,7 +129,7 @@ class Policy(BaseProcessor):
 
     def _state(self, state: Sequence[float] | NDArray[Any] | None) -> NDArray[np.float32] | None:
         if state is None:
-            if self.export.takes_state:
+            if self._takes_state:
                 raise InvalidRequest("state: missing, and this policy needs it", "state")
             return None
         try:
@@ -136,12 +139,14 @@ class Policy(BaseProcessor):
         dim, norm = self.export.state_dim, self.export.state_norm
         if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
             raise InvalidRequest(f"state: must be {dim} numbers", "state")
-        with np.errstate(all="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
-            values = sent.astype(np.float32)
-            values = values if norm is None else norm.normalise(values)
-        if not np.isfinite(values).all():
+        values: NDArray[np.float32] = sent
+        if norm is not None or sent.dtype != np.float32:
+            with np.errstate(all="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+                values = sent.astype(np.float32)
+                values = values if norm is None else norm.normalise(values)
+        if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as asking numpy
             raise InvalidRequest("state: must be finite numbers", "state")
-        return values if self.export.takes_state else None
+        return values if self._takes_state else None
 
     # -- event loop ----------------------------------------------------------------------------------------------------
 
@@ -258,6 +263,15 @@ class Policy(BaseProcessor):
         with np.errstate(all="ignore"):  # what is not finite is the guard's to judge
             actions = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
         return Done(ActionChunk(actions, self.export.num_denoising_steps, observation.cache))
+
+    def _chunks(self, observations: Sequence[Observation], actions: NDArray[np.float32]) -> list[Done]:
+        """The same for all rows at once."""
+        if len(actions) != len(observations):
+            raise ProcessorError(f"{self.export.path}: the graph answered {len(actions)} rows for {len(observations)}")
+        norm, steps = self.export.action_norm, self.export.num_denoising_steps
+        with np.errstate(all="ignore"):
+            rows = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
+        return [Done(ActionChunk(row, steps, seen.cache)) for seen, row in zip(observations, rows, strict=True)]
 
     def describe(self) -> dict[str, Any]:
         """What is loaded, JSON-safe: the configuration as it stands in the export, the hashes, and how it runs."""

@@ -20,6 +20,7 @@ from reflex_runtime.server.wire.act import encode_json
 
 MAX_HEAD = 64 * 1024
 BROKEN = "reflex.broken"  # extension in the scope of a request whose body broke off
+LEFT = "reflex.left"  # in the scope: what to call when the caller leaves before its answer, or None
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -55,7 +56,17 @@ class HttpProtocol(HttpToolsProtocol):
         for waiting, _ in self.pipeline:
             waiting.message_event.set()
         cycle.message_event.set()  # whoever waits for more of the request learns that nothing more will come
+        self._left()
         return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._left()
+
+    def _left(self) -> None:
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete and (left := cycle.scope.get(LEFT)) is not None:
+            left()
 
     # -- parser callbacks ----------------------------------------------------------------------------------------------
 
@@ -63,6 +74,7 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._skip_head:
             self._in_head, self._head = True, 0
             super().on_message_begin()
+            self.scope[LEFT] = None  # type: ignore[typeddict-unknown-key]
 
     def on_url(self, url: bytes) -> None:
         if not self._skip_head:

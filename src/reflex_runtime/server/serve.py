@@ -108,6 +108,7 @@ async def _serve(
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=2,  # for connections that do not read their answer
             backlog=4096,

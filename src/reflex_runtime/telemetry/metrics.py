@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.batch import Done, FlushReason
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+from reflex_runtime.telemetry.series import Counter, Histogram
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -27,6 +28,8 @@ class Metrics:
 
     Chunks of actions tell their cache outcome and steps through `value.cache` and `value.denoising_steps`.
     """
+
+    events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

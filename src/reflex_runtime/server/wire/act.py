@@ -21,6 +21,7 @@ from reflex_runtime.server.errors import ClientError, InvalidJson
 JSON_TYPE = "application/json"
 MSGPACK_TYPE = "application/msgpack"
 MAX_ID_BYTES = 256
+_LARGE = 3.4e38  # a little below the largest float32
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
 
@@ -168,6 +169,8 @@ def state_of(fields: ActFields) -> NDArray[np.float32] | None:
             raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
         wide = values.astype(np.float64)
     else:
+        if sum(map(abs, state)) < _LARGE:  # all finite, and each within float32: the usual case, in a tenth of the time
+            return np.array(state, np.float32)
         wide = np.asarray(state, dtype=np.float64)
     with np.errstate(over="ignore"):
         narrow = wide.astype(np.float32)

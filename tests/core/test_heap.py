@@ -1,0 +1,42 @@
+"""The heap that forgets, against a sorted list."""
+
+from __future__ import annotations
+
+from random import Random
+
+from reflex_runtime.core.heap import LazyHeap
+
+
+def test_the_heap_is_a_sorted_list_that_can_forget() -> None:
+    random = Random(31)
+    heap: LazyHeap[int] = LazyHeap()
+    entries: dict[int, tuple[float, int]] = {}
+    for serial in range(4000):
+        item = random.randrange(60)
+        match random.randrange(4):
+            case 0 | 1:
+                key = float(random.randrange(20))
+                heap.push(key, item)
+                entries[item] = (key, serial)
+            case 2:
+                heap.discard(item)
+                entries.pop(item, None)
+            case _ if random.random() < 0.3 and entries:
+                first = min(entries, key=lambda i: entries[i])
+                assert heap.pop() == (entries.pop(first)[0], first)
+        ordered = sorted(entries, key=lambda i: entries[i])
+        assert len(heap) == len(ordered)
+        assert (item in heap) is (item in entries)
+        assert heap.first() == ((entries[ordered[0]][0], ordered[0]) if ordered else None)
+        if serial % 50 == 0:
+            assert list(heap.ascending()) == ordered
+
+
+def test_looking_ahead_changes_nothing_even_when_it_stops_early() -> None:
+    heap: LazyHeap[str] = LazyHeap()
+    for key, item in ((3.0, "c"), (1.0, "a"), (2.0, "b")):
+        heap.push(key, item)
+    ahead = heap.ascending()
+    assert [next(ahead), next(ahead)] == ["a", "b"]
+    ahead.close()
+    assert [heap.pop(), heap.pop(), heap.pop(), heap.pop()] == [(1.0, "a"), (2.0, "b"), (3.0, "c"), None]

@@ -1,0 +1,557 @@
+"""What the scheduler does, seen from outside: who shares a batch, who is refused, who is never computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reflex_runtime.demo.exports import export_dir
+from reflex_runtime.telemetry.trace import TracedBatch, read_trace
+
+from .exports import expected, write_tiny
+from .harness import STATE, Answer, Burst, Server
+
+SLOW = 600.0  # ms: the device is busy for so long while a test arranges its queue
+
+
+def numbered(n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"state": [0.1 * i, -0.1 * i], "seed": i, "request_id": f"r{i}"} | more for i in range(n)]
+
+
+def right(answer: Answer, i: int) -> bool:
+    """Whether it is what request i of `numbered` has to be answered."""
+    want = expected([0.1 * i, -0.1 * i], i)
+    return answer.status == 200 and bool(np.allclose(answer.json["actions"], want, atol=1e-5))
+
+
+def busy(server: Server) -> Burst:
+    """One request that has the device for `--inject-latency-ms` from now."""
+    running = server.metrics()("reflex_batch_flush_total")
+    plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"}])
+    plug.send()
+    server.reach(lambda m: m("reflex_batch_flush_total") == running + 1)
+    return plug
+
+
+def queued(n: int) -> Any:
+    return lambda m: m("reflex_policy_runtime_queue_depth") == n
+
+
+def traced(server: Server, file: Path) -> list[TracedBatch]:
+    """The batches it ran; stops it."""
+    assert server.stop() == 0
+    return read_trace(file).batches
+
+
+def members(batches: list[TracedBatch]) -> list[str]:
+    return [m.id for b in batches for m in b.entered]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "trace.jsonl"
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy without a batch axis that takes a few milliseconds a row."""
+    return write_tiny(tmp_path_factory.mktemp("static"), batch=1, weight=1500)
+
+
+def test_b5_while_the_device_is_busy_the_queue_grows_into_one_batch(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", str(SLOW)) as server, busy(server) as plug:
+        answers = server.at_once(numbered(10))
+        assert plug.answers()[0].json["batch"]["size"] == 1
+        assert all(right(a, i) for i, a in enumerate(answers))
+        assert {(a.json["batch"]["id"], a.json["batch"]["size"]) for a in answers} == {(2, 10)}
+        assert min(a.json["timing"]["queue_ms"] for a in answers) > 1.0  # counted from arrival, not from the forming
+
+
+def test_b6_a_lone_request_is_not_held(tiny: Path) -> None:
+    with Server(tiny, "--batch-timeout-ms", "1000") as server:
+        for _ in range(10):
+            assert server.act(robot_id="alone").json["timing"]["queue_ms"] < 500
+
+
+def test_b3_the_reason_of_each_batch_is_told(tiny: Path, file: Path) -> None:
+    options = ("--max-batch-cost-ms", "10", "--inject-latency-ms", "60", "--max-batch-size", "4")
+    with Server(tiny, *options, "--trace", str(file)) as server:
+        first = server.act()
+        assert first.json["batch"]["reason"] == "timeout"  # it believes the warm-up: a fraction of a millisecond
+        reasons = [server.act().json["batch"]["reason"] for _ in range(8)]
+        assert reasons[-1] == "single_request_over_budget"  # one alone takes 60 ms
+        with busy(server):
+            crowd = server.at_once(numbered(9))
+        assert {a.json["batch"]["size"] for a in crowd} <= {1, 2, 3, 4}
+        batches = traced(server, file)
+    assert {b.reason for b in batches} <= {"timeout", "single_request_over_budget", "budget_reached"}
+    assert all(b.cause == b.reason or (b.cause, b.reason) in {
+        ("idle", "timeout"), ("urgent", "timeout"), ("drain", "timeout"), ("size_reached", "budget_reached")
+    } for b in batches)
+
+
+def test_b4_the_budget_is_a_ceiling_on_measured_time(one_by_one: Path) -> None:
+    with Server(one_by_one, "--max-batch-cost-ms", "20") as server:
+        answers = server.at_once([{"state": STATE}] * 60)
+    sizes = [a.json["batch"]["size"] for a in answers]
+    assert max(sizes) > 1
+    assert max(sizes) <= 25  # a row takes milliseconds: all 60 would be several times the budget
+    over = [a.json["batch"] for a in answers if a.json["batch"]["size"] > 1 and a.json["batch"]["cost_ms"] > 20.1]
+    assert not over
+
+
+def test_b8_diagnostics_show_every_key(tiny: Path) -> None:
+    with Server(tiny) as server:
+        for _ in range(5):
+            server.act()
+        body = server.get("/diagnostics/cost-model").json
+    assert body["cost_model"] == "affine"
+    documented, learned = body["slots"]["prod"]
+    assert documented["median_ms"] > 0
+    assert documented["samples"] >= 5
+    assert set(learned) >= {"shape", "class", "stage", "samples", "ready", "fixed_ms", "marginal_ms"}
+    assert learned["ready"] is True
+
+
+def test_b8_the_median_alone_does_not_learn_what_company_costs(tiny: Path) -> None:
+    sizes = {}
+    for model in ("affine", "median"):
+        with Server(tiny, "--cost-model", model, "--inject-latency-ms", "80") as server:
+            for _ in range(4):  # 80 ms each: two of them, by the median, are over the budget of 100
+                server.act()
+            with busy(server):
+                sizes[model] = max(a.json["batch"]["size"] for a in server.at_once(numbered(8)))
+            assert server.get("/diagnostics/cost-model").json["cost_model"] == model
+    assert sizes["median"] < sizes["affine"]
+
+
+def test_b9_hits_and_misses_are_separate_keys() -> None:
+    picture = {"dtype": "|u1", "shape": [64, 64, 3], "data": bytes(64 * 64 * 3)}
+    import msgpack
+
+    body = msgpack.packb({"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": "e"})
+    with Server(export_dir("v2", "decomposed")) as server:
+        for _ in range(6):
+            assert server.ask("POST", "/act", body, {"Content-Type": "application/msgpack"}).status == 200
+        rows = server.get("/diagnostics/cost-model").json["slots"]["prod"]
+    classes = {row["class"]: row for row in rows if row["stage"] is None}
+    hit, miss = classes["hit, 5 steps"], classes["miss, 5 steps"]
+    assert hit["samples"] == 5
+    assert miss["samples"] > 5  # the warm-up's were misses
+    assert hit["median_ms"] < miss["median_ms"]
+
+
+def test_b11_without_a_batch_axis_the_trace_says_so(tiny: Path, tmp_path: Path, file: Path) -> None:
+    static = write_tiny(tmp_path / "static", batch=1)
+    for export, noted in ((static, "sequential"), (tiny, None)):
+        with Server(export, "--inject-latency-ms", "200", "--trace", str(file)) as server:
+            with busy(server):
+                answers = server.at_once(numbered(5))
+            assert all(right(a, i) for i, a in enumerate(answers))
+            assert server.get("/config").json["policy"]["fanout"] == (noted or "batched")
+            batches = traced(server, file)
+        assert [b.notes.get("fanout") for b in batches] == [noted, noted]
+
+
+def test_b13_a_full_queue_refuses_with_exactly_these_values(tiny: Path) -> None:
+    with Server(tiny, "--max-queue", "3", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+        with server.burst(numbered(3)) as waiting:
+            waiting.send()
+            server.reach(queued(3))
+            refused = server.act()
+            body = refused.json
+            assert refused.status == 503
+            assert refused.headers["retry-after"] == "1"
+            assert {k: body[k] for k in ("error", "message", "policy_id", "max_queue")} == {
+                "error": "queue_full",
+                "message": "policy runtime queue at capacity",
+                "policy_id": "prod",
+                "max_queue": 3,
+            }
+            assert set(body) - {"error", "message", "policy_id", "max_queue"} == {"request_id", "retry_safe"}
+            assert body["retry_safe"] is True
+            assert all(right(a, i) for i, a in enumerate(waiting.answers()))
+
+
+def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: Path) -> None:
+    with Server(tiny, "--max-queue", "8", "--max-batch-size", "1", "--inject-latency-ms", "400") as server:
+        assert server.act().status == 200  # it learns: 400 ms each
+        with server.burst([{"state": STATE}] * 9) as crowd:
+            crowd.send()
+            server.reach(queued(8))
+            refused = server.act()
+            assert refused.code == "queue_full"
+            assert int(refused.headers["retry-after"]) >= 2
+            server.process.kill()
+
+
+def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
+    with Server(tiny, "--max-queue", "64", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+        answers = server.at_once(numbered(400))
+    served = [i for i, a in enumerate(answers) if a.status == 200]
+    refused = [a for a in answers if a.status != 200]
+    assert len(served) == 64
+    assert all(right(answers[i], i) for i in served)
+    assert {(a.status, a.code, a.headers["retry-after"]) for a in refused} == {(503, "queue_full", "1")}
+    # From the sending of each; a client that reads 400 sockets on one core is part of it.
+    assert np.median([a.seconds for a in refused]) < SLOW / 1e3 / 2
+
+
+def test_refusals_are_quick(tiny: Path) -> None:
+    with Server(tiny, "--max-queue", "1", "--inject-latency-ms", "1500") as server, busy(server):
+        with server.burst(numbered(1)) as waiting:
+            waiting.send()
+            server.reach(queued(1))
+            seconds = sorted(server.act().seconds for _ in range(40))
+            assert seconds[20] < 0.050
+            assert seconds[-1] < 0.500
+
+
+def test_b16_callers_that_hang_up_while_queued_are_never_computed(tiny: Path, file: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "1500", "--trace", str(file)) as server, busy(server) as plug:
+        with server.burst(numbered(48)) as burst:
+            burst.send()
+            server.reach(queued(48))
+            burst.hang_up(range(32))
+            server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 32)
+            assert plug.answers()[0].status == 200
+            answers = burst.answers(range(32, 48))
+        assert all(right(a, i) for i, a in zip(range(32, 48), answers, strict=True))
+        seen = server.metrics()
+        assert seen("reflex_requests_total", outcome="failed") == 0
+        assert seen("reflex_requests_total", outcome="ok") == 17
+        assert server.get("/health").json["consecutive_crashes"] == 0
+        assert members(traced(server, file)) == ["plug", *(f"r{i}" for i in range(32, 48))]
+
+
+def test_b16_one_that_hangs_up_while_it_runs_is_no_fault(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "300", "--max-consecutive-crashes", "1") as server:
+        busy(server).hang_up([0])
+        seen = server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
+        assert seen("reflex_requests_total", outcome="failed") == 0
+        assert server.get("/health").json["consecutive_crashes"] == 0
+        assert server.act().status == 200
+
+
+def test_b16_closing_the_sending_side_while_queued_is_answered_499(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", str(SLOW)) as server, busy(server), server.burst(numbered(1)) as burst:
+        burst.send()
+        server.reach(queued(1))
+        burst.sockets[0].shutdown(socket.SHUT_WR)
+        (answer,) = burst.answers()
+        assert (answer.status, answer.code, answer.json["retry_safe"]) == (499, "cancelled", True)
+
+
+def test_b17_deadlines(tiny: Path, file: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "300", "--max-batch-size", "1", "--trace", str(file)) as server:
+        # passed while it waited: 504. The estimate still believes the warm-up, so it was admitted.
+        with busy(server):
+            late = server.act(deadline_ms=50, request_id="late")
+        assert (late.status, late.code, late.json["retry_safe"]) == (504, "deadline_exceeded", True)
+        for i in range(4):
+            server.act(request_id=f"teach{i}")
+        # cannot be met, by the estimate: 503 at once
+        refused = server.act(deadline_ms=100, request_id="never")
+        assert (refused.status, refused.code, refused.json["retry_safe"]) == (503, "deadline_unreachable", True)
+        assert refused.json["needed_ms"] > 100
+        assert refused.seconds < 0.25
+        # could be met when it came, not any more when the device was free: shed
+        with busy(server):
+            with server.burst(numbered(1, deadline_ms=450)) as burst:
+                burst.send()
+                shed = burst.answers()[0]
+        assert (shed.status, shed.code) == (503, "deadline_unreachable")
+        # can be met
+        assert server.act(deadline_ms=5000, request_id="fine").status == 200
+        seen = server.metrics()
+        counts = {o: seen("reflex_requests_total", outcome=o) for o in ("expired", "rejected", "shed", "failed")}
+        assert counts == {"expired": 1, "rejected": 1, "shed": 1, "failed": 0}
+        ran = members(traced(server, file))
+    assert not {"late", "never", "r0"} & set(ran)
+    assert ran[-1] == "fine"
+
+
+def test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", str(SLOW), "--deadline-ms", "100") as server, busy(server):
+        with server.burst([{"state": STATE}, {"state": STATE, "deadline_ms": 60_000}]) as burst:
+            burst.send()
+            assert [a.status for a in burst.answers()] == [504, 200]
+
+
+def marked(kind: str, rate: float, ids: list[str]) -> set[str]:
+    """Whom `--inject-fault prod:KIND:RATE` strikes."""
+    draw = {i: int.from_bytes(hashlib.sha256(f"0:prod:{kind}:{i}".encode()).digest()[:8], "big") for i in ids}
+    return {i for i, value in draw.items() if value < rate * 2.0**64}
+
+
+def with_one_bad(kind: str, rate: float, n: int) -> list[dict[str, Any]]:
+    """n requests of which the fault strikes exactly the third."""
+    ids = [f"request-{i}" for i in range(1000)]
+    bad = marked(kind, rate, ids)
+    fine = [i for i in ids if i not in bad][: n - 1]
+    chosen = [*fine[:2], min(bad), *fine[2:]]
+    return [{"state": [0.1 * i, 0.0], "seed": i, "request_id": name} for i, name in enumerate(chosen)]
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan"])
+def test_b18_one_bad_item_of_16_leaves_15_right_answers(kind: str, tiny: Path, file: Path) -> None:
+    options = ("--inject-fault", f"prod:{kind}:0.05", "--inject-latency-ms", "300", "--trace", str(file))
+    with Server(tiny, *options) as server:
+        requests = with_one_bad(kind, 0.05, 16)
+        with busy(server):
+            answers = server.at_once(requests)
+        assert [a.status for a in answers] == [200, 200, 500] + [200] * 13
+        for i, answer in enumerate(answers):
+            if i != 2:
+                assert np.allclose(answer.json["actions"], expected([0.1 * i, 0.0], i), atol=1e-5)
+                assert answer.json["batch"]["size"] == 16
+        bad = answers[2].json
+        assert (bad["error"], bad["retry_safe"]) == ("processor_failed", False)
+        assert "Traceback" not in bad["message"]
+        assert server.get("/health").json["consecutive_crashes"] == 0  # others of the batch succeeded
+        batch = traced(server, file)[1]
+    assert [m.outcome for m in batch.members] == ["done", "done", "failed"] + ["done"] * 13
+    assert not batch.crashed
+    if kind == "raise":
+        assert 0 < batch.notes["bisect_calls"] <= 2 * 4 + 2
+    else:
+        assert "bisect_calls" not in batch.notes
+
+
+def test_16_together_of_which_one_is_malformed(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "300") as server, busy(server):
+        requests: list[Any] = numbered(16)
+        requests[5] = {"state": [float("nan"), 1.0]}
+        requests[11] = b'{"state": [1, 2'
+        answers = server.at_once(requests)
+    assert (answers[5].status, answers[5].json["field"]) == (422, "state")
+    assert (answers[11].status, answers[11].code) == (400, "invalid_json")
+    assert all(right(a, i) for i, a in enumerate(answers) if i not in (5, 11))
+
+
+def test_b21_a_greedy_client_does_not_starve_the_others(tiny: Path) -> None:
+    with Server(tiny, "--max-batch-size", "4", "--inject-latency-ms", "150") as server, busy(server):
+        greedy = numbered(24, robot_id="greedy")
+        modest = [{"state": STATE, "robot_id": f"modest-{i}"} for i in range(3)]
+        with server.burst([*greedy, *modest]) as burst:
+            burst.send(0, 24)
+            server.reach(queued(24))
+            burst.send(24)
+            answers = burst.answers()
+    last_of_the_greedy = max(a.json["batch"]["id"] for a in answers[:24])
+    assert last_of_the_greedy >= 7
+    assert max(a.json["batch"]["id"] for a in answers[24:]) <= 3  # the plug is 1; 2 may have left before they came
+
+
+def test_b21_a_client_at_its_cap_is_429(tiny: Path) -> None:
+    options = ("--max-in-flight-per-client", "2", "--inject-latency-ms", str(SLOW))
+    with Server(tiny, *options) as server, busy(server), server.burst(numbered(2, robot_id="r")) as burst:
+        burst.send()
+        server.reach(queued(2))
+        refused = server.act(robot_id="r")
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, "client_at_capacity", "1")
+        assert refused.json["retry_safe"] is True
+        assert server.act(robot_id="other").status == 200
+        assert [a.status for a in burst.answers()] == [200, 200]
+        assert server.act(robot_id="r").status == 200
+
+
+def test_b21_without_a_robot_the_episode_and_then_the_connection_is_the_client(tiny: Path) -> None:
+    options = ("--max-in-flight-per-client", "1", "--inject-latency-ms", str(SLOW))
+    with Server(tiny, *options) as server, busy(server):
+        with server.burst([{"state": STATE, "episode_id": "e"}, {"state": STATE}, {"state": STATE}]) as burst:
+            burst.send()
+            server.reach(queued(3))
+            assert server.act(episode_id="e").status == 429
+            assert [a.status for a in burst.answers()] == [200] * 3
+
+
+@pytest.mark.parametrize("latest", [True, False])
+def test_b22_a_newer_request_of_a_robot_replaces_its_waiting_one(tiny: Path, file: Path, latest: bool) -> None:
+    options = ["--latest-only"] if latest else []
+    with Server(tiny, "--inject-latency-ms", str(SLOW), "--trace", str(file), *options) as server, busy(server) as plug:
+        requests = numbered(3, robot_id="r") + numbered(1, robot_id="s", request_id="other")
+        with server.burst(requests) as burst:
+            for i in range(4):
+                burst.send(i, i + 1)
+                server.reach(lambda m, i=i: m("reflex_in_flight_requests") >= 2 and _seen(server, m, i, latest))
+            answers = burst.answers()
+        assert plug.answers()[0].status == 200  # it ran already: it is not replaced
+        if not latest:
+            assert [a.status for a in answers] == [200] * 4
+            return
+        assert [a.status for a in answers] == [409, 409, 200, 200]
+        assert {(a.code, a.json["retry_safe"]) for a in answers[:2]} == {("superseded", True)}
+        assert answers[0].seconds < answers[2].seconds  # at once, not with the batch
+        age = answers[2].json["timing"]["age_ms"]
+        assert answers[2].json["timing"]["queue_ms"] <= age < SLOW + 2000 + age
+        assert server.metrics()("reflex_requests_total", outcome="superseded") == 2
+        assert members(traced(server, file)) == ["plug", "r2", "other"]
+
+
+def _seen(server: Server, metrics: Any, i: int, latest: bool) -> bool:
+    """Whether request i of the three of one robot, and a fourth of another, has been queued."""
+    waiting = metrics("reflex_policy_runtime_queue_depth")
+    if not latest:
+        return bool(waiting == i + 1)
+    return bool(waiting == (2 if i == 3 else 1) and metrics("reflex_requests_total", outcome="superseded") == min(i, 2))
+
+
+def test_b23_a_newcomer_joins_a_running_batch_at_a_step(file: Path) -> None:
+    body = {"instruction": "open the door", "state": [0.0] * 4, "image": _black()}
+    options = ("--inject-latency-ms", "150", "--max-batch-cost-ms", "10000", "--trace", str(file))
+    with Server(export_dir("v2", "decomposed"), *options) as server:
+        with server.burst([body | {"request_id": "first"}, body | {"request_id": "second"}]) as burst:
+            burst.send(0, 1)
+            server.reach(lambda m: m("reflex_denoise_steps_total") >= 1)
+            burst.send(1, 2)
+            first, second = burst.answers()
+        seen = server.metrics()
+        batches = traced(server, file)
+    assert first.json["batch"]["size"] == second.json["batch"]["size"] == 1  # each was an admission group of its own
+    assert seen("reflex_batch_flush_total") == 2
+    assert seen("reflex_denoise_steps_total") == 10
+    shared = [b for b in batches if b.stage == "denoise" and b.size == 2]
+    assert shared
+    assert all({m.id for m in b.members} == {"first", "second"} for b in shared)
+    # and the answers are those of requests alone
+    with Server(export_dir("v2", "decomposed")) as server:
+        for answer, name in ((first, "first"), (second, "second")):
+            alone = server.post(body | {"request_id": name}).json["actions"]
+            assert np.allclose(answer.json["actions"], alone, atol=1e-4)
+
+
+def _black() -> str:
+    import base64
+    import io
+
+    import PIL.Image
+
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (64, 64)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+# -- options without a rule of their own -------------------------------------------------------------------------------
+
+
+def test_h10_max_batch_size_bounds_a_batch(tiny: Path) -> None:
+    with Server(tiny, "--max-batch-size", "3", "--inject-latency-ms", "100") as server, busy(server):
+        sizes = [a.json["batch"]["size"] for a in server.at_once(numbered(10))]
+    assert max(sizes) == 3
+
+
+def test_h10_batch_timeout_holds_for_callers_that_come_back(tiny: Path, file: Path) -> None:
+    """Eight callers in closed loop, split in two by a late start: only a hold brings them together."""
+    together = {}
+    for hold in (0, 50):
+        options = ("--batch-timeout-ms", str(hold), "--inject-latency-ms", "60", "--trace", str(file))
+        with Server(tiny, *options) as server:
+            _closed_loop(server, callers=8, rounds=8)
+            batches = traced(server, file)
+        assert all(b.cause != "timeout" for b in batches) or hold
+        together[hold] = np.mean([b.size for b in batches[len(batches) // 2 :]])
+    assert together[50] > together[0]
+
+
+def _closed_loop(server: Server, callers: int, rounds: int) -> None:
+    import http.client
+    import threading
+
+    def robot(i: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        for _ in range(rounds):
+            connection.request("POST", "/act", json.dumps({"state": STATE, "robot_id": f"robot-{i}"}))
+            assert json.loads(connection.getresponse().read())["num_actions"]
+        connection.close()
+
+    threads = [threading.Thread(target=robot, args=(i,)) for i in range(callers)]
+    threads[0].start()
+    server.reach(lambda m: m("reflex_in_flight_requests") == 1)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_h10_threads_are_onnx_runtimes(one_by_one: Path) -> None:
+    import psutil
+
+    counts = {}
+    for threads in (1, 4):
+        with Server(one_by_one, "--threads", str(threads)) as server:
+            counts[threads] = psutil.Process(server.process.pid).num_threads()
+    assert counts[4] == counts[1] + 3
+
+
+def test_h10_the_provider_in_force_is_shown(tiny: Path) -> None:
+    with Server(tiny, "--provider", "CPUExecutionProvider", "--robot-id", "arm-7") as server:
+        assert server.get("/config").json["policy"]["provider"] == "CPUExecutionProvider"
+        assert server.get("/health").json["robot_id"] == "arm-7"
+
+
+# -- E1: the prefix cache ----------------------------------------------------------------------------------------------
+
+
+def observe(server: Server, shade: int, episode: str | None = "e", **more: Any) -> Any:
+    import msgpack
+
+    picture = {"dtype": "|u1", "shape": [64, 64, 3], "data": bytes([shade]) * (64 * 64 * 3)}
+    sent = {"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": episode, "seed": 1} | more
+    headers = {"Content-Type": "application/msgpack", "Accept": "application/json"}
+    answer = server.ask("POST", "/act", msgpack.packb(sent), headers)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+@pytest.fixture(scope="module")
+def cached() -> Iterator[Server]:
+    with Server(export_dir("v2", "decomposed")) as server:
+        yield server
+
+
+def test_e1_the_same_scene_of_an_episode_is_a_hit(cached: Server) -> None:
+    before = cached.metrics()
+    first = observe(cached, 10)
+    again = observe(cached, 10)
+    assert (first["cache"], again["cache"]) == ("miss", "hit")
+    assert np.allclose(first["actions"], again["actions"], atol=1e-5)
+    assert observe(cached, 11)["cache"] == "miss"  # another picture
+    assert observe(cached, 10, episode="f")["cache"] == "miss"  # another episode
+    assert observe(cached, 10, instruction="close the door")["cache"] == "miss"
+    assert observe(cached, 10, episode=None)["cache"] == "miss"  # nothing is kept without an episode
+    assert observe(cached, 10, episode=None)["cache"] == "miss"
+    after = cached.metrics()
+    moved = {n: after(n) - before(n) for n in ("reflex_cache_hit_total", "reflex_cache_miss_total")}
+    assert moved == {"reflex_cache_hit_total": 1, "reflex_cache_miss_total": 6}
+
+
+def test_e1_prefix_max_age_chunks_allows_so_many_blind_chunks() -> None:
+    with Server(export_dir("v2", "decomposed"), "--prefix-max-age-chunks", "2") as server:
+        uses = [observe(server, shade)["cache"] for shade in (1, 2, 3, 4, 5)]
+        assert uses == ["miss", "hit_stale", "hit_stale", "miss", "hit_stale"]
+        assert server.metrics()("reflex_cache_hit_total") == 3
+
+
+def test_e1_prefix_cache_mb_0_is_off() -> None:
+    with Server(export_dir("v2", "decomposed"), "--prefix-cache-mb", "0") as server:
+        assert [observe(server, 1)["cache"] for _ in range(2)] == ["off", "off"]
+        seen = server.metrics()
+        assert seen("reflex_cache_hit_total") == seen("reflex_cache_miss_total") == 0
+        assert server.get("/config").json["policy"]["prefix_cache"] is None
+
+
+def test_h10_prefix_cache_mb_bounds_what_is_kept() -> None:
+    with Server(export_dir("v2", "decomposed"), "--prefix-cache-mb", "0.05") as server:
+        for shade in range(30):
+            observe(server, shade)
+        cache = server.get("/config").json["policy"]["prefix_cache"]
+    assert cache["bytes"] <= cache["max_bytes"] == int(0.05 * 2**20)
+    assert cache["evictions"] > 0
