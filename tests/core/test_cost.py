@@ -158,6 +158,18 @@ def test_b8_drift_is_detected_and_forgotten_within_a_few_batches(factor: float) 
     assert fit.predict({"": 4.0}) == pytest.approx(factor * 0.028, rel=0.15)
 
 
+@pytest.mark.parametrize("dear", [0.200, 0.001])
+def test_b8_a_new_class_is_no_drift_of_the_others(dear: float) -> None:
+    fit = AffineFit()
+    for n in (1, 2, 4, 8) * 30:
+        fit.observe({"cheap": float(n)}, 0.020 + 0.010 * n)
+    for n in (1, 2, 4) * 20:
+        fit.observe({"other": float(n)}, 0.020 + dear * n)
+    assert fit.alarms == 0
+    assert fit.predict({"cheap": 8.0}) == pytest.approx(0.100, rel=0.05)
+    assert fit.predict({"other": 4.0}) == pytest.approx(0.020 + 4 * dear, rel=0.05)
+
+
 def test_b8_slope_and_fixed_stay_physical_when_all_batches_have_one_size() -> None:
     random, fit = Random(6), AffineFit()
     for n in (1, 2, 4, 8) * 10:

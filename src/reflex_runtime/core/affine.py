@@ -58,6 +58,7 @@ class AffineFit:
         "_low",
         "_moment",
         "_recent",
+        "_seen",
         "_sizes",
         "_theta",
         "alarms",
@@ -71,6 +72,7 @@ class AffineFit:
         self._anchor = [0.0]
         self._gram = [[0.0]]
         self._moment = [0.0]
+        self._seen = [0]  # batches each unknown was in
         self._sizes: set[float] = set()
         self._recent: deque[float] = deque(maxlen=4)
         self._high = self._low = 0.0
@@ -117,8 +119,10 @@ class AffineFit:
         self.samples += 1
         if len(self._sizes) < 64:
             self._sizes.add(sum(counts.values()))
+        self._seen = [k + (n > 0.0) for k, n in zip(self._seen, x, strict=True)]
         weight = 1.0
-        if self.samples > _WARM_SAMPLES:
+        # The first batches of a class are predicted from a guess, so they say nothing of drift.
+        if min(k for k, n in zip(self._seen, x, strict=True) if n > 0.0) > _WARM_SAMPLES:
             predicted, weight = self._judge(x, predicted, seconds)
         self._update(x, predicted, weight / (predicted * predicted), seconds)
 
@@ -128,6 +132,7 @@ class AffineFit:
                 self._index[cost_class] = len(self._theta)
                 self._theta.append(DEFAULT_COST)
                 self._anchor.append(DEFAULT_COST)
+                self._seen.append(0)
                 for row in self._gram:
                     row.append(0.0)
                 self._gram.append([0.0] * len(self._theta))
@@ -178,4 +183,6 @@ class AffineFit:
             theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
         floor = 1e-3 * predicted
         self._theta = [theta[0], *(max(t, floor) for t in theta[1:])]
-        self._anchor = [0.9 * a + 0.1 * t for a, t in zip(self._anchor, self._theta, strict=True)]
+        for i, (a, t) in enumerate(zip(self._anchor, self._theta, strict=True)):
+            guessed = i > 0 and self._seen[i] <= _WARM_SAMPLES  # a guess is no anchor
+            self._anchor[i] = t if guessed else 0.9 * a + 0.1 * t

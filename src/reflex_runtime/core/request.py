@@ -36,6 +36,8 @@ class TicketState(Enum):
     RESIDENT = "resident"
     SETTLED = "settled"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every step of a ticket looks itself up
+
 
 TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
     TicketState.WAITING: frozenset({TicketState.RUNNING, TicketState.SETTLED}),

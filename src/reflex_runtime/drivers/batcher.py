@@ -49,7 +49,9 @@ class Batcher:
         clock: Clock = time.monotonic,
         on_fatal: Callable[[], None] | None = None,
     ) -> None:
-        self.scheduler = Scheduler(groups)
+        configs = list(groups)
+        self.scheduler = Scheduler(configs)
+        self._replaces = any(config.latest_only for config in configs)
         self.device = Device(self.scheduler, processors, self._notified, clock, self._fatal_from_thread)
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
@@ -90,6 +92,8 @@ class Batcher:
         except Rejected:
             self._pump_soon()
             raise
+        if self._replaces:  # somebody may have been replaced, and is answered at once
+            self._pump_soon()
         if not self._wake_due:  # requests that came in one turn of the loop wake the device once
             self._wake_due = True
             loop.call_soon(self._wake)
@@ -109,6 +113,10 @@ class Batcher:
     def cancel(self, ticket: Ticket) -> None:
         """Take a request back. Its future ends with `Cancelled` unless it is already done."""
         self.device.cancel(ticket)
+
+    def flush(self) -> None:
+        """Hand the sinks every event so far: those nobody waits for otherwise come with the next answer."""
+        self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
         """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.

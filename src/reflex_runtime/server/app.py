@@ -417,6 +417,8 @@ class App:
 
     async def metrics(self, exchange: Exchange) -> None:
         """Prometheus text."""
+        if self.runtime.loaded:
+            self.runtime.batcher.flush()
         await exchange.answer(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
 
     async def cost_model(self, exchange: Exchange) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -65,8 +66,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _left(self) -> None:
         cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and (left := cycle.scope.get(LEFT)) is not None:
-            left()
+        if cycle is not None and not cycle.response_complete:
+            left: Any = cycle.scope.get(LEFT)
+            if left is not None:
+                left()
 
     # -- parser callbacks ----------------------------------------------------------------------------------------------
 
@@ -74,7 +77,8 @@ class HttpProtocol(HttpToolsProtocol):
         if not self._skip_head:
             self._in_head, self._head = True, 0
             super().on_message_begin()
-            self.scope[LEFT] = None  # type: ignore[typeddict-unknown-key]
+            scope: dict[str, Any] = self.scope  # type: ignore[assignment]
+            scope[LEFT] = None
 
     def on_url(self, url: bytes) -> None:
         if not self._skip_head:

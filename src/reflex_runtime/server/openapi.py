@@ -87,7 +87,7 @@ def page() -> bytes:
                 parts.append(f"<p>{html.escape(spec['description'])}</p>")
             schema = spec.get("requestBody", {}).get("content", {}).get(act.JSON_TYPE, {}).get("schema", {})
             if schema.get("properties"):
-                parts.append(_table("Field", {k: _type(v) for k, v in sorted(schema["properties"].items())}))
+                parts.append(_table("Field", {k: _field(v) for k, v in sorted(schema["properties"].items())}))
             parts.append(_table("Status", {k: v["description"] for k, v in spec["responses"].items()}))
     style = (
         "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
@@ -98,6 +98,10 @@ def page() -> bytes:
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Reflex API</title><style>{style}</style>"
     intro = f"<h1>Reflex {html.escape(__version__)}</h1><p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
     return (head + intro + "".join(parts) + "</html>").encode()
+
+
+def _field(schema: dict[str, Any]) -> str:
+    return f"{_type(schema)}: {schema['description']}" if "description" in schema else _type(schema)
 
 
 def _type(schema: dict[str, Any]) -> str:

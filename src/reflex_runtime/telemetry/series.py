@@ -35,7 +35,7 @@ class Counter:
     def __init__(self, name: str, help: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
         self._name, self._help, self._labels = name.removesuffix("_total"), help, labels
         self._children: dict[tuple[str, ...], CounterChild] = {}
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
 
     def labels(self, *values: str) -> CounterChild:
         """The series of these label values, made if it is new."""
@@ -75,9 +75,9 @@ class Histogram:
     ) -> None:
         self._name, self._help, self._labels = name, help, labels
         self._bounds = (*(float(b) for b in buckets), inf)
-        self._names = [floatToGoString(bound) for bound in self._bounds]
+        self._names = [floatToGoString(bound) for bound in self._bounds]  # type: ignore[no-untyped-call]
         self._children: dict[tuple[str, ...], HistogramChild] = {}
-        registry.register(self)  # type: ignore[arg-type]
+        registry.register(self)
 
     def labels(self, *values: str) -> HistogramChild:
         """The series of these label values, made if it is new."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -36,23 +36,33 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
 Image = str | bytes | Array
 
 
+def _says(description: str) -> msgspec.Meta:
+    """What a field means, for /openapi.json and /docs."""
+    return msgspec.Meta(description=description)
+
+
+Text = str | None
+
+
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    instruction: str | None = None
-    episode_id: str | None = None
-    request_id: str | None = None
-    robot_id: str | None = None
-    seed: int | None = None
-    priority: Literal["urgent", "default", "background"] = "default"
-    deadline_ms: float | None = None
+    instruction: Annotated[Text, _says("what to do, in words")] = None
+    episode_id: Annotated[Text, _says("what cached prefixes and held actions belong to")] = None
+    request_id: Annotated[Text, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
+    robot_id: Annotated[Text, _says("whose fair share it takes; else the episode's, else the connection's")] = None
+    seed: Annotated[int | None, _says("of the noise; else the first 8 bytes of SHA-256 of request_id")] = None
+    priority: Annotated[
+        Literal["urgent", "default", "background"], _says("urgent goes first and at once, background fills free places")
+    ] = "default"
+    deadline_ms: Annotated[float | None, _says("refused before it runs when it cannot be answered within this")] = None
 
 
 class ActJson(_Common, kw_only=True):
     """The JSON body."""
 
-    image: str | None = None
-    image_wrist: str | None = None
-    images: dict[str, str] | None = None
-    state: list[float] | None = None
+    image: Annotated[Text, _says("PNG or JPEG as base64; a data URL will do")] = None
+    image_wrist: Annotated[Text, _says("likewise, for the camera of that name")] = None
+    images: Annotated[dict[str, str] | None, _says("further cameras by name")] = None
+    state: Annotated[list[float] | None, _says("the robot's state in its own units; finite")] = None
 
 
 class ActMsgpack(_Common, kw_only=True):
