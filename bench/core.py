@@ -1,4 +1,4 @@
-"""The scheduler alone, in process: no thread, no loop, virtual service times. CPU time, so that neighbours count less."""
+"""The scheduler alone, in process: no thread, no loop, virtual service times. In CPU time: neighbours count less."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A transformer in bfloat16, captured as CUDA graphs at the sizes it pads to. Raw throughput at each size is measured
 first, alone; then closed-loop callers go through `Batcher`, one batch at a time, and the ratio at the batch size they
-reached says what the scheduler costs. Each case is repeated; medians and spread are printed, JSON is the last line of stdout.
+reached says what the scheduler costs. Each case is repeated; medians and spread are printed, and JSON is the last line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The load generator: prebuilt request bytes on plain sockets and one selector, because it shares a machine with the server.
+"""The load generator: prebuilt request bytes on plain sockets and one selector, because it shares the machine.
 
 Runs as a process of its own, `python -m bench.load`: a job as JSON on standard input, the result on standard output.
 A closed loop sends again as soon as it is answered; an open loop sends at the times of a Poisson process and counts

@@ -1,9 +1,9 @@
 """The policies that are served: one that costs nothing, and one whose batch of 32 costs about five times a single.
 
 Both take eight numbers of state and answer a chunk of 4 actions with 4 joints, so that answers are small and what is
-measured is the serving. The heavy one does a fixed amount of arithmetic per call and an amount per row, on weights that
-stay in the core's own cache: its cost is then the same whatever the neighbours do to the memory bus. It is still measured
-in every run.
+measured is the serving. The heavy one does a fixed amount of arithmetic per call and an amount per row, on weights
+that stay in the core's own cache: its cost is then the same whatever the neighbours do to the memory bus. It is still
+measured in every run.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def _heavy() -> bytes:
     computed once at load, and is then scaled until it changes no answer."""
     constants = [_weights(f"w{i}", WIDTH, WIDTH) for i in range(4)]
     constants += [_weights("w_in", STATE, WIDTH), _weights("w_out", WIDTH, JOINTS), _weights("square", WIDTH, WIDTH)]
-    constants += [_constant("row", [-1, 1, WIDTH]), _constant("begin", [0]), _constant("end", [CHUNK]), _constant("axis", [1])]
-    constants += [numpy_helper.from_array(np.float32(1e-30), "tiny")]
-    constants += [numpy_helper.from_array(np.linspace(-1, 1, TOKENS * WIDTH, dtype=np.float32).reshape(1, TOKENS, WIDTH), "places")]
+    places = np.linspace(-1, 1, TOKENS * WIDTH, dtype=np.float32).reshape(1, TOKENS, WIDTH)
+    constants += [numpy_helper.from_array(places, "places"), numpy_helper.from_array(np.float32(1e-30), "tiny")]
+    constants += [_constant("row", [-1, 1, WIDTH]), _constant("axis", [1])]
+    constants += [_constant("begin", [0]), _constant("end", [CHUNK])]
     nodes = [
         helper.make_node("ReduceMax", ["state"], ["peak"], keepdims=0),
         helper.make_node("Mul", ["peak", "tiny"], ["nothing"]),

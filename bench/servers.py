@@ -28,13 +28,15 @@ START_LIMIT = 60.0  # seconds until a server must answer
 class Server:
     """One running server."""
 
-    def __init__(self, name: str, command: Sequence[str], path: str = "/act", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], path: str = "/act", env: dict[str, str] | None = None
+    ) -> None:
         self.name, self.path = name, path
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
         where = cores()[0]
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, *(part.replace("PORT", str(self.port)) for part in command)],
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})},
@@ -50,10 +52,8 @@ class Server:
         """End it and whatever it started."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5.0)
-            except subprocess.TimeoutExpired:
-                pass
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()

@@ -15,7 +15,7 @@ def word_lengths(words: list[str]) -> list[int]:
 
 
 def main() -> None:
-    words = "which requests share the next forward pass".split() * 8
+    words = ["which", "requests", "share", "the", "next", "forward", "pass"] * 8
     with ThreadPoolExecutor(max_workers=16) as pool:
         lengths = list(pool.map(word_lengths, words))
     word_lengths.close()

@@ -1,1 +1,1 @@
-"""What is measured against: a bare ASGI hello, the simplest batcher by hand, mosec, LitServe, and ONNX Runtime alone."""
+"""What is measured against: a bare ASGI hello, a batcher by hand, mosec, LitServe, and ONNX Runtime alone."""

@@ -41,4 +41,5 @@ class Model(litserve.LitAPI):
 
 if __name__ == "__main__":
     server = litserve.LitServer(Model(sys.argv[1]), accelerator="cpu", workers_per_device=1)
-    server.run(host="127.0.0.1", port=int(sys.argv[2]), num_api_servers=1, generate_client_file=False, log_level="error")
+    port = int(sys.argv[2])
+    server.run(host="127.0.0.1", port=port, num_api_servers=1, generate_client_file=False, log_level="error")

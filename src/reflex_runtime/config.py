@@ -53,11 +53,14 @@ class ServeConfig:
     max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
     max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
     cost_model: str = option(
-        "affine", "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
+        "affine",
+        "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
         choices=("affine", "median"),
     )
     max_batch: int = option(1, "ignored, kept for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
-    latest_only: bool = option(False, "a newer request of the same robot replaces its waiting older one (409 superseded)")
+    latest_only: bool = option(
+        False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
+    )
     max_in_flight_per_client: int = option(
         0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
     )
@@ -65,10 +68,15 @@ class ServeConfig:
         "", "batch sizes to capture at warm-up and pad to, such as 1,2,4,8; not on the CPU", metavar="SIZES"
     )
     # the policy
-    provider: str = option("cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently")
+    provider: str = option(
+        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently"
+    )
     threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
     prefix_max_age_chunks: int = option(
-        0, "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)", low=0, high=1000
+        0,
+        "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)",
+        low=0,
+        high=1000,
     )
     prefix_cache_mb: float = option(
         256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB"
@@ -77,14 +85,21 @@ class ServeConfig:
         "error", "what a non-finite action becomes: an error, or a hold of the episode's last good action",
         choices=("error", "hold"),
     )
-    deadline_ms: float = option(0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms")
+    deadline_ms: float = option(
+        0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms"
+    )
     # protection
     max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
     max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
-    watchdog_s: float = option(10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s")
-    max_consecutive_crashes: int = option(5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000)
+    watchdog_s: float = option(
+        10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s"
+    )
+    max_consecutive_crashes: int = option(
+        5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000
+    )
     probe_cooldown_s: float = option(
-        30.0, "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
+        30.0,
+        "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
         low=0, high=480, unit="s",
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
@@ -148,7 +163,9 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             parser.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
         else:
             shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
-            shown = shown or ("{" + ",".join(meta["choices"]) + "}" if meta["choices"] else "N" if hints[f.name] is int else "TEXT")
+            if meta["choices"]:
+                shown = "{" + ",".join(meta["choices"]) + "}"
+            shown = shown or ("N" if hints[f.name] is int else "TEXT")
             parser.add_argument(flag(f.name), metavar=shown, **common)
 
 

@@ -410,6 +410,14 @@ SCENARIOS: dict[str, Scenario] = {
         limits=(None, None, 60.0, 100.0),
         device=lambda b: (4 + len(b) if b.stage == "prefix" else 1 + len(b) / 4) * TICK,
     ),
+    "stages_memory": Scenario(
+        (counted(FlushPolicy.every_step(8, 4), pool=9.0),),
+        wants=(3.0, 4.0, 6.0),
+        stages=("prefix", "denoise"),
+        more=True,
+        holds=True,
+        partitions=1,
+    ),
     "groups": Scenario(
         (
             counted(FlushPolicy(max_batch_size=2), name="a", weight=2.0),

@@ -1,4 +1,4 @@
-"""Processors that a test opens and shuts like a gate. Real threads and real loops; whoever waits, waits for an event."""
+"""Processors that a test opens and shuts like a gate. Real threads, real loops; whoever waits, waits for an event."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.function import FunctionProcessor
 
-
 BY_COUNT = [GroupConfig(flush=FlushPolicy.by_size(64, 0.0))]  # no cost to learn, no hold
 
 
@@ -136,7 +135,7 @@ def test_residents_stay_for_as_many_steps_as_they_want() -> None:
     run(main())
 
 
-# -- every one once, in order --------------------------------------------------------------------------------------------
+# -- every one once, in order ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -244,7 +243,7 @@ def test_flush_hands_out_what_nobody_waits_for() -> None:
     run(main())
 
 
-# -- leaving -------------------------------------------------------------------------------------------------------------
+# -- leaving -----------------------------------------------------------------------------------------------------------
 
 
 def test_b16_a_request_cancelled_while_queued_is_never_executed() -> None:
@@ -298,6 +297,23 @@ def test_b16_the_value_of_one_cancelled_while_it_runs_is_dropped() -> None:
     run(main())
 
 
+def test_b16_a_task_cancelled_while_it_runs_leaves_its_neighbours_their_answers() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with Batcher({"default": gate}, BY_COUNT) as batcher:
+            leaving = asyncio.create_task(batcher.run(Request("leaving")))
+            staying = asyncio.create_task(batcher.run(Request("staying")))
+            await gate.busy()
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            gate.gate.set()
+            assert await staying == "staying"
+        assert gate.calls == [["leaving", "staying"]]
+
+    run(main())
+
+
 def test_b17_a_deadline_is_told_while_the_device_is_busy() -> None:
     async def main() -> None:
         gate = Gate()
@@ -334,7 +350,7 @@ def test_b17_the_earliest_of_many_deadlines_rings_first() -> None:
     run(main())
 
 
-# -- faults --------------------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------------------
 
 
 def test_b19_exceptions_and_wrong_counts_reach_their_callers_and_nobody_else() -> None:
@@ -378,6 +394,20 @@ def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() ->
         assert not await batcher.close()
         assert [e.ticket.request.payload for e in log.of(RequestSettled)] == ["first", "second", "third"]
         assert threading.active_count() < 20
+
+    run(main())
+
+
+def test_b19_the_watchdog_outlasts_a_hold() -> None:
+    """The timer goes off while the request is still held on a free device, and is there again when its batch hangs."""
+
+    async def main() -> None:
+        gate = Gate()
+        hold = [GroupConfig(flush=FlushPolicy.by_size(4, 0.050))]
+        async with Batcher({"default": gate}, hold, watchdog=0.020) as batcher:
+            with pytest.raises(ProcessorHung):
+                await batcher.run(Request(1))
+            gate.gate.set()
 
     run(main())
 
@@ -464,7 +494,7 @@ def test_b19_errors_in_stop_and_drop_are_only_logged(caplog: pytest.LogCaptureFi
     assert "could not be stopped" in caplog.text
 
 
-# -- closing -------------------------------------------------------------------------------------------------------------
+# -- closing -----------------------------------------------------------------------------------------------------------
 
 
 def test_b20_close_finishes_what_is_queued() -> None:
@@ -517,7 +547,12 @@ def test_b20_close_with_a_hung_batch_answers_everybody() -> None:
         assert not await batcher.close(drain=True, timeout=0.1)
         assert isinstance(running.waiter.exception(), CutShort)
         assert isinstance(queued.waiter.exception(), Drained)
+        lost = next(t for t in threading.enumerate() if t.name.startswith("reflex-device"))
         gate.gate.set()
+        await asyncio.to_thread(lost.join, PATIENCE)
+        assert not lost.is_alive()  # it went its way: nothing was restarted, nothing completed twice
+        assert gate.started == 1
+        assert not batcher.device.fatal
 
     run(main())
 
@@ -543,13 +578,16 @@ def test_b20_a_close_that_is_cancelled_answers_everybody() -> None:
 def test_b20_an_error_in_the_block_does_not_wait_for_the_queue() -> None:
     async def main() -> None:
         gate = Gate()
-        queued = None
-        with pytest.raises(RuntimeError, match="mine"):
+        tickets = []
+
+        async def block() -> None:
             async with Batcher({"default": gate}, [GroupConfig(flush=FlushPolicy.by_size(4, 60.0))]) as batcher:
-                queued = batcher.submit(Request("held for company"))
+                tickets.append(batcher.submit(Request("held for company")))
                 raise RuntimeError("mine")
-        assert queued is not None
-        assert isinstance(queued.waiter.exception(), Drained)
+
+        with pytest.raises(RuntimeError, match="mine"):
+            await block()
+        assert isinstance(tickets[0].waiter.exception(), Drained)
         assert gate.calls == []
 
     run(main())

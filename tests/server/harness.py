@@ -113,6 +113,13 @@ class Server:
                 if self.log[-1:] == ["<end>"] or not self.told.wait(PATIENCE):
                     raise AssertionError(f"no {text!r} in the log:\n" + "\n".join(self.log))
 
+    def wait_log_while(self, text: str, action: Callable[[], Any]) -> None:
+        """Repeat an action until the log says it."""
+        end = time.monotonic() + PATIENCE
+        while not any(text in line for line in self.log):
+            assert time.monotonic() < end, "\n".join(self.log)
+            action()
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal it, wait until it is gone, and return its exit status."""
         self.process.send_signal(number)

@@ -515,7 +515,8 @@ def observe(server: Server, shade: int, episode: str | None = "e", **more: Any) 
     import msgpack
 
     picture = {"dtype": "|u1", "shape": [64, 64, 3], "data": bytes([shade]) * (64 * 64 * 3)}
-    sent = {"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": episode, "seed": 1} | more
+    sent = {"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": episode, "seed": 1}
+    sent |= more
     headers = {"Content-Type": "application/msgpack", "Accept": "application/json"}
     answer = server.ask("POST", "/act", msgpack.packb(sent), headers)
     assert answer.status == 200, answer.body

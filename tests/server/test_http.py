@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 import PIL.Image
 import pytest
+
 from policies.tiny import ACTIONS, CHUNK, HEIGHT, STEPS, WIDTH, picture, write_export
 
 from .harness import Answer, Server, encode, parse_answers, read_all
@@ -410,12 +411,12 @@ def test_h12_every_answer_has_an_id_and_every_error_its_keys(server: Server) -> 
         wrong = server.ask(method, "/act")
         assert wrong.status == 405
         assert wrong.headers["allow"] == "POST"
-    for path in ("/", "/act/", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/é".encode().decode("latin-1")):
-        check_error(server.get(quote(path, safe="/%")), 404, "not_found")
+    for path in ("/", "/act/", "/ACT", "/v1/models", "/%00", "/a%0d%0ab", "/" + "x" * 5000, "/%C3%A9", "/%FF"):
+        check_error(server.get(path), 404, "not_found")
     assert server.post(fields()).headers["x-request-id"] != server.post(fields()).headers["x-request-id"]
 
 
-# -- H13: any text ------------------------------------------------------------------------------------------------------
+# -- H13: any text -----------------------------------------------------------------------------------------------------
 
 IDS = {
     "plain": "robot-7",
@@ -463,7 +464,7 @@ def test_h13_any_instruction_is_answered(server: Server, text: str) -> None:
 # -- the wire itself ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=x", "ü"])
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "application/json; a=b", "ü"])
 def test_a_body_of_another_type_is_read_as_json(server: Server, kind: str) -> None:
     good(server.ask("POST", "/act", json.dumps(fields()).encode(), {"Content-Type": kind.encode().decode("latin-1")}))
 

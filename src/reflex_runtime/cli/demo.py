@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
-physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two cores.
+physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two
+cores.
 Needs the extra: pip install 'reflex-runtime[demo]'
 """
 _READY = re.compile(r"ready on (http://\S+)")

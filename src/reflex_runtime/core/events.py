@@ -1,7 +1,7 @@
 """The one event stream. Metrics, recorder, trace, health and dashboard are folds over it; nothing else observes.
 
-Events are plain tuples with names: cheap to make on the hot path, immutable, and each starts with its time in seconds on
-the driver's monotonic clock. Sinks must not keep a ticket longer than they need it: it holds the payload.
+Events are plain tuples with names: cheap to make on the hot path, immutable, and each starts with its time in seconds
+on the driver's monotonic clock. Sinks must not keep a ticket longer than they need it: it holds the payload.
 """
 
 from __future__ import annotations

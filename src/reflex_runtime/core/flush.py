@@ -1,8 +1,8 @@
 """When a batch leaves, and how large it may be.
 
 A `FlushPolicy` is a frozen value, not behaviour: four numbers per tier and two ceilings express every documented rule.
-`due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is the only other thing
-that may postpone a batch.
+`due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is the only other
+thing that may postpone a batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class FlushPolicy:
     max_batch_cost: ceiling in the cost model's unit.
     max_batch_size: most tickets in a batch, residents included.
     hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may be kept waiting for
-        company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs in
-        latency is at most hold_max; 0 sends at once.
+        company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs
+        in latency is at most hold_max; 0 sends at once.
     target: how many to wait for; never how many may go.
     returns: longest hold, in seconds, for clients that were answered a moment ago and are expected back; counted from
         max(oldest arrival, device free). 0 switches it off.
@@ -94,7 +94,7 @@ class FlushPolicy:
         return cls(max_batch_cost=max_num_batched_tokens, max_batch_size=max_num_seqs)
 
     def due_at(self, heads: Sequence[float | None], waiting: int) -> float:
-        """Time at which what waits is due. heads: arrival of each tier's oldest waiting ticket, None if there is none."""
+        """Time at which what waits is due. heads: arrival of each tier's oldest waiting ticket, or None."""
         hold = self.hold_min if waiting >= self.target else self.hold_max
         return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
 

@@ -210,7 +210,12 @@ class Former:
             entitled = shares is None or shares[client] > 0
             if reserves and stage is not None and ticket.stage != stage:
                 entitled = False
-            units = self._offer(filled.tally, ticket, limit) if entitled else 0.0
+            if not entitled:
+                units = 0.0
+            elif reserves:
+                units = self._offer(filled.tally, ticket, limit)
+            else:
+                units = filled.tally.offer(ticket, budget, limit)
             if units > 0.0:
                 stage = ticket.stage
                 filled.tally.add(ticket, units)

@@ -1,7 +1,7 @@
 """Who goes first: partitions, priority tiers, fair shares between clients.
 
-A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers; a
-tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest head.
+A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers;
+a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest head.
 Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
 """
 
@@ -19,6 +19,7 @@ from reflex_runtime.core.request import Priority, Ticket, TicketState
 
 IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
+LINED_UP = 256  # queues up to which a walk sorts them all: cheaper than taking each off the heap and putting it back
 
 
 class Client:
@@ -186,6 +187,12 @@ class Tier:
                 heappop(heap)
         return None
 
+    def line_up(self) -> list[Entry] | None:
+        """Its queues in serving order, the first at the end; None when they are too many to sort for one batch."""
+        if len(self._queues) > LINED_UP:
+            return None
+        return sorted([(q.client.counter, next(iter(q.tickets)).seq, q) for q in self._queues.values()], reverse=True)
+
     def pop(self) -> None:
         """Take the first entry off the heap; `open` its queue again afterwards."""
         heappop(self._heap)[2].entry = None
@@ -201,6 +208,7 @@ class Cursor:
     def __init__(self, partition: Partition) -> None:
         self._tiers = partition.tiers
         self._index = 0
+        self._line = self._tiers[0].line_up()  # of the tier at hand; None: its heap is walked instead
         self._opened: list[ClientQueue] = []  # off their tier's heap for now
         self._ahead: list[tuple[float, int, Ticket, ClientQueue, Iterator[Ticket]]] = []
         self._charged: dict[Client, float] = {}
@@ -216,6 +224,8 @@ class Cursor:
                     return found[0]
             self.close()
             self._index += 1
+            if self._index < len(self._tiers):
+                self._line = self._tiers[self._index].line_up()
         return None
 
     def take(self, charge: float) -> None:
@@ -241,9 +251,10 @@ class Cursor:
         self._ahead.clear()
 
     def _best(self, tier: Tier) -> tuple[Ticket, ClientQueue, Iterator[Ticket]] | None:
-        """The first of those still on the tier's heap and those already moved back in this fill."""
+        """The first of those still in the tier's line or heap and those already moved back in this fill."""
+        line = self._line
         while True:
-            top = tier.first()
+            top = tier.first() if line is None else line[-1] if line else None
             if top is None or (self._ahead and self._ahead[0][:2] < top[:2]):
                 if not self._ahead:
                     return None
@@ -253,9 +264,12 @@ class Cursor:
                     return ticket, queue, rest
                 heappush(self._ahead, (moved, seq, ticket, queue, rest))  # its client has another queue in this tier
                 continue
-            tier.pop()
             queue = top[2]
-            self._opened.append(queue)
+            if line is None:
+                tier.pop()
+                self._opened.append(queue)
+            else:
+                line.pop()
             rest = iter(queue.tickets)
             ticket = next(rest)
             charged = self._charged.get(queue.client)

@@ -1,7 +1,7 @@
 """What a resident occupies between steps (memory blocks, slots), and how the scheduler asks for it.
 
-The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it did not, so a step is a
-transaction. `UnitPool` is the smallest real resource and the example to copy.
+The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it did not, so a step is
+a transaction. `UnitPool` is the smallest real resource and the example to copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Resources(Protocol):
         """Whether the request could run if it were alone; False refuses it with TooLarge."""
 
     def begin(self, ticket: Ticket) -> float:
-        """The ticket is about to enter: claim what is already there for it; returns the units that need no computing."""
+        """The ticket is about to enter: claim what is there for it already; returns the units that need no computing."""
 
     def reserve(self, ticket: Ticket, units: float) -> bool:
         """Make room for `units` more of the ticket; False when there is none."""

@@ -91,6 +91,11 @@ class Returns:
             grid.append(h)
             h *= 2.0
         grid.append(longest)
+        # Were all of them certain to be back at once: a hold for which even that is not worth its price needs no sums.
+        most = len(self._away) * (batch_time - queued * marginal)
+        grid = [h for h in grid if queued * h < most]
+        if not grid:
+            return 0.0
         expected = [0.0] * len(grid)
         waits = [0.0] * len(grid)
         for thinker in self._away.values():

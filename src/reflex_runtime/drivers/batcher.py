@@ -1,7 +1,7 @@
 """The asyncio driver: an event loop submits, cancels and awaits; device work happens in its own thread.
 
-Futures are resolved and sinks are called on the loop, once per batch. One loop timer serves expiry and the watchdog while
-the device is busy; when it is free the device thread waits for itself. The loop never waits for the device.
+Futures are resolved and sinks are called on the loop, once per batch. One loop timer serves expiry and the watchdog
+while the device is busy; when it is free the device thread waits for itself. The loop never waits for the device.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Batcher:
         """Hand the sinks every event so far: those nobody waits for otherwise come with the next answer."""
         self._pump()
 
-    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:  # noqa: ASYNC109
         """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.
 
         Every future is done when it returns. Returns whether the thread ended.
@@ -148,7 +148,7 @@ class Batcher:
                 self._timer, self._timer_at = None, inf
         return ended
 
-    # -- on the loop -----------------------------------------------------------------------------------------------------
+    # -- on the loop ---------------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
         self._wake_due = False
@@ -208,7 +208,7 @@ class Batcher:
         else:
             waiter.set_exception(outcome.error)
 
-    # -- the timer -------------------------------------------------------------------------------------------------------
+    # -- the timer -----------------------------------------------------------------------------------------------------
 
     def _due(self) -> float:
         """What must happen on the loop while the device is busy: expiry, and the watchdog."""

@@ -37,12 +37,13 @@ Result = TypeVar("Result")
 class BatchedFunction(Generic[Item, Result]):
     """A function over a list that is called with single items. See the module docstring."""
 
-    def __init__(self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool) -> None:
+    def __init__(
+        self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool
+    ) -> None:
         functools.update_wrapper(self, function)
         self._scheduler = Scheduler([config])
-        self._device = Device(
-            self._scheduler, {config.name: FunctionProcessor(function, repeatable)}, self._deliver, name=function.__name__
-        )
+        processor = FunctionProcessor(function, repeatable)
+        self._device = Device(self._scheduler, {config.name: processor}, self._deliver, name=function.__name__)
         self._group = config.name
         self._delivery = threading.RLock()  # a future's callback may cancel another item
         self._starting = threading.Lock()
@@ -51,7 +52,7 @@ class BatchedFunction(Generic[Item, Result]):
     def __call__(self, item: Item, timeout: float | None = None) -> Result:
         """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout."""
         if self._device.current:
-            raise ConfigError(f"@batched: the function calls itself with a single item, and would wait for itself")
+            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
         ticket, future = self._submit(item)
         try:
             return future.result(timeout)
@@ -75,7 +76,7 @@ class BatchedFunction(Generic[Item, Result]):
             raise
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
-        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended in `timeout` seconds.
+        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
 
         Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
         """

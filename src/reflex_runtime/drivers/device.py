@@ -5,7 +5,7 @@ and wakes it. It waits on a condition until `wake_at`, never by polling. Drivers
 how results get back.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
-second time the device itself is given up (`on_fatal`): what is left is answered with errors and nothing more is admitted.
+second time the device itself is given up (`on_fatal`): what is left is answered with errors, and nothing is admitted.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class Device:
             self._cut_short(error)
         self._notify()
 
-    # -- device thread ---------------------------------------------------------------------------------------------------
+    # -- device thread -------------------------------------------------------------------------------------------------
 
     def _spawn(self) -> None:
         self._generation += 1
@@ -207,7 +207,7 @@ class Device:
                 log.exception("a processor could not be stopped")
 
     def _next(self, generation: int, outcomes: Sequence[Outcome] | None) -> Batch | None:
-        """Complete the batch that ran, and wait for the next; None when the device stops or this thread was given up."""
+        """Complete the batch that ran, wait for the next; None when the device stops or this thread was given up."""
         while True:
             with self._lock:
                 if generation != self._generation:

@@ -111,7 +111,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.data_received(rest)
 
     def _refuse(self, message: str) -> None:
-        """Answer 400 and close. What was asked before is answered first; a body that broke off is for the app to refuse."""
+        """Answer 400 and close. What was asked before is answered first; a body that broke off the app refuses."""
         self._refusing = True
         cycle = self.cycle
         if cycle is None or cycle.response_complete:

@@ -18,7 +18,8 @@ _ERRORS = {
     "422": "invalid_request: `field` names what is wrong",
     "429": "client_at_capacity, too_many_requests: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
-    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: try again after Retry-After",
+    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: "
+    "try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before it ran",
 }
 
@@ -68,7 +69,7 @@ def _act(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     responses |= {code: {"description": text, "content": failure} for code, text in _ERRORS.items()}
     return {
         "summary": "One observation in, one chunk of actions out",
-        "description": "All fields are optional here; the loaded policy decides which it needs (422 names a missing one). "
+        "description": "All fields are optional here; the policy decides which it needs (422 names a missing one). "
         "As application/msgpack, images are PNG/JPEG bytes or arrays, and arrays are {dtype, shape, data}.",
         "requestBody": {"content": {act.JSON_TYPE: {"schema": request}, act.MSGPACK_TYPE: {"schema": {}}}},
         "responses": responses,
@@ -96,7 +97,8 @@ def page() -> bytes:
         "border-radius:4px}h2{margin-top:2.5rem}"
     )
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>Reflex API</title><style>{style}</style>"
-    intro = f"<h1>Reflex {html.escape(__version__)}</h1><p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
+    intro = f"<h1>Reflex {html.escape(__version__)}</h1>"
+    intro += "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
     return (head + intro + "".join(parts) + "</html>").encode()
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
@@ -89,7 +89,7 @@ class Crashes:
         self.count, self._probing = 0, False
 
     def admits(self, now: float) -> bool:
-        """Whether a request may enter now. While open that one is the probe; if nothing comes of it, another follows."""
+        """Whether a request may enter now. While open it is the probe; if nothing comes of it, another follows."""
         if not self.open:
             return True
         if now < self._retry_at:
@@ -193,7 +193,9 @@ class Runtime:
         """Raise when the policy may not be asked now, for its crashes or for its latency."""
         if not self.crashes.admits(time.monotonic()):
             raise Degraded(
-                f"{self.crashes.count} batches crashed in a row", retry_after=60.0, consecutive_crashes=self.crashes.count
+                f"{self.crashes.count} batches crashed in a row",
+                retry_after=60.0,
+                consecutive_crashes=self.crashes.count,
             )
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
@@ -212,7 +214,7 @@ class Runtime:
         slo.check(time.monotonic())
         asyncio.get_running_loop().call_later(slo.PERIOD, self._check_slo, slo)
 
-    # -- pieces ----------------------------------------------------------------------------------------------------------
+    # -- pieces --------------------------------------------------------------------------------------------------------
 
     def _load(self) -> Policy:
         config = self.config

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.config import ServeConfig, one_line
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
@@ -27,7 +27,8 @@ log = logging.getLogger("reflex.server")
 
 EXIT_OK, EXIT_FAILED = 0, 1
 READING_GRACE = 1.0  # seconds that a caller has after the signal to send the rest of its request
-_TURNS = 8  # of the loop: accept, read, start the task, and some to spare
+ARRIVED = 0.5  # seconds at most to accept and read what has reached this machine
+_TURNS = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
 
 class _Uvicorn(uvicorn.Server):
@@ -49,7 +50,8 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         if sock is not None:
             sock.close()
-        raise ConfigError(f"--host={host} --port={port}: cannot be bound: {getattr(error, 'strerror', None) or error}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"--host={one_line(host)} --port={port}: cannot be bound: {why}") from error
     sock.set_inheritable(True)
     return sock
 
@@ -75,7 +77,7 @@ def serve(
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
     on_listening: called on the loop once the port answers; on_ready: once the policy is warm or has failed.
     """
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say when this process started, again and again
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(_serve(config, export, sock, on_listening, on_ready))
@@ -131,21 +133,20 @@ async def _serve(
     else:
         starting.cancel()
     await stopping
-    clean = await _drain(config, runtime, app)
+    clean = await _drain(config, runtime, app, server)
     server.should_exit = True
     await serving
     return EXIT_FAILED if fatal or runtime.state == "warmup_failed" else EXIT_OK, clean
 
 
-async def _drain(config: ServeConfig, runtime: Runtime, app: App) -> bool:
+async def _drain(config: ServeConfig, runtime: Runtime, app: App, server: uvicorn.Server) -> bool:
     """Refuse what is new, finish what was received, answer the rest, and only then let connections close.
 
     Returns whether every thread of the runtime ended.
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + config.drain_timeout_s
-    for _ in range(_TURNS):  # what had reached this machine when the signal came is read first, and counts as received
-        await asyncio.sleep(0)
+    await _read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
     app.close()
     runtime.drain()
     log.info("draining: %d requests are being answered", app.active)
@@ -154,9 +155,20 @@ async def _drain(config: ServeConfig, runtime: Runtime, app: App) -> bool:
         await _idle(app, until)
     clean = await runtime.stop(max(0.0, until - loop.time()))
     await _idle(app, loop.time() + 1.0)  # their futures are settled: what is left is writing the answers
-    for _ in range(_TURNS):
-        await asyncio.sleep(0)
+    await _read_what_arrived(server, app)
     return clean
+
+
+async def _read_what_arrived(server: uvicorn.Server, app: App) -> None:
+    """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ARRIVED
+    seen, quiet = (-1, -1, -1), 0
+    while quiet < _TURNS and loop.time() < until:
+        found = (len(server.server_state.connections), app.asked, app.active)
+        quiet = quiet + 1 if found == seen else 0
+        seen = found
+        await asyncio.sleep(0)
 
 
 async def _idle(app: App, until: float) -> bool:

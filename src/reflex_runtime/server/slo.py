@@ -29,7 +29,9 @@ class Objective:
         """From `p99=150ms`."""
         match = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)", text.strip())
         if match is None or not 0 < float(match[1]) < 100 or float(match[2]) <= 0:
-            raise ConfigError(f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms")
+            raise ConfigError(
+                f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms"
+            )
         return cls(float(match[1]), float(match[2]) * (0.001 if match[3] == "ms" else 1.0))
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: a fold over the event stream, in a registry of its own.
 
-Every series carries `embodiment` and `policy_slot`. Gauges are read live at scrape time. The page `docs/metrics.md` lists
-them; a test fails on a series that it does not move.
+Every series carries `embodiment` and `policy_slot`. Gauges are read live at scrape time. The page `docs/metrics.md`
+lists them; a test fails on a series that it does not move.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""Every id of the contract that this release keeps has a test named after it, and every option one for its effect."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.config import ServeConfig
+
+TESTS = Path(__file__).parent.parent
+IDS = [
+    *(f"B{i}" for i in range(1, 25)),
+    *(f"H{i}" for i in range(1, 15)),
+    *("E1", "E4", "V9"),
+]
+
+# Where each option is shown to do something, against a running server unless it is about starting one.
+EFFECT = {
+    "max_batch_cost_ms": "test_b4_the_budget_is_a_ceiling_on_measured_time",
+    "batch_timeout_ms": "test_h10_batch_timeout_holds_for_callers_that_come_back",
+    "max_queue": "test_b13_a_full_queue_refuses_with_exactly_these_values",
+    "max_batch_size": "test_h10_max_batch_size_bounds_a_batch",
+    "cost_model": "test_b8_the_median_alone_does_not_learn_what_company_costs",
+    "max_batch": "test_b12_max_batch_is_ignored_and_warns_once",
+    "latest_only": "test_b22_a_newer_request_of_a_robot_replaces_its_waiting_one",
+    "max_in_flight_per_client": "test_b21_a_client_at_its_cap_is_429",
+    "cuda_graphs": "test_b24_graphs_cannot_be_captured_on_the_cpu",
+    "provider": "test_h10_the_provider_in_force_is_shown",
+    "threads": "test_h10_threads_are_onnx_runtimes",
+    "prefix_max_age_chunks": "test_e1_prefix_max_age_chunks_allows_so_many_blind_chunks",
+    "prefix_cache_mb": "test_h10_prefix_cache_mb_bounds_what_is_kept",
+    "on_bad_action": "test_e3_on_bad_action_hold_repeats_the_episodes_last_good_action",
+    "deadline_ms": "test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none",
+    "max_concurrent": "test_h8_beyond_max_concurrent_is_429_and_health_is_exempt",
+    "max_body_bytes": "test_h4_a_body_over_the_limit_is_413",
+    "watchdog_s": "test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1",
+    "max_consecutive_crashes": "test_h6_after_so_many_crashed_batches_in_a_row_it_is_degraded",
+    "probe_cooldown_s": "test_h6_a_probe_finds_out_that_it_works_again",
+    "slo": "test_h9_log_only_says_it_and_serves_on",
+    "slo_mode": "test_h9_mode_degrade_shrinks_batches",
+    "drain_timeout_s": "test_b20_when_the_time_is_over_the_rest_is_answered",
+    "host": "test_h11_binding_elsewhere_without_a_key_warns",
+    "port": "test_h11_a_port_in_use_is_one_line",
+    "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics",
+    "robot_id": "test_h10_the_provider_in_force_is_shown",
+    "trace": "test_the_trace_of_a_run_is_whole",
+    "inject_latency_ms": "test_e4_start_up_health_and_answers_say_that_it_is_on",
+    "inject_fault": "test_e4_raise_and_nan_strike_a_share_of_requests_and_the_same_ones_again",
+}
+
+
+@pytest.fixture(scope="module")
+def names() -> set[str]:
+    found: set[str] = set()
+    for file in TESTS.rglob("test_*.py"):
+        found.update(re.findall(r"^\s*(?:async )?def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+    return found
+
+
+@pytest.mark.parametrize("rule", IDS)
+def test_every_rule_has_a_test(rule: str, names: set[str]) -> None:
+    assert any(name.startswith(f"test_{rule.lower()}_") for name in names)
+
+
+def test_h10_every_option_has_an_effect_that_a_test_shows(names: set[str]) -> None:
+    assert set(EFFECT) == {field.name for field in fields(ServeConfig)}
+    assert set(EFFECT.values()) <= names

@@ -1,0 +1,111 @@
+"""The reference pages are complete: a setting, a metric or an error code that has no row or heading fails here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import reflex_runtime.policies.observation
+import reflex_runtime.server.errors  # noqa: F401 - both bring their codes
+from reflex_runtime.config import ServeConfig, flag
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.telemetry.metrics import Metrics
+
+DOCS = Path(__file__).parent.parent / "docs"
+ABSTRACT = {"rejected", "dropped", "trace_unreadable", "demo_server_failed"}  # never in an answer of the server
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+# -- settings.md -------------------------------------------------------------------------------------------------------
+
+
+def _default(field: Any) -> str:
+    value = field.default
+    if value in ("", ()) or value is False:
+        return "off" if value is False else "–"
+    text = f"{value:.10g}" if isinstance(value, float) else str(value)
+    return f"`{text}` {field.metadata['unit']}".strip()
+
+
+def _range(field: Any, kind: Any) -> str:
+    meta = field.metadata
+    if meta["low"] is not None:
+        return f"{meta['low']:g} to {meta['high']:.10g}"
+    if meta["choices"]:
+        return ", ".join(f"`{choice}`" for choice in meta["choices"])
+    return "on or off" if kind is bool else "any number of times" if meta["repeat"] else "text"
+
+
+def settings_table() -> str:
+    """The rows of docs/settings.md, from the fields themselves. To renew the page, paste what this returns."""
+    hints = get_type_hints(ServeConfig)
+    rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
+    for field in fields(ServeConfig):
+        cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), field.metadata["help"])
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def test_settings_md_has_every_setting_as_it_is() -> None:
+    assert settings_table() in page("settings.md"), "the table is now:\n" + settings_table()
+
+
+# -- metrics.md --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
+    text = page("metrics.md")
+    sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    registered = {}
+    for family in Metrics().registry.collect():
+        registered[family.name + ("_total" if family.type == "counter" else "")] = family
+    assert set(sections) == set(registered)
+    for name, family in registered.items():
+        body = sections[name]
+        assert family.type in body.lower(), name
+        assert "Moves" in body, name
+        query = re.search(r"```promql\n(.+?)```", body, re.DOTALL)
+        assert query is not None, name
+        assert name in query[1], name
+
+
+# -- errors.md ---------------------------------------------------------------------------------------------------------
+
+
+def _classes(kind: type[ReflexError] = ReflexError) -> list[type[ReflexError]]:
+    found = [kind]
+    for sub in kind.__subclasses__():
+        found += _classes(sub)
+    return [k for k in found if k.__module__.startswith("reflex_runtime.")]
+
+
+def test_errors_md_has_every_code_with_its_statuses_and_whether_a_retry_is_safe() -> None:
+    text = page("errors.md")
+    sections = dict(re.findall(r"^### `(\w+)`(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    classes: dict[str, list[type[ReflexError]]] = {}
+    for kind in _classes():
+        if kind.code not in ABSTRACT:
+            classes.setdefault(kind.code, []).append(kind)
+    assert set(sections) == set(classes)
+    for code, kinds in classes.items():
+        told = sections[code].strip().splitlines()[0]
+        for kind in kinds:
+            assert str(kind.http_status) in told, (code, kind)
+        safe = {kind.retry_safe for kind in kinds if kind.code == code}
+        if safe == {True}:
+            assert "retry safe" in told, code
+        elif safe == {False}:
+            assert "retry not safe" in told, code
+        else:
+            assert "`retry_safe`" in told, code  # it depends: the body says it
+
+
+def test_errors_md_has_the_codes_of_the_contract() -> None:
+    text = page("errors.md")
+    for code in ["queue_full", "client_at_capacity", "too_many_requests", "deadline_unreachable", "deadline_exceeded", "superseded", "processor_failed", "processor_hung", "shutting_down", "degraded", "slo_violated", "not_ready", "unauthorized", "invalid_json", "invalid_request", "too_large", "not_found", "method_not_allowed"]:
+        assert f"### `{code}`" in text
