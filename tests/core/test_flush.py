@@ -284,6 +284,17 @@ def test_a_hold_stands_until_the_next_input() -> None:
         assert scheduler.wake_at() == at
 
 
+def test_a_hold_is_decided_again_when_company_expires() -> None:
+    flush = FlushPolicy(target=2, hold_min=(0.0, 0.002, 0.002), hold_max=(0.0, 0.010, 0.010))
+    scheduler = scheduler_of(flush=flush, cost=UnitCost)
+    ask(scheduler, time_limit=0.001)
+    ask(scheduler)
+    assert scheduler.next_batch(0.0) is None
+    assert scheduler.wake_at() == 0.001
+    assert scheduler.next_batch(0.001) is None  # one of the two it counted on is gone
+    assert scheduler.wake_at() == 0.010
+
+
 def test_a_hold_of_one_partition_does_not_stop_another() -> None:
     scheduler = scheduler_of(flush=FlushPolicy.by_size(2, 0.010), cost=UnitCost)
     ask(scheduler, partition="half empty")

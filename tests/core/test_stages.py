@@ -76,11 +76,11 @@ def test_b23_the_cost_is_the_time_until_the_last_present_member_ends() -> None:
 
 
 def test_b23_the_last_to_end_sets_the_horizon_whoever_joined_last() -> None:
-    for first, second in ((5.0, 2.0), (2.0, 5.0)):
+    for all_wants in ((5.0, 2.0, 2.0), (2.0, 5.0, 2.0), (2.0, 2.0, 5.0)):
         tally = model().tally()
-        for i, wants in enumerate((first, second)):
+        for i, wants in enumerate(all_wants):
             tally.add(Ticket(Request(stage="denoise", wants=wants), i, 0.0), 1.0)
-        assert tally.cost == pytest.approx(5 * DENOISE[0] + 7 * DENOISE[1], rel=0.03)
+        assert tally.cost == pytest.approx(5 * DENOISE[0] + 9 * DENOISE[1], rel=0.03)
 
 
 def test_b23_a_cache_hit_merely_skips_the_prefix() -> None:

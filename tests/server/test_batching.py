@@ -181,11 +181,11 @@ def test_b13_a_full_queue_refuses_with_exactly_these_values(tiny: Path) -> None:
 
 
 def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: Path) -> None:
-    with Server(tiny, "--max-queue", "8", "--max-batch-size", "1", "--inject-latency-ms", "400") as server:
-        assert server.act().status == 200  # it learns: 400 ms each
-        with server.burst([{"state": STATE}] * 9) as crowd:
+    with Server(tiny, "--max-queue", "4", "--inject-latency-ms", "1200") as server:
+        assert server.act().status == 200  # it learns: 1.2 s each, so far
+        with busy(server), server.burst([{"state": STATE}] * 4) as crowd:
             crowd.send()
-            server.reach(queued(8))
+            server.reach(queued(4))
             refused = server.act()
             assert refused.code == "queue_full"
             assert int(refused.headers["retry-after"]) >= 2

@@ -64,7 +64,8 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Re
 
 
 def test_b15_no_series_without_a_test_that_moves_it() -> None:
-    registered = {family.name + ("_total" if family.type == "counter" else "") for family in Metrics().registry.collect()}
+    families = Metrics().registry.collect()
+    registered = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     assert registered == HISTOGRAMS.keys() | COUNTERS | GAUGES
     assert registered == MOVED.keys()
     assert all(callable(globals()[name]) for name in MOVED.values())
@@ -189,7 +190,7 @@ def test_b15_every_outcome_is_counted(tiny: Path) -> None:
             assert server.act(request_id=fine[i]).status == 200  # it learns the 400 ms
         with busy(server), server.burst(_ends(fine)) as burst:
             burst.send()
-            seen = server.reach(lambda m: _count(m, "cancelled", "superseded") == 1 or m("reflex_in_flight_requests") >= 4)
+            server.reach(lambda m: _count(m, "superseded") == 1)
             burst.hang_up([0])
             server.reach(lambda m: _count(m, "cancelled") == 1)
             assert server.act(deadline_ms=1, request_id=fine[20]).code in ("deadline_unreachable", "deadline_exceeded")

@@ -20,7 +20,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Generic, TypeVar
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError, WaitTimeout
 from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
@@ -106,17 +105,20 @@ class BatchedFunction(Generic[Item, Result]):
 
 
 def batched(
-    max_batch_size: int = 32, max_latency: float = 0.0, capacity: int = 1000, repeatable: bool = True
+    max_batch_size: int = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
 ) -> Callable[[Callable[[list[Item]], Sequence[Result]]], BatchedFunction[Item, Result]]:
     """Make a function over a list callable with one item at a time.
 
-    max_batch_size: most items in a call. max_latency: seconds the oldest item may wait for company on a free thread;
-    the default 0 sends at once, and batches form by themselves while a call runs. capacity: most waiting items.
-    repeatable: False if the function must not see an item twice (then one bad item fails its whole call).
+    max_batch_size: most items in a call. max_latency: longest hold in seconds on a free thread, and only while threads
+    that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone caller
+    is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice (then one
+    bad item fails its whole call).
     """
     if callable(max_batch_size):
         raise ConfigError("@batched: needs parentheses, as in @batched()")
     config = GroupConfig(
-        name="batched", flush=FlushPolicy.by_size(max_batch_size, max_latency), capacity=capacity, cost=UnitCost
+        name="batched",
+        flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency),
+        capacity=capacity,
     )
     return lambda function: BatchedFunction(function, config, repeatable)
