@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import CostModel, TimeCost, TokenCost, UnitCost
+from reflex_runtime.core.cost import CostModel, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, Rejected
 from reflex_runtime.core.events import RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
@@ -17,6 +17,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import outcome_of
 from .oracle import Expected, Oracle, Seconds, Seen, Tokens, Units, World

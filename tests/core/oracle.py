@@ -14,9 +14,9 @@ from math import ceil, inf
 from typing import Any
 
 from reflex_runtime.core.batch import Done, Failed, More, Outcome
-from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.core.time_cost import TimeCost
 
 NEARLY = 1e-9
 

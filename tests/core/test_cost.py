@@ -10,10 +10,11 @@ import pytest
 
 from reflex_runtime.core.affine import MAX_CLASSES, AffineFit, solve
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.cost import RollingMedian, TimeCost, UnitCost, _Probe
+from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.time_cost import RollingMedian, TimeCost, _Probe
 
 from .helpers import ask_many, measure, scheduler_of, take, trained
 

@@ -7,7 +7,7 @@ from math import inf
 import pytest
 
 from reflex_runtime.core.batch import Cause, Done, Failed, More
-from reflex_runtime.core.cost import TimeCost, TokenCost, UnitCost
+from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
@@ -22,6 +22,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.request import TRANSITIONS, Request, TicketState
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, serve, settled, take, trained
 

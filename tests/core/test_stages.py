@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
-from reflex_runtime.core.cost import TimeCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, take
 

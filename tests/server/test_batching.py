@@ -16,7 +16,7 @@ from reflex_runtime.demo.exports import export_dir
 from reflex_runtime.telemetry.trace import TracedBatch, read_trace
 
 from .exports import expected, write_tiny
-from .harness import STATE, Answer, Burst, Server
+from .harness import STATE, Answer, Burst, Server, encode
 
 SLOW = 600.0  # ms: the device is busy for so long while a test arranges its queue
 
@@ -229,6 +229,16 @@ def test_b16_callers_that_hang_up_while_queued_are_never_computed(tiny: Path, fi
         assert seen("reflex_requests_total", outcome="ok") == 17
         assert server.get("/health").json["consecutive_crashes"] == 0
         assert members(traced(server, file)) == ["plug", *(f"r{i}" for i in range(32, 48))]
+
+
+def test_b16_hanging_up_takes_back_pipelined_requests_too(tiny: Path, file: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", str(SLOW), "--trace", str(file)) as server, busy(server) as plug:
+        with server.connect() as sock:
+            sock.sendall(b"".join(encode(fields) for fields in numbered(3)))
+            server.reach(queued(1))  # answered in order, so one at a time is asked of the policy
+        server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == 0)
+        assert plug.answers()[0].status == 200
+        assert members(traced(server, file)) == ["plug"]
 
 
 def test_b16_one_that_hangs_up_while_it_runs_is_no_fault(tiny: Path) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 
 from reflex_runtime.core.adapt import Controller
-from reflex_runtime.core.cost import CostModel, TimeCost
+from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.order import Clients, Partition
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
+from reflex_runtime.core.time_cost import TimeCost
 
 IDLE_PARTITIONS = 256
 
@@ -100,7 +101,8 @@ class Group:
         partition.append(ticket, client, self._promote_at(ticket))
         partition.arrivals.arrive(now)
         if request.time_limit is not None:
-            partition.usual_limit += (request.time_limit - partition.usual_limit) * (0.05 if partition.usual_limit else 1)
+            pace = 0.05 if partition.usual_limit else 1.0
+            partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now)
         self.active[partition.key] = partition

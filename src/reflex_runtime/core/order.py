@@ -1,7 +1,8 @@
 """Who goes first: partitions, priority tiers, fair shares between clients.
 
 A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers;
-a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest head.
+a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest
+head.
 Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
 """
 

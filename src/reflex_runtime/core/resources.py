@@ -20,7 +20,7 @@ class Resources(Protocol):
         """Whether the request could run if it were alone; False refuses it with TooLarge."""
 
     def begin(self, ticket: Ticket) -> float:
-        """The ticket is about to enter: claim what is there for it already; returns the units that need no computing."""
+        """The ticket is about to enter: claim what is there for it; returns the units that need no computing."""
 
     def reserve(self, ticket: Ticket, units: float) -> bool:
         """Make room for `units` more of the ticket; False when there is none."""

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
-from reflex_runtime.core.cost import CostModel, TimeCost
+from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies.export import Export
 from reflex_runtime.policies.observation import (
     MAX_IMAGE_PIXELS,

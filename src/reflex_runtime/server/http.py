@@ -14,7 +14,7 @@ import secrets
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from reflex_runtime.server.errors import ClientError, describe_error
 from reflex_runtime.server.wire.act import encode_json
@@ -32,6 +32,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._in_head = self._skip_head = self._refusing = False
         self._head = 0
+        self._asking: RequestResponseCycle | None = None  # the request that the app has; later ones wait in the pipeline
 
     def data_received(self, data: bytes) -> None:
         if self._refusing:
@@ -65,11 +66,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._left()
 
     def _left(self) -> None:
-        cycle = self.cycle
+        cycle = self._asking
         if cycle is not None and not cycle.response_complete:
             left: Any = cycle.scope.get(LEFT)
             if left is not None:
                 left()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._asking = cycle
+        super()._start_asgi_task(cycle, app)
 
     # -- parser callbacks ----------------------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from reflex_runtime.core.adapt import Planner
-from reflex_runtime.core.cost import TimeCost, UnitCost
+from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.sim.run import Decider
 from reflex_runtime.sim.service import Affine

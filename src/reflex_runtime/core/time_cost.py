@@ -1,0 +1,417 @@
+"""Learned device seconds: the cost model that serves by default, for one-shot work and for work in stages and steps.
+
+Until enough was measured the documented rolling median stands; then the affine fit of each (shape, stage) takes over.
+Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a slope, `_StagedTally` keeps the horizon.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from math import inf
+from statistics import median
+from typing import Any
+
+from reflex_runtime.core.affine import DEFAULT_COST, AffineFit
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.cost import Tally
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Ticket
+
+NEARLY_FREE = 1.25  # company may pass the budget up to this multiple of the dearest member alone (contract B4)
+_SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget written as 0.1
+
+
+class RollingMedian:
+    """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
+
+    __slots__ = ("_values", "samples", "value")
+
+    WINDOW, WARM = 100, 3
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self.samples = 0
+        self.value = DEFAULT_COST
+
+    def observe(self, seconds: float) -> None:
+        """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
+        if not (0.0 < seconds < inf):
+            return
+        self._values.append(seconds)
+        self.samples += 1
+        if self.samples >= self.WARM:
+            self.value = median(self._values)
+
+
+class _Probe:
+    """The largest homogeneous batch measured, for the size probe: (size, seconds)."""
+
+    __slots__ = ("seconds", "size")
+
+    def __init__(self) -> None:
+        self.size, self.seconds = 0, inf
+
+    def observe(self, size: int, seconds: float) -> None:
+        if size > self.size:
+            self.size, self.seconds = size, seconds
+        elif size == self.size:
+            self.seconds += 0.3 * (seconds - self.seconds)
+
+    def bound(self, size: int) -> float:
+        """Seconds that a batch of `size` cannot exceed, given a ≥ 0; inf when it is too far from what was seen."""
+        if self.size and size <= self.size + max(1, self.size // 4):
+            return self.seconds * max(1.0, size / self.size)
+        return inf
+
+
+class TimeCost:
+    """Learned device seconds per request and batch.
+
+    stages: names of the stages in order. One-shot work has the single stage "". Otherwise every stage but the last
+    takes one unit of what a ticket wants and the last takes the rest, one unit a step: ("prefix", "denoise") with 6
+    wanted units is one prefix and five denoise steps. The cost of a batch is then the time until its last member ends.
+    affine: False keeps the documented rolling median alone (`--cost-model median`).
+    sizes: batch sizes the processor pads to, ascending; empty when it runs what it is given.
+    max_keys: shapes remembered; the least recently used is forgotten beyond it.
+    """
+
+    unit = "seconds"
+
+    def __init__(
+        self, stages: Sequence[str] = ("",), affine: bool = True, sizes: Sequence[int] = (), max_keys: int = 256
+    ) -> None:
+        if not stages:
+            raise ConfigError("TimeCost.stages=(): name at least one stage")
+        self.stages = tuple(stages)
+        self.affine = affine
+        self.sizes = tuple(sorted(sizes))
+        self._max_keys = max_keys
+        self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
+        self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
+        self._probes: OrderedDict[tuple[Hashable, Hashable], _Probe] = OrderedDict()
+        self._marginals: dict[tuple[Hashable, str, Hashable], float] = {}  # these two until something is learned
+        self._remaining: dict[tuple[Hashable, str, Hashable, float], float] = {}
+
+    @property
+    def linear(self) -> bool:
+        return len(self.stages) == 1 and not self.sizes
+
+    # -- what the scheduler asks -------------------------------------------------------------------------------------
+
+    def tally(self) -> Tally:
+        return self._open()
+
+    def _open(self) -> _OneShotTally | _StagedTally:
+        return _OneShotTally(self) if len(self.stages) == 1 else _StagedTally(self)
+
+    def estimate(self, ticket: Ticket) -> float:
+        """The documented estimate: the rolling median of the ticket's (shape, class)."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        return known.value if known else DEFAULT_COST
+
+    def remaining(self, ticket: Ticket) -> float:
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class, ticket.wants)
+        known = self._remaining.get(key)
+        if known is None:
+            tally = self._open()
+            seconds = tally.with_ticket(ticket)
+            known = self._remaining[key] = seconds if tally.measured else 0.0
+        return known
+
+    def measured(self, ticket: Ticket) -> bool:
+        """Whether anything was learned of such requests; a guess refuses nobody."""
+        known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
+        if known is not None and known.samples >= RollingMedian.WARM:
+            return True
+        return self.fits(ticket.request.shape) is not None
+
+    def marginal(self, ticket: Ticket, units: float) -> float:
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class)
+        known = self._marginals.get(key)
+        if known is None:
+            known = self._marginals[key] = self._marginal(ticket)
+        return known * units
+
+    def _marginal(self, ticket: Ticket) -> float:
+        fit = self._fits.get((ticket.request.shape, ticket.stage))
+        if fit is not None and fit.ready and self.affine:
+            slope = fit.slope(self.class_of(ticket))
+            if slope is not None:
+                return slope
+        return self.estimate(ticket) / max(1.0, ticket.request.wants)
+
+    def fixed(self, ticket: Ticket) -> float:
+        fit = self._fits.get((ticket.request.shape, ticket.stage))
+        return fit.fixed if fit is not None and fit.ready and self.affine else 0.0
+
+    # -- what it learns from -----------------------------------------------------------------------------------------
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        if not (0.0 < elapsed < inf):
+            return
+        counts: dict[Hashable, float] = {}
+        for ticket in batch.grants:
+            k = self.class_of(ticket)
+            counts[k] = counts.get(k, 0.0) + 1.0
+        shape, n = ticket.request.shape, len(batch)
+        padded = self.padded(n)
+        if padded != n:
+            counts = {k: c * padded / n for k, c in counts.items()}
+        self._relearn()
+        self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
+        if len(self.stages) == 1 and len(counts) == 1:
+            k = next(iter(counts))
+            self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
+            self._entry(self._probes, (shape, k), _Probe).observe(n, elapsed)
+
+    def settled(self, ticket: Ticket) -> None:
+        """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
+        if len(self.stages) > 1:
+            key = (ticket.request.shape, ticket.request.cost_class)
+            self._relearn()
+            self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
+
+    def _relearn(self) -> None:
+        self._marginals.clear()
+        self._remaining.clear()
+
+    def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
+        known = table.get(key)
+        if known is None:
+            known = table[key] = make()
+            if len(table) > self._max_keys:
+                table.popitem(last=False)
+        else:
+            table.move_to_end(key)
+        return known
+
+    # -- shared with the tally ---------------------------------------------------------------------------------------
+
+    def class_of(self, ticket: Ticket) -> Hashable:
+        """The class within a stage's fit: in staged work the stage alone decides what a step costs."""
+        return ticket.request.cost_class if len(self.stages) == 1 else ""
+
+    def fits(self, shape: Hashable) -> tuple[AffineFit, ...] | None:
+        """The fits of all stages of a shape, or None until every one is ready."""
+        if not self.affine:
+            return None
+        found = tuple(fit for s in self.stages if (fit := self._fits.get((shape, s))) is not None and fit.ready)
+        return found if len(found) == len(self.stages) else None
+
+    def probe(self, shape: Hashable, cost_class: Hashable) -> _Probe | None:
+        """The size probe of one-shot work."""
+        return self._probes.get((shape, cost_class))
+
+    def padded(self, n: int) -> int:
+        """The size the processor runs for n members."""
+        return next((s for s in self.sizes if s >= n), n)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Every key: shape, class, stage, samples, median, fixed, marginal, residual (milliseconds)."""
+        rows: list[dict[str, Any]] = []
+        for (shape, cost_class), known in self._medians.items():
+            rows.append(
+                {"shape": str(shape), "class": str(cost_class), "stage": None, "samples": known.samples}
+                | {"median_ms": round(known.value * 1e3, 4)}
+            )
+        for (shape, stage), fit in self._fits.items():
+            for cost_class in fit.classes:
+                slope = fit.slope(cost_class) or 0.0
+                rows.append(
+                    {"shape": str(shape), "class": str(cost_class), "stage": stage, "samples": fit.samples}
+                    | {"ready": fit.ready, "fixed_ms": round(fit.fixed * 1e3, 4), "marginal_ms": round(slope * 1e3, 4)}
+                    | {"residual": round(fit.sigma, 4), "drift_alarms": fit.alarms}
+                )
+        return rows
+
+
+class _OneShotTally:
+    """a + Σ b over the members: one addition per ticket."""
+
+    __slots__ = (
+        "_classes",
+        "_fit",
+        "_model",
+        "_n",
+        "_offered",
+        "_probe",
+        "_shape",
+        "_slopes",
+        "cost",
+        "dearest",
+        "measured",
+    )
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fit: AffineFit | None = None
+        self._shape: Hashable = None
+        self._n = 0
+        self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
+        self._classes: set[Hashable] = set()  # of the members
+        self._probe: _Probe | None = None
+        self._offered: tuple[Ticket, float] | None = None
+        self.measured = False
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self.measured else 0.0
+
+    blocks = seconds
+
+    @property
+    def sigma(self) -> float:
+        return self._fit.sigma if self._fit is not None else 0.15
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if self._n and cost > budget * _SLACK:
+            cost = self._near(ticket, cost, budget)
+        if cost == inf or cost > limit * _SLACK:
+            return 0.0
+        self._offered = (ticket, cost)
+        return 1.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        offered = self._offered
+        self.cost = offered[1] if offered is not None and offered[0] is ticket else self.with_ticket(ticket)
+        self._offered = None
+        k = ticket.request.cost_class
+        self._classes.add(k)
+        self._n += 1
+        alone = self._fixed + self._slopes[k]
+        if alone > self.dearest:
+            self.dearest = alone
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        k = ticket.request.cost_class
+        slope = self._slopes.get(k)
+        if slope is None:
+            slope = self._open(ticket)
+        if self._model.sizes:
+            return self._padded(slope)
+        return (self.cost if self._n else self._fixed) + slope
+
+    @property
+    def _fixed(self) -> float:
+        return self._fit.fixed if self._fit is not None else 0.0
+
+    def _open(self, ticket: Ticket) -> float:
+        """Look up a class met for the first time."""
+        model, request = self._model, ticket.request
+        if not self._slopes:
+            fits = model.fits(request.shape)
+            self._fit = fits[0] if fits else None
+            self._shape = request.shape
+            self.measured = model.measured(ticket)
+        slope = self._fit.slope(request.cost_class) if self._fit is not None else None
+        found = self._slopes[request.cost_class] = model.estimate(ticket) if slope is None else slope
+        return found
+
+    def _near(self, ticket: Ticket, cost: float, budget: float) -> float:
+        """Above the budget: what the batch is bounded by all the same, or inf.
+
+        A size near one that was measured is bounded by it (a pessimistic start would otherwise never learn the fixed
+        part); company that is nearly free may pass the budget.
+        """
+        if self._fit is None:
+            return inf
+        k = ticket.request.cost_class
+        if not self._model.sizes and self._classes == {k}:
+            known = self._model.probe(self._shape, k)
+            bound = inf if known is None else known.bound(self._n + 1)
+            if bound <= budget * _SLACK:
+                return bound
+        return cost if cost <= NEARLY_FREE * max(self.dearest, self._fixed + self._slopes[k]) else inf
+
+    def _padded(self, slope: float) -> float:
+        """The same for a processor that pads: members cost what the padded size costs, in proportion."""
+        before = self._n
+        slopes = slope + (0.0 if not before else (self.cost - self._fixed) * before / self._model.padded(before))
+        return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
+
+
+class _StagedTally:
+    """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
+    last a · max(steps) + Σ b · steps."""
+
+    __slots__ = ("_fits", "_model", "_n", "_slopes", "_steps", "_total", "_waiting", "cost", "dearest", "measured")
+    blocks = 0.0  # others enter at the next step
+
+    def __init__(self, model: TimeCost) -> None:
+        self._model = model
+        self._fits: tuple[AffineFit, ...] | None = None
+        self._n = 0
+        self._total = 0.0  # Σ of documented estimates, while the fits are not ready
+        self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
+        self._slopes = 0.0  # Σ of marginal seconds over members, all stages
+        self._steps = 0.0  # longest remaining run of the last stage
+        self.measured = False
+        self.cost = self.dearest = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.cost if self.measured else 0.0
+
+    @property
+    def sigma(self) -> float:
+        return max(f.sigma for f in self._fits) if self._fits else 0.15
+
+    def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
+        cost = self.with_ticket(ticket)
+        if cost > limit * _SLACK:
+            return 0.0
+        if self._n == 0 or cost <= budget * _SLACK:
+            return 1.0
+        free = self._fits is not None and cost <= NEARLY_FREE * max(self.dearest, self._alone(ticket))
+        return 1.0 if free else 0.0
+
+    def add(self, ticket: Ticket, units: float) -> None:
+        self.cost = self.with_ticket(ticket)
+        self.dearest = max(self.dearest, self._alone(ticket))
+        self._n += 1
+        if self._fits is None:
+            self._total += self._guess(ticket)
+            return
+        slopes, steps, entering = self._price(ticket)
+        self._slopes += slopes
+        self._steps = max(self._steps, steps)
+        for i in range(entering, len(self._waiting)):
+            self._waiting[i] += 1
+
+    def with_ticket(self, ticket: Ticket) -> float:
+        """Predicted seconds if the ticket joined."""
+        if self._n == 0:
+            self._fits = self._model.fits(ticket.request.shape)
+            self.measured = self._model.measured(ticket)
+        if self._fits is None:
+            return self._total + self._guess(ticket)
+        slopes, steps, entering = self._price(ticket)
+        n = self._n + 1
+        total = (self._slopes + slopes) * self._model.padded(n) / n + self._fits[-1].fixed * max(self._steps, steps)
+        for i, waiting in enumerate(self._waiting):
+            if waiting or entering <= i:
+                total += self._fits[i].fixed
+        return total
+
+    def _guess(self, ticket: Ticket) -> float:
+        """The documented estimate of what is left of the ticket."""
+        return self._model.estimate(ticket) * (ticket.wants / ticket.request.wants)
+
+    def _alone(self, ticket: Ticket) -> float:
+        return _StagedTally(self._model).with_ticket(ticket)
+
+    def _price(self, ticket: Ticket) -> tuple[float, float, int]:
+        """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
+        assert self._fits is not None
+        stages = self._model.stages
+        # A stage it does not know is priced as the last one; the processor is to refuse it.
+        entering = stages.index(ticket.stage) if ticket.stage in stages else len(stages) - 1
+        steps = max(0.0, ticket.wants - (len(stages) - 1 - entering))
+        slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])
+        return slopes + (self._fits[-1].slope("") or 0.0) * steps, steps, entering
