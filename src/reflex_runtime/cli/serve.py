@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(config: ServeConfig) -> None:
     """What takes more than a range."""
     from reflex_runtime.policies import parse_fault
-    from reflex_runtime.processors.onnx import check_provider
+    from reflex_runtime.processors.onnx import CUDA, check_provider
     from reflex_runtime.server.runtime import PROVIDERS, SLOT
     from reflex_runtime.server.slo import Objective
 
@@ -86,9 +86,12 @@ def _check(config: ServeConfig) -> None:
     except ConfigError as error:
         raise ConfigError(f"--provider={one_line(config.provider)}: {error.message}") from None
     if config.cuda_graphs:
-        raise ConfigError(
-            f"--cuda-graphs={one_line(config.cuda_graphs)}: {provider} has no graphs to capture; leave the option out"
-        )
+        shown = one_line(config.cuda_graphs)
+        sizes = config.cuda_graphs.split(",")
+        if not all(size.strip().isdecimal() and 1 <= int(size) <= 4096 for size in sizes):
+            raise ConfigError(f"--cuda-graphs={shown}: must be batch sizes in [1, 4096], such as 1,2,4,8")
+        why = "has no graphs to capture" if provider != CUDA else "is served without captured graphs in this release"
+        raise ConfigError(f"--cuda-graphs={shown}: {provider} {why}; leave the option out")
     if config.trace:
         try:
             open(config.trace, "ab").close()

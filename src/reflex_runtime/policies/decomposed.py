@@ -43,7 +43,7 @@ class DecomposedPolicy(Policy):
     wants one unit more. Requests without an episode are not cached.
 
     cache_bytes: bound of the prefix cache, 0 for none; what unsettled requests hold comes on top. max_age_chunks: see
-    `PrefixCache`. provider, threads: as in `OnnxSession`.
+    `PrefixCache`. provider, threads, captured_sizes: as in `OnnxSession`, for both graphs.
 
     ConfigError when the graphs are not what the export says or do not fit each other.
     """
@@ -60,15 +60,18 @@ class DecomposedPolicy(Policy):
         max_age_chunks: int = 0,
         provider: str = CPU,
         threads: int = 1,
+        captured_sizes: Sequence[int] = (),
     ) -> None:
-        super().__init__(export, slot)
+        super().__init__(export, slot, captured_sizes)
         self.cache = PrefixCache(cache_bytes, max_age_chunks) if cache_bytes else None
         prefix, expert = export.graphs["prefix"], export.graphs["expert"]
         self._prefix_inputs = {role: spec.name for role, spec in prefix.inputs.items()}
         self._inputs = {role: spec.name for role, spec in expert.inputs.items()}
         self._output = expert.outputs["actions"].name
         self._prefix, self._expert = (
-            OnnxSession(graph.file, list(graph.inputs.values()), list(graph.outputs.values()), provider, threads)
+            OnnxSession(
+                graph.file, list(graph.inputs.values()), list(graph.outputs.values()), provider, threads, captured_sizes
+            )
             for graph in (prefix, expert)
         )
         for made, read in export.past_kv.items():
@@ -104,6 +107,9 @@ class DecomposedPolicy(Policy):
         return (observation, PREFIX, steps + 1.0) if prefix is None else (observation, DENOISE, steps)
 
     # -- device thread -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._packed = ((), {})  # of a thread given up: what it placed in a captured size is of no use to another
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from reflex_runtime.policies.decomposed import CACHE_BYTES, DecomposedPolicy
@@ -23,17 +23,26 @@ def load_policy(
     max_age_chunks: int = 0,
     provider: str = CPU,
     threads: int = 1,
+    captured_sizes: Sequence[int] = (),
 ) -> Policy:
     """The policy of an export, of the kind it is. cache_bytes and max_age_chunks matter to decomposed ones only.
+
+    provider, threads, captured_sizes: as in `OnnxSession`.
 
     ConfigError when the directory, a graph, or the two against each other are not right.
     """
     if not isinstance(export, Export):
         export = Export.load(export)
     if export.export_kind == "monolithic":
-        return MonolithicPolicy(export, slot, provider=provider, threads=threads)
+        return MonolithicPolicy(export, slot, provider=provider, threads=threads, captured_sizes=captured_sizes)
     return DecomposedPolicy(
-        export, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, provider=provider, threads=threads
+        export,
+        slot,
+        cache_bytes=cache_bytes,
+        max_age_chunks=max_age_chunks,
+        provider=provider,
+        threads=threads,
+        captured_sizes=captured_sizes,
     )
 
 

@@ -17,18 +17,25 @@ from reflex_runtime.processors.onnx import CPU, OnnxSession
 class MonolithicPolicy(Policy):
     """Runs `model.onnx`. It remembers nothing between calls, so every answer has `cache: off`.
 
-    provider, threads: as in `OnnxSession`. ConfigError when the graph is not what the export says.
+    provider, threads, captured_sizes: as in `OnnxSession`. ConfigError when the graph is not what the export says.
     """
 
     stages = ("",)
     inference_mode = "monolithic"
 
-    def __init__(self, export: Export, slot: str = "prod", *, provider: str = CPU, threads: int = 1) -> None:
-        super().__init__(export, slot)
-        self._graph = export.graphs["model"]
-        self._session = OnnxSession(
-            self._graph.file, list(self._graph.inputs.values()), list(self._graph.outputs.values()), provider, threads
-        )
+    def __init__(
+        self,
+        export: Export,
+        slot: str = "prod",
+        *,
+        provider: str = CPU,
+        threads: int = 1,
+        captured_sizes: Sequence[int] = (),
+    ) -> None:
+        super().__init__(export, slot, captured_sizes)
+        self._graph = graph = export.graphs["model"]
+        inputs, outputs = list(graph.inputs.values()), list(graph.outputs.values())
+        self._session = OnnxSession(graph.file, inputs, outputs, provider, threads, captured_sizes)
 
     def run(self, batch: Batch) -> Sequence[Any]:
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]

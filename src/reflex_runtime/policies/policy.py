@@ -57,13 +57,14 @@ class Policy(BaseProcessor):
     stages: ClassVar[tuple[str, ...]]
     inference_mode: ClassVar[str]
 
-    def __init__(self, export: Export, slot: str) -> None:
+    def __init__(self, export: Export, slot: str, captured_sizes: Sequence[int] = ()) -> None:
         if export.export_kind != self.inference_mode:
             raise ConfigError(
                 f"{export.path}: export_kind: found {export.export_kind!r}, {type(self).__name__} expects "
                 f"{self.inference_mode!r}; `load_policy` picks the right one"
             )
         self.export, self.slot = export, slot
+        self.captured_sizes = tuple(captured_sizes)
         self.shape: Hashable = _shape(export)
         self._takes_state = export.takes_state
         self._takes_noise = any("noise" in graph.inputs for graph in export.graphs.values())
@@ -192,9 +193,9 @@ class Policy(BaseProcessor):
     def run(self, batch: Batch) -> Sequence[Any]:
         raise NotImplementedError
 
-    def cost_model(self, affine: bool = True, sizes: Sequence[int] = ()) -> TimeCost:
+    def cost_model(self, affine: bool = True) -> TimeCost:
         """A fresh cost model for a group of this policy; pass the method itself as `GroupConfig.cost`."""
-        return TimeCost(self.stages, affine, sizes)
+        return TimeCost(self.stages, affine, self.captured_sizes)
 
     # -- device --------------------------------------------------------------------------------------------------------
 
@@ -206,12 +207,14 @@ class Policy(BaseProcessor):
     ) -> WarmUp:
         """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
 
+        The captured sizes are among them whether named or not: each is captured in the batch that is not counted.
         Two sizes and three repeats are what a cost model needs to know every stage. Made-up observations, no episode:
         nothing of it is cached or remembered. To be called where batches run, before the first of them. A batch that
         fails raises its error: a policy that cannot answer noise must not be served.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
+        sizes = sorted({*sizes, *self.captured_sizes})
         batches: list[tuple[Batch, float]] = []
         finished: list[Ticket] = []
         for measured in [False] + [True] * repeats:
@@ -287,6 +290,7 @@ class Policy(BaseProcessor):
             "embodiment": export.embodiment.name,
             "inference_mode": self.inference_mode,
             "shape": str(self.shape),
+            "captured_sizes": list(self.captured_sizes),
             **self._describe(),
             "config": dict(export.config),
         }

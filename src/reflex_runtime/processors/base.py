@@ -111,9 +111,14 @@ def _outcome(result: Any) -> Outcome:
 
 
 class BaseProcessor:
-    """Defaults for the methods most processors do not need."""
+    """Defaults for what most processors do not need.
+
+    captured_sizes: batch sizes it has captured as CUDA graphs or the like, ascending, and pads to; its group's cost model
+        is `TimeCost(sizes=captured_sizes)`. It notes `batch.notes["captured"] = True` where a batch ran at one of them.
+    """
 
     repeatable = True
+    captured_sizes: tuple[int, ...] = ()
 
     def start(self) -> None:
         return

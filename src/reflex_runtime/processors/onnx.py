@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,10 @@ _DTYPES: dict[str, Any] = {
 }
 
 
+# ONNX Runtime captures one CUDA graph per id; -1 runs without. Sizes are the ids here.
+_GRAPH_ID, _NO_GRAPH = "gpu_graph_id", -1
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """What somebody expects of a graph's input or output.
@@ -63,6 +68,26 @@ class Port:
     dims: tuple[int | None, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    """One captured batch size. A replay reads and writes the addresses of the capture, so the buffers stay for good.
+
+    inputs: on the GPU, [size, …] by name. binding: these and the outputs. options: name the CUDA graph.
+    """
+
+    size: int
+    inputs: Mapping[str, Any]
+    binding: Any
+    options: Any
+
+    def put(self, name: str, rows: Any) -> Any:
+        """Copy rows into the buffer of an input, padded; returns the buffer. What lies there already stays."""
+        buffer = self.inputs[name]
+        if rows is not buffer:
+            buffer.update_inplace(_padded(rows, self.size))
+        return buffer
+
+
 class OnnxSession:
     """One graph. Its first axis is the batch axis of every input and output.
 
@@ -71,6 +96,11 @@ class OnnxSession:
         graph's, outputs may be some of them and are then the only ones computed. None expects nothing.
     provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
         the processes of one machine otherwise fight for its cores.
+    captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis, and
+        calls that differ in their rows alone. Rows are padded to the next size with copies of the last one and the
+        results trimmed; beyond the largest size the call runs without a graph. A size is captured at its first call.
+        ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
+        any other run without. Calls from several threads at once are not safe.
 
     `dynamic_batch` is False when the batch axis is fixed at 1; `run` then calls the graph once per row. Any other fixed
     size is a ConfigError.
@@ -83,11 +113,15 @@ class OnnxSession:
         outputs: Sequence[TensorSpec] | None = None,
         provider: str = CPU,
         threads: int = 1,
+        captured_sizes: Sequence[int] = (),
     ) -> None:
         if not threads >= 1:
             raise ConfigError(f"OnnxSession.threads={threads!r}: must be >= 1")
+        if captured_sizes and provider != CUDA:
+            raise ConfigError(f"captured_sizes={tuple(captured_sizes)}: {provider} has no graphs to capture")
         self.path, self.provider = path, provider
-        self._session, self._ort = _open(path, provider, threads)
+        self.captured_sizes = tuple(captured_sizes)
+        self._session, self._ort = _open(path, provider, threads, bool(captured_sizes))
         self.inputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_inputs())}
         self.outputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_outputs())}
         if inputs is not None:
@@ -99,28 +133,44 @@ class OnnxSession:
             _match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
         self.dynamic_batch = self._batch_axis()
+        if captured_sizes and not self.dynamic_batch:
+            raise ConfigError(f"{path}: its batch axis is fixed at 1, so no batch sizes can be captured")
+        self._captured: dict[int, _Captured] = {}
+        self._capturer: Thread | None = None
+        self._no_graph = self._options(_NO_GRAPH) if captured_sizes else None
 
     def run(self, rows: Rows, notes: dict[str, Any] | None = None) -> dict[str, NDArray[Any]]:
         """Output arrays [rows, …] by name, of the same number of rows for every input.
 
-        Inputs are converted to the graph's types. notes: gets `fanout: sequential` when the rows ran one by one.
+        Inputs are converted to the graph's types; one of them at least is an array. notes: gets `fanout: sequential`
+        when the rows ran one by one, `captured: True` when they ran at a captured size.
         """
+        n = next(len(array) for array in rows.values() if isinstance(array, np.ndarray))
+        size = self._captured_size(n)
+        if size is not None:
+            results = self._replay(size, n, rows)
+            if notes is not None:
+                notes["captured"] = True
+            return results
         if self.dynamic_batch:
             return self._call(rows)
         if notes is not None:
             notes["fanout"] = "sequential"
-        n = len(next(iter(rows.values())))
         singles = [self._call({name: array[i : i + 1] for name, array in rows.items()}) for i in range(n)]
         return {name: np.concatenate([single[name] for single in singles]) for name in self._wanted}
 
     def place(self, array: NDArray[Any], name: str) -> Any:
         """The rows for input `name`, where the graph will read them: on the GPU one upload serves many calls.
 
-        On the CPU, and where rows run one by one, it is the array itself.
+        On the CPU, and where rows run one by one, it is the array itself. At a captured size it lasts until the next
+        rows are placed or run at that size.
         """
         array = np.ascontiguousarray(array, self.inputs[name].dtype)
         if self.provider != CUDA or not self.dynamic_batch:
             return array
+        captured = self._captured.get(self._captured_size(len(array)) or 0)
+        if captured is not None:
+            return captured.put(name, array)
         return self._ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
 
     def _call(self, rows: Rows) -> dict[str, NDArray[Any]]:
@@ -133,18 +183,64 @@ class OnnxSession:
 
     def _call_bound(self, rows: Rows) -> Any:
         """On the GPU: what was placed there before is read in place; results come back together."""
-        binding = self._session.io_binding()
-        for name, value in rows.items():
-            if not isinstance(value, self._ort.OrtValue):
-                value = self.place(value, name) if self.dynamic_batch else self._upload(value, name)
-            binding.bind_ortvalue_input(name, value)
-        for name in self._wanted:
-            binding.bind_output(name, "cuda", 0)
-        self._session.run_with_iobinding(binding)
+        binding = self._bound({name: self._upload(value, name) for name, value in rows.items()})
+        self._session.run_with_iobinding(binding, self._no_graph)
         return binding.copy_outputs_to_cpu()
 
-    def _upload(self, array: NDArray[Any], name: str) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array, self.inputs[name].dtype), "cuda", 0)
+    def _bound(self, inputs: Mapping[str, Any], outputs: Sequence[Any] = ()) -> Any:
+        """A binding of inputs on the GPU to outputs there: those given, or new ones at every run."""
+        binding = self._session.io_binding()
+        for name, value in inputs.items():
+            binding.bind_ortvalue_input(name, value)
+        for i, name in enumerate(self._wanted):
+            if outputs:
+                binding.bind_ortvalue_output(name, outputs[i])
+            else:
+                binding.bind_output(name, "cuda", 0)
+        return binding
+
+    def _upload(self, rows: Any, name: str) -> Any:
+        if isinstance(rows, self._ort.OrtValue):
+            return rows
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(rows, self.inputs[name].dtype), "cuda", 0)
+
+    # -- captured sizes ------------------------------------------------------------------------------------------------
+
+    def _captured_size(self, n: int) -> int | None:
+        """The size n rows are padded to on this thread, or None to run them as they are."""
+        if not self.captured_sizes:
+            return None
+        self._capturer = self._capturer or current_thread()
+        if current_thread() is not self._capturer:
+            return None
+        return next((size for size in self.captured_sizes if size >= n), None)
+
+    def _replay(self, size: int, n: int, rows: Rows) -> dict[str, NDArray[Any]]:
+        captured = self._captured.get(size)
+        if captured is None:
+            captured = self._captured[size] = self._capture(size, rows)
+        for name, value in rows.items():
+            if isinstance(value, np.ndarray):
+                value = np.ascontiguousarray(value, self.inputs[name].dtype)
+            captured.put(name, value)
+        self._session.run_with_iobinding(captured.binding, captured.options)
+        results = captured.binding.copy_outputs_to_cpu()
+        return {name: array[:n] for name, array in zip(self._wanted, results, strict=True)}
+
+    def _capture(self, size: int, rows: Rows) -> _Captured:
+        inputs = {name: self._upload(_padded(value, size), name) for name, value in rows.items()}
+        shaped = self._bound(inputs)
+        self._session.run_with_iobinding(shaped, self._no_graph)  # its outputs become the buffers: now sizes are known
+        binding, options = self._bound(inputs, shaped.get_outputs()), self._options(size)
+        self._session.run_with_iobinding(binding, options)  # onnxruntime repeats it until it is captured
+        return _Captured(size, inputs, binding, options)
+
+    def _options(self, graph: int) -> Any:
+        options = self._ort.RunOptions()
+        options.add_run_config_entry(_GRAPH_ID, str(graph))
+        return options
+
+    # -- the graph's ports ---------------------------------------------------------------------------------------------
 
     def _batch_axis(self) -> bool:
         """Whether the leading axis is symbolic everywhere; it must be that, or 1 everywhere."""
@@ -233,7 +329,13 @@ def _check_provider(ort: Any, provider: str) -> None:
         raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {', '.join(available)}{hint}")
 
 
-def _open(path: Path, provider: str, threads: int) -> tuple[Any, Any]:
+def _padded(rows: Any, size: int) -> NDArray[Any]:
+    """Rows, an array or what was placed of one, with the last of them repeated up to `size`."""
+    array: NDArray[Any] = rows if isinstance(rows, np.ndarray) else rows.numpy()
+    return array if len(array) == size else array.take(range(size), 0, mode="clip")
+
+
+def _open(path: Path, provider: str, threads: int, graphs: bool) -> tuple[Any, Any]:
     ort = _onnxruntime()
     _check_provider(ort, provider)
     if not path.is_file():
@@ -242,8 +344,9 @@ def _open(path: Path, provider: str, threads: int) -> tuple[Any, Any]:
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3  # errors only: they are raised as well
+    chosen = _OPTIONS.get(provider, {}) | ({"enable_cuda_graph": "1"} if graphs else {})
     try:
-        session = ort.InferenceSession(str(path), options, providers=[(provider, _OPTIONS.get(provider, {}))])
+        session = ort.InferenceSession(str(path), options, providers=[(provider, chosen)])
     except Exception as error:  # onnxruntime raises a dozen classes of its own
         raise ConfigError(f"{path}: onnxruntime cannot load it: {error}") from error
     if session.get_providers()[0] != provider:  # it falls back to the CPU without a word when drivers are missing

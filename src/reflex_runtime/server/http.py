@@ -32,7 +32,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._in_head = self._skip_head = self._refusing = False
         self._head = 0
-        self._asking: RequestResponseCycle | None = None  # the request that the app has; later ones wait in the pipeline
+        self._asking: RequestResponseCycle | None = None  # the request the app has; later ones wait in the pipeline
 
     def data_received(self, data: bytes) -> None:
         if self._refusing:
