@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -29,11 +31,12 @@ def option(
     unit: str = "",
     choices: tuple[str, ...] = (),
     metavar: str | None = None,
+    bare: str | None = None,
     secret: bool = False,
     repeat: bool = False,
 ) -> Any:
-    """A settings field: its default, what it does, its unit and its inclusive range."""
-    meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar}
+    """A settings field: its default, what it does, its unit and its inclusive range. bare: value of the flag alone."""
+    meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar, "bare": bare}
     return field(default=default, metadata=meta | {"secret": secret, "repeat": repeat})
 
 
@@ -65,7 +68,8 @@ class ServeConfig:
         0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
     )
     cuda_graphs: str = option(
-        "", "batch sizes to capture at warm-up and pad to, such as 1,2,4,8; not on the CPU", metavar="SIZES"
+        "", "batch sizes to capture at warm-up and pad to, in 1 to 4096; without SIZES 1,2,4,8,16,32; not on the CPU",
+        metavar="SIZES", bare="1,2,4,8,16,32",
     )
     # the policy
     provider: str = option(
@@ -123,6 +127,12 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        _ = self.captured_sizes
+
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """What `cuda_graphs` names."""
+        return _sizes(self.cuda_graphs) if self.cuda_graphs else ()
 
 
 def flag(name: str) -> str:
@@ -142,6 +152,15 @@ def validate(config: Any) -> None:
             raise ConfigError(
                 f"{flag(f.name)}={one_line(value)}: must be one of {', '.join(meta['choices'])}", field=f.name
             )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """The batch sizes of --cuda-graphs."""
+    sizes = tuple(int(part) for part in text.split(",")) if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else ()
+    if not sizes or sizes[0] < 1 or sizes[-1] > 4096 or any(a >= b for a, b in pairwise(sizes)):
+        expected = "ascending whole numbers in [1, 4096], such as 1,2,4,8"
+        raise ConfigError(f"--cuda-graphs={one_line(text)}: must be {expected}", field="cuda_graphs")
+    return sizes
 
 
 def one_line(value: Any) -> str:
@@ -166,7 +185,8 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             if meta["choices"]:
                 shown = "{" + ",".join(meta["choices"]) + "}"
             shown = shown or ("N" if hints[f.name] is int else "TEXT")
-            parser.add_argument(flag(f.name), metavar=shown, **common)
+            alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
+            parser.add_argument(flag(f.name), metavar=shown, **alone, **common)
 
 
 def _suffix(f: Field[Any]) -> str:
@@ -200,11 +220,15 @@ def load(kind: type[C], section: str, file: Path | None, environ: Mapping[str, s
 
 def _table(file: Path, section: str) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text(encoding="utf-8")).get(section, {})
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config={file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={file}: not TOML: {error}") from error
+    stray = next((name for name in tables if name != section), None)
+    if stray is not None:  # a misspelt table must not pass for defaults
+        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]")
+    found = tables.get(section, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: [{section}] must be a table")
     return found

@@ -615,3 +615,31 @@ def test_no_thread_is_left_behind() -> None:
 
     run(main())
     assert not {t.name for t in threading.enumerate() if t.name.startswith("reflex")} - before
+
+
+def test_b24_what_prepares_runs_on_the_device_thread_before_the_first_batch() -> None:
+    async def main() -> None:
+        gate = Gate(is_open=True)
+        threads: list[threading.Thread] = []
+        batcher = Batcher({"default": gate}, BY_COUNT)
+        await batcher.start(lambda: threads.append(threading.current_thread()))
+        assert (len(threads), gate.calls) == (1, [])
+        assert threads[0] is batcher.device._thread
+        assert await batcher.run(Request(1)) == 1
+        assert await batcher.close()
+        assert len(threads) == 1
+
+    run(main())
+
+
+def test_b24_what_cannot_prepare_raises_where_it_is_waited_for() -> None:
+    def prepare() -> None:
+        raise ValueError("no graph")
+
+    async def main() -> None:
+        batcher = Batcher({"default": Gate(is_open=True)}, BY_COUNT)
+        with pytest.raises(ValueError, match="no graph"):
+            await batcher.start(prepare)
+        assert await batcher.close(drain=False)
+
+    run(main())

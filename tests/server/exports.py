@@ -15,11 +15,13 @@ STATE, CHUNK, ACTIONS = 2, 3, 2
 WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
 
 
-def write_tiny(root: Path, batch: str | int = "batch", weight: int = 0, **settings: Any) -> Path:
+def write_tiny(
+    root: Path, batch: str | int = "batch", weight: int = 0, fails: bool = False, **settings: Any
+) -> Path:
     """A policy of state alone: actions = tanh(noise + state · WEIGHTS), CHUNK times.
 
     batch: the leading axis. weight: how many times each row is multiplied with a matrix of 4 MB for nothing; 64 take a
-    few milliseconds. settings: further keys of its configuration.
+    few milliseconds. fails: it loads, and raises in every call. settings: further keys of its configuration.
     """
     root.mkdir(parents=True, exist_ok=True)
     nodes = [
@@ -42,6 +44,14 @@ def write_tiny(root: Path, batch: str | int = "batch", weight: int = 0, **settin
             helper.make_node("Add", ["term", "nothing"], ["sum"]),
         ]
         term = "sum"
+    if fails:  # two numbers a row never make rows of seven
+        constants += [numpy_helper.from_array(np.array([-1, 7]), "seven_wide")]
+        nodes += [
+            helper.make_node("Reshape", ["pose", "seven_wide"], ["sevens"], name="make_rows_of_seven"),
+            helper.make_node("ReduceMean", ["sevens"], ["mean"], keepdims=0),
+            helper.make_node("Add", [term, "mean"], ["off"]),
+        ]
+        term = "off"
     nodes += [helper.make_node("Add", ["x", term], ["y"]), helper.make_node("Tanh", ["y"], ["chunk"])]
 
     def port(name: str, *dims: int) -> Any:

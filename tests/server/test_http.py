@@ -233,6 +233,7 @@ def test_h4_msgpack_that_is_none_or_means_harm_is_refused(server: Server, name: 
 NOT_JSON = {
     "empty": b"",
     "broken": b'{"state": [1, 2}',
+    "broken off in an unknown field": b'{"a":',
     "trailing": b"{} x",
     "not utf-8": b'{"instruction": "\xff"}',
     "key not utf-8": b'{"\xff": 1}',

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -204,13 +206,27 @@ def test_h9_an_objective_is_a_percentile_and_a_limit() -> None:
             Objective.parse(wrong)
 
 
-def test_a_graph_that_does_not_fit_its_export_is_told_on_health_and_leaves_with_1(tmp_path: Path) -> None:
+def test_a_graph_that_does_not_fit_its_export_leaves_with_2_and_one_line(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "broken", inputs={"state": "no_such_input", "noise": "x"})
+    done = subprocess.run(
+        [sys.executable, "-m", "reflex_runtime", "serve", str(export), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert [line for line in done.stderr.splitlines() if "no_such_input" in line and "model.onnx" in line]
+
+
+def test_a_model_that_fails_at_warm_up_is_told_on_health_and_leaves_with_1(tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "broken", fails=True)
     with Server(export, until="not serving on") as server:
         health = server.get("/health")
         assert health.status == 503
         assert health.json["state"] == "warmup_failed"
-        assert "no_such_input" in health.json["error"]
+        assert "seven" in health.json["error"]
         assert health.json["model_loaded"] is False
         refused = server.act()
         assert (refused.status, refused.code, refused.json["state"]) == (503, "not_ready", "warmup_failed")

@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReflexError as error:
         print(f"reflex {args.verb}: {error.message}", file=sys.stderr)
         return 2
+    except PermissionError as error:
+        print(f"reflex {args.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         return 141  # the reader of our output left, as with `reflex trace FILE | head`
     except KeyboardInterrupt:

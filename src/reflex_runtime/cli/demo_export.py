@@ -21,6 +21,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "--kind", choices=("monolithic", "decomposed"), default="decomposed",
         help="one model, or prefix and denoise steps apart (default decomposed)",
     )
+    parser.add_argument("--force", action="store_true", help="write over what is in DIR")
     parser.set_defaults(run=run)
 
 
@@ -28,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     """Copy the export."""
     from reflex_runtime.demo.exports import write_export
 
-    write_export(args.directory, args.variant, args.kind)
+    write_export(args.directory, args.variant, args.kind, args.force)
     print(f"wrote {args.variant} {args.kind} to {args.directory}; serve it with: reflex serve {args.directory}")
     return 0

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from math import inf
 from types import TracebackType
 from typing import Any, Self
@@ -73,10 +74,28 @@ class Batcher:
     ) -> None:
         await self.close(drain=kind is None)
 
-    async def start(self) -> None:
-        """Bind to the running loop and start the device thread."""
+    async def start(self, prepare: Callable[[], object] | None = None) -> None:
+        """Bind to the running loop and start the device thread.
+
+        prepare: called on that thread before anything else, such as a warm-up that must happen where batches run. Its
+        end is waited for and its error raised; the batcher is to be closed then.
+        """
         self._loop = asyncio.get_running_loop()
-        self.device.start()
+        if prepare is None:
+            self.device.start()
+            return
+        prepared: Future[object] = Future()
+
+        def run() -> None:
+            if not prepared.set_running_or_notify_cancel():
+                return
+            try:
+                prepared.set_result(prepare())
+            except BaseException as error:
+                prepared.set_exception(error)
+
+        self.device.start(run)
+        await asyncio.wrap_future(prepared)
 
     def add_sink(self, sink: Sink) -> None:
         """One more sink, for the events from now on."""

@@ -70,12 +70,12 @@ class Device:
 
     # -- callers -------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the device thread."""
+    def start(self, prepare: Callable[[], None] | None = None) -> None:
+        """Start the device thread. prepare: what it does before anything else; no replacement repeats it."""
         with self._lock:
             if self._thread is not None:
                 raise ConfigError("Device.start: already started")
-            self._spawn()
+            self._spawn(prepare)
 
     def submit(self, request: Request, waiter: Any = None, wake: bool = True) -> Ticket:
         """Admit a request; its end is in the events. Raises `Rejected` (also an event).
@@ -179,15 +179,17 @@ class Device:
 
     # -- device thread -------------------------------------------------------------------------------------------------
 
-    def _spawn(self) -> None:
+    def _spawn(self, prepare: Callable[[], None] | None = None) -> None:
         self._generation += 1
         self._thread = threading.Thread(
-            target=self._main, args=(self._generation,), name=f"{self._name}-{self._generation}", daemon=True
+            target=self._main, args=(self._generation, prepare), name=f"{self._name}-{self._generation}", daemon=True
         )
         self._thread.start()
 
-    def _main(self, generation: int) -> None:
+    def _main(self, generation: int, prepare: Callable[[], None] | None) -> None:
         try:
+            if prepare is not None:
+                prepare()
             for processor in self._processors.values():
                 processor.start()
             batch = self._next(generation, None)

@@ -96,8 +96,8 @@ class OnnxSession:
         graph's, outputs may be some of them and are then the only ones computed. None expects nothing.
     provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
         the processes of one machine otherwise fight for its cores.
-    captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis, and
-        calls that differ in their rows alone. Rows are padded to the next size with copies of the last one and the
+    captured_sizes: batch sizes to capture as CUDA graphs, ascending; needs the CUDA provider, a symbolic batch axis
+        and calls that differ in their rows alone. Rows are padded to the next size with copies of the last one and the
         results trimmed; beyond the largest size the call runs without a graph. A size is captured at its first call.
         ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
         any other run without. Calls from several threads at once are not safe.

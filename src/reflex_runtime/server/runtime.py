@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Closed
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -29,6 +29,7 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, parse_fault, served_by
 from reflex_runtime.processors.onnx import CPU, CUDA
 from reflex_runtime.server.errors import Degraded, NotReady, SloViolated
+from reflex_runtime.server.failures import FailureLog
 from reflex_runtime.server.slo import Objective, SloTracker
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.trace import TraceWriter
@@ -106,10 +107,12 @@ class Runtime:
         self.export = export
         self.state = "initializing"
         self.error = ""
+        self.unusable = False  # the export itself is wrong: there is nothing to wait for
         self.metrics = Metrics()
         self.crashes = Crashes(config.max_consecutive_crashes, config.probe_cooldown_s)
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
         self.trace: TraceWriter | None = None
+        self.failures = FailureLog()
         self.workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-worker")
         self.embodiment = export.embodiment.name or "unknown"
         self._on_fatal = on_fatal
@@ -152,16 +155,20 @@ class Runtime:
             self._policy = await _in_thread(self._load)
             self.state = "warming"
             self._batcher = self._build(self._policy)
-            await _in_thread(self._warm)
+            await self._batcher.start(self._warm)
         except Exception as error:
-            self.state, self.error = "warmup_failed", f"{type(error).__name__}: {error}"
-            log.exception("the policy could not be started")
+            self.state = "warmup_failed"
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend: nobody needs a stack
+            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
+            if not self.unusable:
+                log.exception("the policy could not be started")
+            if self._batcher is not None:
+                await self._batcher.close(drain=False)
             self._clean = True
             return
         self._clean = True
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector need not look at it again
-        await self._batcher.start()
         self._started = True
         self.state = "ready"
         if self.slo is not None:
@@ -187,6 +194,8 @@ class Runtime:
         if not self._started:
             if self.state == "draining":
                 raise Closed("the server is shutting down", retry_after=1.0)
+            if self.state == "warmup_failed":  # waiting does not help
+                raise NotReady(f"the policy could not be started: {self.error}", state=self.state)
             raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
 
     def admit(self) -> None:
@@ -209,6 +218,8 @@ class Runtime:
         self.metrics(event)
         if self.slo is not None and status == 200:
             self.slo.served(served_in, event.at)
+        if outcome == "failed" and ticket is not None and isinstance(ticket.outcome, Failed):
+            self.failures.tell(event.at, ticket.id, ticket.outcome.error)
 
     def _check_slo(self, slo: SloTracker) -> None:
         slo.check(time.monotonic())
@@ -225,6 +236,7 @@ class Runtime:
             threads=config.threads,
             cache_bytes=int(config.prefix_cache_mb * 2**20),
             max_age_chunks=config.prefix_max_age_chunks,
+            captured_sizes=config.captured_sizes,
         )
 
     def _build(self, policy: Policy) -> Batcher:
@@ -261,11 +273,16 @@ class Runtime:
         self.policy.warm_up(WARM_SIZES).teach(self.batcher.scheduler.cost_model(SLOT))
 
     def _sink(self, event: Event) -> None:
+        was_open = self.crashes.open
         if isinstance(event, BatchFinished):
             if event.crashed:
                 self.crashes.crashed(event.at)
         elif isinstance(event, RequestSettled) and isinstance(event.ticket.outcome, Done):
             self.crashes.answered()
+        if self.crashes.open and not was_open:
+            log.warning("degraded: %d batches crashed in a row; only a probe is let in", self.crashes.count)
+        elif was_open and not self.crashes.open:
+            log.warning("no longer degraded: a request was answered")
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

@@ -25,7 +25,7 @@ from reflex_runtime.server.runtime import Runtime
 
 log = logging.getLogger("reflex.server")
 
-EXIT_OK, EXIT_FAILED = 0, 1
+EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
 READING_GRACE = 1.0  # seconds that a caller has after the signal to send the rest of its request
 ARRIVED = 0.5  # seconds at most to accept and read what has reached this machine
 _TURNS = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
@@ -130,12 +130,16 @@ async def _serve(
         starting.result()
         if on_ready is not None:
             on_ready(runtime)
+        if runtime.unusable:
+            stop.set()
     else:
         starting.cancel()
     await stopping
     clean = await _drain(config, runtime, app, server)
     server.should_exit = True
     await serving
+    if runtime.unusable:
+        return EXIT_UNUSABLE, clean
     return EXIT_FAILED if fatal or runtime.state == "warmup_failed" else EXIT_OK, clean
 
 

@@ -109,7 +109,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return _json.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise (_invalid(error) if _is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
@@ -123,6 +123,17 @@ def _decode_json(body: bytes) -> ActJson:
         raise _invalid(error) from None
     except UnicodeEncodeError:
         raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
+
+
+def _is_json(body: bytes) -> bool:
+    """Whether a body with a wrong field is JSON to its end; asked only then."""
+    try:
+        json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    except (RecursionError, ValueError):  # too deep or too long a number, but JSON
+        return True
+    return True
 
 
 def _decode_msgpack(body: bytes) -> ActMsgpack:

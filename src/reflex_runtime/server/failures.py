@@ -1,0 +1,26 @@
+"""Says in the log what failed and for whom: the first at once, then at most one line a second with the count."""
+
+from __future__ import annotations
+
+import logging
+
+log = logging.getLogger("reflex.server")
+
+
+class FailureLog:
+    """Tells failed requests. Not for client errors, overload or cancellations: those are in the metrics."""
+
+    PERIOD = 1.0  # seconds between lines
+
+    def __init__(self) -> None:
+        self._told = float("-inf")
+        self._silent = 0
+
+    def tell(self, now: float, request_id: str, error: BaseException) -> None:
+        """One request failed. now: seconds."""
+        if now - self._told < self.PERIOD:
+            self._silent += 1
+            return
+        more = f" ({self._silent} more since the last line)" if self._silent else ""
+        log.error("request %s failed: %s%s", request_id, error, more)
+        self._told, self._silent = now, 0
