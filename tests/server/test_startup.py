@@ -82,8 +82,6 @@ def test_b2_the_process_exits_with_status_2_and_one_line(tiny: Path) -> None:
         (["--max-batch-cost-ms", "nan"], "--max-batch-cost-ms=nan: must be a number"),
         (["--max-batch-cost-ms", "inf"], "--max-batch-cost-ms=inf: must be in [10, 10000] ms"),
         (["--max-queue", "1.5"], "--max-queue=1.5: must be a whole number"),
-        (["--cuda-graphs", "1,two"], "--cuda-graphs=1,two: must be batch sizes in [1, 4096]"),
-        (["--cuda-graphs", "0"], "--cuda-graphs=0: must be batch sizes in [1, 4096]"),
         (["--max-queue"], "--max-queue: expected one argument"),
         (["--no-such-option"], "--no-such-option"),
         (["--config", "/nowhere/at/all.toml"], "--config=/nowhere/at/all.toml: No such file"),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ _DESCRIPTION = """\
 Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
 physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two
 cores.
-Needs the extra: pip install 'reflex-runtime[demo]'
+Needs the extra `demo`; in a clone: pip install '.[demo]'
 """
 _READY = re.compile(r"ready on (http://\S+)")
 
@@ -44,7 +45,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--robots", type=int, default=6, metavar="N", help="robots at a time (default 6, range 1 to 64)")
+    parser.add_argument("--robots", type=int, default=6, metavar="N", help="robots (default 6, range 1 to 64)")
     parser.add_argument(
         "--episodes", type=int, default=2, metavar="N", help="episodes each robot plays (default 2, range 1 to 100)"
     )
@@ -57,7 +58,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"
     )
     parser.add_argument(
-        "--serve", default="", metavar="OPTIONS", help="further options for the server, as in --serve '--max-batch-cost-ms 20'"
+        "--serve", default="", metavar="OPTIONS", help="options for the server, as in --serve '--max-batch-cost-ms 20'"
     )
     parser.set_defaults(run=run)
 
@@ -72,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
     for flag, value, high in (("--robots", args.robots, 64), ("--episodes", args.episodes, 100)):
         if not 1 <= value <= high:
             raise ConfigError(f"{flag}={value}: must be in [1, {high}]")
+    missing = [name for name in ("metaworld", "cv2") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} not installed: in a clone, pip install '.[demo]'")
     args.out.mkdir(parents=True, exist_ok=True)
     trace = args.out / "batches.jsonl"
     console = Console()
@@ -116,8 +120,12 @@ def progress(robots: int, episodes: int) -> Iterator[Callable[[Mapping[str, Any]
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes · {task.fields[chunks]} chunks"),
-        TimeElapsedColumn(), console=Console(stderr=True),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("episodes · {task.fields[chunks]} chunks"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
     )
     with bar:
         task = bar.add_task("starting the server and the simulators", total=robots * episodes, chunks=0)
@@ -157,22 +165,22 @@ def show(console: Console, result: DemoResult, args: argparse.Namespace) -> None
 
 
 def draw(console: Console, trace: Path, prefix: Path) -> None:
-    """Reasons and sizes from the trace, and the picture."""
+    """What batching did, from the trace, and the picture."""
     from collections import Counter
 
     from reflex_runtime.telemetry.picture import write_pictures
     from reflex_runtime.telemetry.trace import read_trace
 
     found = read_trace(trace)
-    flushes = [batch for batch in found.batches if batch.entered]
-    reasons = Counter(batch.reason for batch in flushes)
+    causes = Counter(batch.cause for batch in found.batches)
     steps = Counter(batch.size for batch in found.batches)
-    console.print(f"{len(found.batches)} steps, {len(flushes)} of them took requests in; " + ", ".join(
-        f"{reason} {n}" for reason, n in reasons.most_common()
-    ))
-    console.print("steps by size: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
+    alone = sum(batch.size for batch in found.batches)
+    console.print(f"{len(found.batches)} calls of the model where one robot at a time would have taken {alone}")
+    console.print("calls by number of robots: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
+    console.print("why they left: " + ", ".join(f"{cause} {n}" for cause, n in causes.most_common()))
     written = write_pictures(found, busiest(found.batches), prefix)
-    console.print(f"trace {trace} (reflex trace {trace}), pictures: " + ", ".join(str(path) for path in written))
+    pictures = ", ".join(str(path) for path in written)
+    console.print(f"trace {trace} (reflex trace {trace} --no-picture), pictures: {pictures}")
 
 
 def busiest(batches: Sequence[TracedBatch], width: int = 80) -> Sequence[TracedBatch]:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
 
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.picture import UNITS, Colours, Units, ink, plain, request_name, write_pictures
+from reflex_runtime.telemetry.picture import UNITS, Colours, Units, client_name, ink, plain, request_name, write_pictures
 from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch, TraceError, read_trace
 
 ROWS = 40  # a table longer than this shows its two ends, unless --last or --from asked for its rows
 NAMES = 8  # members named in a row
-WIDE = 160  # columns where the output is no terminal
+WIDE = 160  # columns where the output is no terminal and COLUMNS does not say
+NARROW = 120  # with fewer columns than this, everything but the members is cut short
+LEAST = 12  # columns for the members, whatever else there is
+PLACE = ("slot", "partition", "stage")
 
 _DESCRIPTION = """\
 Show a trace of batches, as written by `reflex serve --trace FILE`.
 
 One row per batch: when it left, where (slot, partition, stage), why (the reason, and the finer cause), who was in it
 with how many units, predicted and measured time, how long those that entered had waited, and how many still queued
-behind it. `▸` marks a member that entered from the queue with this batch; the others stayed from an earlier step.
+behind it. `▸` marks a member that entered from the queue with this batch; the others stayed from an earlier step, and
+`…+3` stands for three more. What is the same in every batch stands once above the table, and a column of nothing but
+zeros is left out. In under 120 columns `why` is the cause alone and `wait` the longest wait alone.
 """
 
 _EPILOG = """\
@@ -86,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         print(f"reflex trace: {error}", file=sys.stderr)
         return 2
-    console = Console(no_color=args.no_color, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    console = Console(no_color=args.no_color, highlight=False, width=None if told else WIDE)
     _show(console, trace, batches, whole=last is not None or first is not None)
     for path in pictures:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
@@ -146,11 +154,15 @@ def _show(console: Console, trace: Trace, batches: Sequence[TracedBatch], whole:
     if not batches:
         console.print("no batches")
         return
+    same = [f"{n} {plain(v, 200)}" for n, v in zip(PLACE, _place(batches[0]), strict=True) if v and not _vary(batches, n)]
+    if same:
+        console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
     if whole or len(batches) <= ROWS:
-        console.print(_table(trace, batches, batches))
+        console.print(_table(trace, batches, batches, console.width))
     else:
         half = ROWS // 2
-        console.print(_table(trace, batches, [*batches[:half], *batches[-half:]], gap_after=half))
+        console.print(_table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
+        console.print(Text("--last N, or --from ID --to ID, shows those left out", style="dim"))
     for line in _summary(trace, batches):
         console.print(line, soft_wrap=True)
 
@@ -165,68 +177,119 @@ def _origin(trace: Trace) -> str:
     return "; ".join([f"{trace.path}: started {header.started_at}, reflex {header.reflex_version}", *groups])
 
 
-def _table(trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], gap_after: int = 0) -> Table:
+def _place(batch: TracedBatch) -> tuple[str, str, str]:
+    return batch.group, batch.partition, batch.stage
+
+
+def _vary(batches: Sequence[TracedBatch], name: str) -> bool:
+    return len({_place(b)[PLACE.index(name)] for b in batches}) > 1
+
+
+def _table(
+    trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], width: int, gap_after: int = 0
+) -> Table:
     """gap_after: after so many rows, say how many batches were left out."""
     colours = Colours.of(trace, batches)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, justify in (("id", "right"), ("at s", "right"), ("where", "left"), ("why", "left"), ("n", "right")):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("who", overflow="fold", ratio=1)
-    table.add_column("predicted / measured ms", justify="right")
-    table.add_column("wait ms", justify="right")
-    table.add_column("queued", justify="right")
+    narrow = width < NARROW
+    columns = _columns(batches, rows, narrow)
+    gap = 1 if narrow else 2
+    taken = (max(cell_len(line) for cell in (*name.split("\n"), *cells) for line in [cell]) for name, cells in columns)
+    room = max(LEAST, width - sum(n + gap for n in taken) - gap)
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    place = [name for name, _ in columns].index("n") + 1  # the members stand behind their number
+    left = {"where", "why", *PLACE}
+    for i, (name, _) in enumerate(columns):
+        if i == place:
+            table.add_column("who", no_wrap=True)
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    if place == len(columns):
+        table.add_column("who", no_wrap=True)
     for number, batch in enumerate(rows):
         if gap_after and number == gap_after:
-            gap = f"… {len(batches) - len(rows):,} batches left out; --last N or --from ID --to ID shows them …"
-            table.add_row("", "", "", "", "", Text(gap, style="dim"))
-        table.add_row(*_row(batch, colours))
+            text = f"… {len(batches) - len(rows):,} batches left out …"
+            table.add_row(*[""] * place, Text(text, style="dim", no_wrap=False, overflow="fold"))
+        cells = [Text(column[number]) for _, column in columns]
+        if batch.crashed:
+            cells[[name for name, _ in columns].index("why")].stylize("bold red")
+        cells.insert(place, _who(batch, colours, room, narrow))
+        table.add_row(*cells)
     return table
 
 
-def _row(batch: TracedBatch, colours: Colours) -> list[RenderableType]:
-    where = "/".join(plain(part) for part in (batch.group, batch.partition, batch.stage) if part)
-    why = batch.cause if batch.cause == batch.reason else f"{batch.reason}: {batch.cause}"
-    predicted = "–" if batch.expected is None else f"{batch.expected * 1e3:.1f}"
-    waits = sorted(m.age * 1e3 for m in batch.entered)
-    if len(waits) > 1:
-        waited = f"{waits[0]:.1f} / {median(waits):.1f} / {waits[-1]:.1f}"
-    else:
-        waited = f"{waits[0]:.1f}" if waits else ""
-    return [
-        str(batch.id),
-        f"{batch.scheduled_at:.3f}",
-        Text(where),
-        Text(why, style="bold red" if batch.crashed else ""),
-        str(batch.size),
-        _who(batch, colours),
-        f"{predicted} / {batch.elapsed * 1e3:.1f}",
-        waited,
-        "" if batch.queued is None else str(batch.queued),
+def _columns(
+    batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], narrow: bool
+) -> list[tuple[str, list[str]]]:
+    """Header and cells of every column but `who`; what is the same in each row, or zero, is no column."""
+    varying = [name for name in PLACE if _vary(batches, name)]
+    share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
+    columns = [
+        ("id", [str(b.id) for b in rows]),
+        ("at s", [f"{b.scheduled_at:.3f}" for b in rows]),
     ]
+    if varying:
+        places = [[p for n, p in zip(PLACE, _place(b), strict=True) if n in varying and p] for b in rows]
+        told = varying[0] if len(varying) == 1 else "where"
+        columns.append((told, ["/".join(plain(p, share) for p in place) for place in places]))
+    columns.append(("why", [b.cause if narrow or b.cause == b.reason else f"{b.reason}: {b.cause}" for b in rows]))
+    columns.append(("n", [str(b.size) for b in rows]))
+    measured = [_ms(b.elapsed) for b in rows]
+    if any(b.expected is not None for b in rows):
+        predicted = ["–" if b.expected is None else _ms(b.expected) for b in rows]
+        columns.append(("predicted\n/measured ms", [f"{p}/{m}" for p, m in zip(predicted, measured, strict=True)]))
+    else:
+        columns.append(("measured ms", measured))
+    waits = [_waited(b, narrow) for b in rows]
+    if any(float(w) for told in waits for w in told):
+        columns.append(("longest\nwait ms" if narrow else "wait ms", [" / ".join(told) for told in waits]))
+    if any(b.queued for b in rows):
+        columns.append(("queued", ["" if b.queued is None else str(b.queued) for b in rows]))
+    if narrow:
+        columns = [(name.replace("predicted\n/measured", "pred.\n/meas.").replace("d ms", "d\nms"), c) for name, c in columns]
+    return columns
 
 
-def _who(batch: TracedBatch, colours: Colours) -> Text:
-    """Members in their colours, with the units granted where those differ from one request, and what befell them."""
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 0.9995 else f"{seconds * 1e3:.0f}"
+
+
+def _waited(batch: TracedBatch, narrow: bool) -> list[str]:
+    """Shortest, median and longest of those that entered; one value where one entered or there is room for one."""
+    waits = sorted(m.age for m in batch.entered)
+    if narrow or len(waits) < 2:
+        return [_ms(w) for w in waits[-1:]]
+    return [_ms(w) for w in (waits[0], median(waits), waits[-1])]
+
+
+def _who(batch: TracedBatch, colours: Colours, room: int, narrow: bool) -> Text:
+    """Members in their colours, with the units granted where those differ from one request, and what befell them; as
+    many as there is room for, and how many more."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
-    text = Text()
-    for member in batch.members[:NAMES]:
+    text = Text(no_wrap=True)
+    for number, member in enumerate(batch.members):
         face = colours.hex(member)
         mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
-        text.append(f" {mark}{_name(member, colours.by, clients)}{units} ", style=f"{ink(face)} on {face}")
+        pad = "" if narrow else " "
+        chip = Text(f"{pad}{mark}{_name(member, colours.by, clients)}{units}{pad}", style=f"{ink(face)} on {face}")
         if member.outcome not in ("done", "more", None):
-            text.append(f" {member.outcome}", style="bold red")
-        text.append(" ")
-    if batch.size > NAMES:
-        text.append(f"+ {batch.size - NAMES} more", style="dim")
-    text.rstrip()
+            chip = Text.assemble(chip, (f" {member.outcome}", "bold red"))
+        behind = batch.size - number - 1
+        more = f" …+{behind}" if behind else ""
+        if number == 0:
+            chip.truncate(max(1, room - len(more)), overflow="ellipsis")
+        elif text.cell_len + 1 + chip.cell_len + len(more) > room or (number == NAMES and not narrow):
+            text.append(f" …+{behind + 1}", style="dim")
+            break
+        else:
+            text.append(" ")
+        text.append_text(chip)
     return text
 
 
 def _name(member: Member, by: str, clients: Counter[str]) -> str:
     if by == "request":
         return request_name(member)
-    client = plain(member.client or "no client")
+    client = client_name(member)
     return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
 
 

@@ -113,8 +113,8 @@ def _outcome(result: Any) -> Outcome:
 class BaseProcessor:
     """Defaults for what most processors do not need.
 
-    captured_sizes: batch sizes it has captured as CUDA graphs or the like, ascending, and pads to; its group's cost model
-        is `TimeCost(sizes=captured_sizes)`. It notes `batch.notes["captured"] = True` where a batch ran at one of them.
+    captured_sizes: batch sizes it has captured, as CUDA graphs or the like, and pads to, ascending; its group's cost
+        model is `TimeCost(sizes=captured_sizes)`. It sets `batch.notes["captured"] = True` when a batch ran at one.
     """
 
     repeatable = True

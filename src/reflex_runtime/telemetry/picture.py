@@ -1,15 +1,17 @@
 """The picture of a batch trace: who shared which batch, because a schedule is understood by looking at it.
 
-Four panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request),
-why each batch left, predicted against measured time, and how long those that entered had waited. Too many batches to
-draw one by one are averaged, and the picture says so. The same trace gives the same bytes.
+Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), which
+stage ran (where there are several), why each batch left, predicted against measured time, and how long those that
+entered had waited. Too many batches to draw one by one are averaged, and the picture says so. The same trace gives the
+same bytes.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -51,6 +53,9 @@ _CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale wher
     Cause.IDLE.value: ("I", "#D1FAE5"),
     Cause.STEP.value: ("→", "#E0E7FF"),
 }
+_STAGES = ("#1E293B", "#CBD5E1", "#F59E0B", "#7C3AED", "#0D9488", "#BE123C")  # in order of appearance, then again
+
+_CONNECTION = re.compile(r"""[(\[](['"])([^'"]+)\1, (\d+)[)\]]""")
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------
@@ -76,7 +81,7 @@ class Colours:
                 key: Hashable = m.client if by == "client" else m.seq
                 if key not in index:
                     index[key] = len(index)
-                    names.append(plain(m.client or "no client") if by == "client" else request_name(m))
+                    names.append(client_name(m) if by == "client" else request_name(m))
         return cls(by, tuple(names), index)
 
     def index(self, member: Member) -> int:
@@ -91,6 +96,16 @@ class Colours:
 def request_name(member: Member) -> str:
     """The request's id, or the number of its arrival when it has none."""
     return plain(member.id) if member.id else f"#{member.seq}"
+
+
+def client_name(member: Member) -> str:
+    """The client; one known only by its connection is `host:port`, which a server writes as the repr of a pair."""
+    connection = _CONNECTION.fullmatch(member.client)
+    if connection is None:
+        return plain(member.client or "no client")
+    host, port = connection.group(2, 3)
+    name = plain(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", 99)
+    return name if len(name) <= 21 else "…" + name[-20:]  # the port is what tells two of them apart
 
 
 def plain(text: str, width: int = 18) -> str:
@@ -116,6 +131,7 @@ class _Segment:
     height: float
     labels: tuple[str, ...]  # longest first; the first that fits is written
     gid: str
+    entered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +260,7 @@ def _single(batch: TracedBatch, colours: Colours, units: Units) -> _Bar:
         mark = "▸" if m.state == "waiting" else ""
         name, number = request_name(m), "" if height == 1.0 and batch.unit != "tokens" else f"{height:.3g}"
         labels = (f"{mark}{name} {number}".rstrip(), f"{mark}{number}", mark)
-        segments.append(_Segment(colours.index(m), height, labels, f"grant-{batch.id}-{m.seq}"))
+        segments.append(_Segment(colours.index(m), height, labels, f"grant-{batch.id}-{m.seq}", bool(mark)))
     return _Bar([batch], segments, sum(s.height for s in segments))
 
 
@@ -306,17 +322,22 @@ def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Fi
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 6.0), facecolor="white")
-    heights = {"height_ratios": (10, 0.8, 3, 3), "hspace": 0.42}
+    stages = list(dict.fromkeys(b.stage for b in trace.batches))  # of the trace: a window of it shows the same colours
+    staged = len({b.stage for b in batches}) > 1
+    ratios = (10, 0.8, 0.8, 3, 3) if staged else (10, 0.8, 3, 3)
+    heights = {"height_ratios": ratios, "hspace": 0.5 if staged else 0.42}
     box = {"left": 0.075, "right": 0.985, "top": 0.835, "bottom": 0.08}
-    panels = figure.subplots(4, 1, sharex=True, gridspec_kw=heights | box)
-    main, why, time, wait = panels
+    panels = list(figure.subplots(len(ratios), 1, sharex=True, gridspec_kw=heights | box))
+    main, why, time, wait = panels[0], *panels[-3:]
     for axes in (main, time, wait):
         axes.set_axisbelow(True)
         axes.yaxis.grid(True, color=_RULE, linewidth=0.6)
         axes.spines["left"].set_visible(False)
     slots = max(len(drawing.bars), 5)
     main.set_xlim(-0.6, slots - 0.4)
-    labelled = _draw_bars(main, drawing, slots)
+    marked = _draw_bars(main, drawing, slots)
+    if staged:
+        _draw_stages(panels[1], drawing.bars, stages)
     _draw_causes(why, drawing.bars)
     _draw_times(time, drawing.bars)
     _draw_waits(wait, drawing.bars)
@@ -324,7 +345,7 @@ def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Fi
     wait.set_xticks(list(ticks), list(ticks.values()))
     wait.set_xlabel("batch id")
     figure.align_ylabels([main, time, wait])
-    if labelled:
+    if marked:
         drawing.notes.append("▸ entered from the queue with this batch")
     _draw_head(figure, drawing, trace, batches)
     return figure
@@ -378,18 +399,19 @@ def _fill(colour: int) -> dict[str, Any]:
 
 
 def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
-    """One stack per bar; returns whether there was room to write into any."""
+    """One stack per bar; returns whether any shows who entered: in its label, or by a mark where none fits."""
     from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
-    labelled = False
+    marked = False
+    small: dict[str, list[tuple[float, float]]] = {}
     tallest = max(bar.tallest for bar in drawing.bars) or 1.0
     top = 1.08 * max([tallest, *drawing.ceilings])
     axes.set_ylim(0.0, top)
     axes.set_ylabel(f"{drawing.unit} per batch")
     axes.yaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=drawing.unit != "estimated ms"))
     width = 0.86 if slots <= 60 else 0.94
-    bar_px, unit_px = 815 * width / slots, 255 / top  # of a picture 900 px wide
+    bar_px, unit_px = 815 * width / slots, axes.get_position().height * 600 / top  # of a picture 900 px wide
     for x, bar in enumerate(drawing.bars):
         bottom = 0.0
         for segment in bar.segments:
@@ -398,43 +420,45 @@ def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
             patch.set_gid(segment.gid)
             axes.add_patch(patch)
             label = next((t for t in segment.labels if len(t) * 6.4 + 4 <= bar_px), "")
-            if label and segment.height * unit_px >= 11:
-                labelled = True
-                at = (x, bottom + segment.height / 2)
-                axes.text(*at, label, ha="center", va="center", color=ink(fill["facecolor"]))
+            at, colour = (x, bottom + segment.height / 2), ink(fill["facecolor"])
+            if label and segment.height * unit_px >= 9:
+                marked |= segment.entered
+                axes.text(*at, label, ha="center", va="center", color=colour)
+            elif segment.entered and segment.height * unit_px >= 3:
+                small.setdefault(colour, []).append(at)
             bottom += segment.height
         if bar.tallest > bottom * (1 + 1e-9):
             axes.plot([x - width / 2, x + width / 2], [bar.tallest] * 2, color=_INK, linewidth=0.8)
+    for colour, places in sorted(small.items()):
+        size = min(4.0, 0.5 * bar_px)
+        axes.plot(*zip(*places, strict=True), ">", color=colour, markersize=size, markeredgewidth=0, gid="entered")
     for height, name in drawing.ceilings.items():
         axes.axhline(height, color=_CEILING, linewidth=1.0, linestyle=(0, (5, 3)), gid="ceiling")
         axes.annotate(
             name, (1.0, height), xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points",
             ha="right", va="bottom", color=_CEILING, fontsize=7.5,
         )  # fmt: skip
-    return labelled
+    return marked or bool(small)
+
+
+def _draw_stages(axes: Axes, bars: Sequence[_Bar], stages: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {stage: ("", _STAGES[i % len(_STAGES)]) for i, stage in enumerate(stages)}
+    total = _strip(axes, "stage", [Counter(b.stage for b in bar.batches) for bar in bars], kinds)
+    told = [stage for stage in stages if total[stage]]
+    handles = [
+        Patch(facecolor=kinds[s][1], label=f"{plain(s or 'no stage')} {total[s]:,}") for s in told[: len(_STAGES)]
+    ]
+    if len(told) > len(_STAGES):
+        handles.append(Patch(label=f"and {len(told) - len(_STAGES)} more", facecolor="none", edgecolor="none"))
+    _key(axes, handles)
 
 
 def _draw_causes(axes: Axes, bars: Sequence[_Bar]) -> None:
-    """A strip of causes under the bars; where a bar is several batches, in proportion."""
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
-    axes.set_ylim(0, 1)
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_ylabel("why", rotation=0, ha="right", va="center")
-    total: Counter[str] = Counter()
-    for x, bar in enumerate(bars):
-        counts = Counter(b.cause for b in bar.batches)
-        total += counts
-        bottom = 0.0
-        for cause, (letter, colour) in _CAUSES.items():
-            share = counts[cause] / len(bar.batches)
-            if share:
-                axes.add_patch(Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0))
-            if share == 1.0 and len(bars) <= 60:
-                axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
-            bottom += share
+    total = _strip(axes, "why", [Counter(b.cause for b in bar.batches) for bar in bars], _CAUSES)
     handles = []
     for cause, (letter, colour) in _CAUSES.items():
         if total[cause]:
@@ -442,6 +466,34 @@ def _draw_causes(axes: Axes, bars: Sequence[_Bar]) -> None:
             name = cause if cause == reason else f"{cause} ({reason})"
             handles.append(Patch(facecolor=colour, label=f"{letter}  {name} {total[cause]:,}"))
     _key(axes, handles)
+
+
+def _strip(
+    axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str]]
+) -> Counter[str]:
+    """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter and colour of
+    each; returns their counts."""
+    from matplotlib.patches import Rectangle
+
+    axes.set_ylim(0, 1)
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_ylabel(label, rotation=0, ha="right", va="center")
+    total: Counter[str] = Counter()
+    for x, counts in enumerate(bars):
+        total += counts
+        bottom = 0.0
+        for kind, (letter, colour) in kinds.items():
+            share = counts[kind] / counts.total()
+            if share:
+                patch = Rectangle((x - 0.47, bottom), 0.94, share, facecolor=colour, linewidth=0)
+                patch.set_gid(f"{label}-{x}-{colour}")
+                axes.add_patch(patch)
+            if letter and share == 1.0 and len(bars) <= 60:
+                axes.text(x, 0.47, letter, ha="center", va="center", color=ink(colour), fontsize=7.5)
+            bottom += share
+    return total
 
 
 def _draw_times(axes: Axes, bars: Sequence[_Bar]) -> None:
