@@ -171,7 +171,7 @@ def test_outcomes_tell_how_each_member_fared(tmp_path: Path) -> None:
         assert batch is not None
         loop.scheduler.cancel(tickets[2], 0.0)  # running: leaves at the boundary
         loop.scheduler.cancel(tickets[3], 0.0)
-        outcomes = [Done(), Failed(ProcessorError("bad")), More(), Done(), More()]
+        outcomes: list[Done | More | Failed] = [Done(), Failed(ProcessorError("bad")), More(), Done(), More()]
         loop.scheduler.complete(batch, outcomes, 0.01, 0.01)
         loop.run(lambda t, u: Failed(ValueError("not one of ours")))
     first, second = read_trace(tmp_path / "t.jsonl").batches

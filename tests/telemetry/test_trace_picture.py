@@ -19,8 +19,8 @@ L3 = [{"A": 8}, {"A": 3, "B": 5}, {"A": 1, "B": 2}, {"A": 1, "B": 1}, {"A": 1, "
 
 
 def member(seq: int, units: float = 1.0, **kw: Any) -> Member:
-    values = {"id": f"r{seq}", "client": "", "asked": units, "state": "waiting", "age": 0.004, "outcome": "done"} | kw
-    return Member(seq=seq, units=units, **values)
+    values: dict[str, Any] = {"id": f"r{seq}", "client": "", "asked": units, "state": "waiting", "age": 0.004}
+    return Member(seq=seq, units=units, **({"outcome": "done"} | values | kw))
 
 
 def batch(number: int, members: list[Member], **kw: Any) -> TracedBatch:
@@ -92,6 +92,36 @@ def test_reason_cause_and_prediction_are_told(tmp_path: Path) -> None:
     told = words(draw(tmp_path, trace_of(batches, PROD)))
     for text in ("idle (timeout) 1", "size_reached (budget_reached) 1", "measured", "predicted", "median"):
         assert text in told
+
+
+def test_stages_have_a_strip_where_there_are_several(tmp_path: Path) -> None:
+    batches = [batch(i, [member(i)], stage="denoise" if i % 4 else "prefix") for i in range(1, 81)]
+    trace = trace_of(batches, PROD)
+    svg = draw(tmp_path, trace)
+    assert "prefix 20" in words(svg)
+    assert "denoise 60" in words(svg)
+    assert len(gids(svg, "stage-")) == 80
+    assert len({gid.split("#")[1] for gid in gids(svg, "stage-")}) == 2
+    one = draw(tmp_path, trace, [b for b in batches if b.stage == "denoise"])
+    assert gids(one, "stage-") == []
+
+
+def test_who_entered_is_marked_where_there_is_no_room_to_write(tmp_path: Path) -> None:
+    batches = [batch(i, [member(i // 4, state="resident" if i % 4 else "waiting")]) for i in range(80)]
+    svg = draw(tmp_path, trace_of(batches, PROD))
+    assert gids(svg, "entered")
+    assert "▸ entered from the queue with this batch" in words(svg)
+    marks = [g for g in ElementTree.fromstring(svg).iter() if g.get("id") == "entered"]
+    assert sum(e.tag.endswith("}use") for g in marks for e in g.iter()) == 20
+
+
+def test_a_connection_is_host_and_port(tmp_path: Path) -> None:
+    clients = [repr(("127.0.0.1", 50412)), repr(("::1", 50413)), "('not', 'one')"]
+    batches = [batch(i, [member(i, client=client)]) for i, client in enumerate(clients)]
+    told = words(draw(tmp_path, trace_of(batches, PROD)))
+    for text in ("127.0.0.1:50412", "[::1]:50413", "('not', 'one')"):
+        assert text in told
+    assert "50412)" not in told
 
 
 def test_callers_text_cannot_break_the_picture(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.picture import UNITS, Colours, Units, client_name, ink, plain, request_name, write_pictures
+from reflex_runtime.telemetry.picture import (
+    UNITS,
+    Colours,
+    Units,
+    client_name,
+    ink,
+    plain,
+    request_name,
+    write_pictures,
+)
 from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch, TraceError, read_trace
 
 ROWS = 40  # a table longer than this shows its two ends, unless --last or --from asked for its rows
@@ -154,7 +163,11 @@ def _show(console: Console, trace: Trace, batches: Sequence[TracedBatch], whole:
     if not batches:
         console.print("no batches")
         return
-    same = [f"{n} {plain(v, 200)}" for n, v in zip(PLACE, _place(batches[0]), strict=True) if v and not _vary(batches, n)]
+    same = [
+        f"{name} {plain(value, 200)}"
+        for name, value in zip(PLACE, _place(batches[0]), strict=True)
+        if value and not _vary(batches, name)
+    ]
     if same:
         console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
     if whole or len(batches) <= ROWS:
@@ -193,7 +206,7 @@ def _table(
     narrow = width < NARROW
     columns = _columns(batches, rows, narrow)
     gap = 1 if narrow else 2
-    taken = (max(cell_len(line) for cell in (*name.split("\n"), *cells) for line in [cell]) for name, cells in columns)
+    taken = (max(map(cell_len, [*name.split("\n"), *cells])) for name, cells in columns)
     room = max(LEAST, width - sum(n + gap for n in taken) - gap)
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
     place = [name for name, _ in columns].index("n") + 1  # the members stand behind their number
@@ -216,9 +229,7 @@ def _table(
     return table
 
 
-def _columns(
-    batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], narrow: bool
-) -> list[tuple[str, list[str]]]:
+def _columns(batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], narrow: bool) -> list[tuple[str, list[str]]]:
     """Header and cells of every column but `who`; what is the same in each row, or zero, is no column."""
     varying = [name for name in PLACE if _vary(batches, name)]
     share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
@@ -235,16 +246,15 @@ def _columns(
     measured = [_ms(b.elapsed) for b in rows]
     if any(b.expected is not None for b in rows):
         predicted = ["–" if b.expected is None else _ms(b.expected) for b in rows]
-        columns.append(("predicted\n/measured ms", [f"{p}/{m}" for p, m in zip(predicted, measured, strict=True)]))
+        name = "pred.\n/meas. ms" if narrow else "predicted\n/measured ms"
+        columns.append((name, [f"{p}/{m}" for p, m in zip(predicted, measured, strict=True)]))
     else:
-        columns.append(("measured ms", measured))
+        columns.append(("measured\nms" if narrow else "measured ms", measured))
     waits = [_waited(b, narrow) for b in rows]
     if any(float(w) for told in waits for w in told):
         columns.append(("longest\nwait ms" if narrow else "wait ms", [" / ".join(told) for told in waits]))
     if any(b.queued for b in rows):
         columns.append(("queued", ["" if b.queued is None else str(b.queued) for b in rows]))
-    if narrow:
-        columns = [(name.replace("predicted\n/measured", "pred.\n/meas.").replace("d ms", "d\nms"), c) for name, c in columns]
     return columns
 
 

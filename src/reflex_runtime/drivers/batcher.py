@@ -137,7 +137,7 @@ class Batcher:
         """Hand the sinks every event so far: those nobody waits for otherwise come with the next answer."""
         self._pump()
 
-    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:  # noqa: ASYNC109
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
         """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.
 
         Every future is done when it returns. Returns whether the thread ended.

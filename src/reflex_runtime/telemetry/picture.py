@@ -468,9 +468,7 @@ def _draw_causes(axes: Axes, bars: Sequence[_Bar]) -> None:
     _key(axes, handles)
 
 
-def _strip(
-    axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str]]
-) -> Counter[str]:
+def _strip(axes: Axes, label: str, bars: Sequence[Counter[str]], kinds: Mapping[str, tuple[str, str]]) -> Counter[str]:
     """A strip of colours under the bars; where a bar is several batches, in proportion. kinds: letter and colour of
     each; returns their counts."""
     from matplotlib.patches import Rectangle
