@@ -18,7 +18,6 @@ from reflex_runtime.server.runtime import Runtime
 from .harness import STATE
 from .test_startup import said
 
-
 WRONG = ["1,two", "0", "4097", "1,2,4097", "4,2", "2,2", "1,", ",", "-1", "1.5", " 1", "9" * 30]
 
 
