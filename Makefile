@@ -25,7 +25,7 @@ bench: setup                 ## the figures of docs/benchmarks.md, about eight m
 	$(BIN)/python -m bench
 
 docs: setup                  ## check that the pages tell what is there
-	$(BIN)/python -m pytest tests/test_docs.py
+	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
 	rm -rf .venv demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
