@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,17 +19,18 @@ from reflex_runtime.telemetry.metrics import Metrics
 
 
 class Padding(BaseProcessor):
-    """Takes 1 ms + 2 ms · the size it runs at, which is the next captured one."""
+    """Takes 1 ms + 2 ms · the size it runs at, which is the next captured one, on a clock that only it moves."""
 
     def __init__(self, captured_sizes: tuple[int, ...]) -> None:
         self.captured_sizes = captured_sizes
+        self.now = 0.0
 
     def run(self, batch: Batch) -> Sequence[Any]:
         n = len(batch)
         size = next((s for s in self.captured_sizes if s >= n), None)
         if size is not None:
             batch.notes["captured"] = True
-        time.sleep(0.001 + 0.002 * (size or n))
+        self.now += 0.001 + 0.002 * (size or n)
         return [None] * n
 
 
@@ -43,7 +43,9 @@ class Served:
         group = GroupConfig(
             name="prod", flush=FlushPolicy.window(10.0, 0.0), cost=lambda: TimeCost(sizes=processor.captured_sizes)
         )
-        self.batcher = Batcher({"prod": processor}, [group], [self.metrics, self._watch])
+        self.batcher = Batcher(
+            {"prod": processor}, [group], [self.metrics, self._watch], watchdog=0.0, clock=lambda: processor.now
+        )
         self.metrics.add_slot("prod", "unknown", lambda: 0.0, lambda: 0.0)
 
     def _watch(self, event: Event) -> None:
