@@ -319,7 +319,7 @@ class Play:
         for world in self.oracle.worlds.values():
             group = self.scheduler._groups[world.name]
             active = self.oracle.clients(world.name)
-            assert {c: group.clients.get(c).counter for c in active} == {c: world.counters[c] for c in active}
+            assert {c: group.clients._known[c].counter for c in active} == {c: world.counters[c] for c in active}
             assert group.device_time == world.device_time
             assert group.queued == len(self.oracle.waiting(world.name))
             assert group.unsettled == len(self.oracle.unsettled(world.name))

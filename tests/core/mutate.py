@@ -40,11 +40,16 @@ MUTANTS = [
     M(
         "core/heap.py",
         "moved entries count as valid",
-        "if self._keys.get(item) == (key, serial):",
-        "if item in self._keys:",
+        "if self._entries.get(entry[2]) is entry:\n                return",
+        "if entry[2] in self._entries:\n                return",
     ),
-    M("core/heap.py", "dead entries are kept for ever", "len(self._heap) > 64 and", "len(self._heap) > 10**9 and"),
-    M("core/heap.py", "looking ahead loses what was seen", "heappush(self._heap, entry)", "pass"),
+    M("core/heap.py", "dead entries are kept for ever", "len(heap) > 64 and", "len(heap) > 10**9 and"),
+    M(
+        "core/heap.py",
+        "looking ahead loses what was seen",
+        "for entry in seen:\n                heappush",
+        "for entry in ():\n                heappush",
+    ),
     M(
         "core/order.py",
         "a returning client keeps its credit",
@@ -58,13 +63,13 @@ MUTANTS = [
         "            blocked.add(client)\n            if cursor is not None:\n                cursor.skip()\n",
         "            if cursor is not None:\n                cursor.take(0.0)\n",
     ),
-    M("core/order.py", "shares within a fill are stale", "if counter == moved:", "if True:"),
+    M("core/order.py", "shares within a fill are stale", "if counter < moved:", "if False:"),
     M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and seq", "if seq"),
     M("core/order.py", "preempted tickets go last", "if youngest.seq > ticket.seq:", "if False:"),
     M(
         "core/order.py",
         "promotion leaves the elders behind",
-        "for ticket in list(queue.tickets):",
+        "for ticket in list(self.queue_of(due).tickets):",
         "for ticket in [due]:",
     ),
     M("core/order.py", "17 may be passed over", "MAX_PASSED_OVER = 16", "MAX_PASSED_OVER = 17"),
@@ -78,8 +83,15 @@ MUTANTS = [
     M(
         "core/order.py",
         "a charge is forgotten within a fill",
-        "self._charged.get(queue.client, 0.0) + charge",
-        "self._charged.get(queue.client, 0.0)",
+        "self._charged.get(client, 0.0) + charge",
+        "self._charged.get(client, 0.0)",
+    ),
+    M("core/order.py", "who left is the oldest", "while line and line[0] not in here:", "while False:"),
+    M(
+        "core/order.py",
+        "who came back is no elder",
+        "            heappush(self._returned, ",
+        "            (self._returned, ",
     ),
     M(
         "core/group.py",
@@ -129,8 +141,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "a cancelled value is delivered",
-        "        if ticket.cancel_requested:\n",
-        "        if False:\n",
+        "if ticket.cancel_requested:  # while",
+        "if False:  # while",
     ),
     M("core/scheduler.py", "quiet although a batch left", "self._decided = -1\n        self._charge", "self._charge"),
     M(
@@ -142,16 +154,21 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "residents do not expire",
-        "                self._expiry.push(ticket.deadline, ticket)\n",
-        "",
+        "            self._expiry.push(ticket.deadline, ticket)\n            partition",
+        "            partition",
     ),
     M(
         "core/scheduler.py",
         "residents' deadlines have no say",
-        "                partition.deadlines.push(ticket.deadline, ticket)\n",
+        "            partition.deadlines.push(ticket.deadline, ticket)\n",
         "",
     ),
-    M("core/scheduler.py", "what runs wakes at its deadline", "                self._expiry.discard(ticket)\n", ""),
+    M(
+        "core/scheduler.py",
+        "what runs wakes at its deadline",
+        "self._expiry.discard(ticket)\n                partition.deadlines.discard(ticket)\n            ticket.granted",
+        "partition.deadlines.discard(ticket)\n            ticket.granted",
+    ),
     M(
         "core/scheduler.py",
         "a stream's deadline outlives its first token",
@@ -189,8 +206,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "a hard close spares residents",
-        "if ticket.state is not TicketState.RUNNING:  # a running one leaves",
-        "if ticket.state is TicketState.WAITING:  # a running one leaves",
+        "if ticket.state is not RUNNING:  # a running one leaves",
+        "if ticket.state is WAITING:  # a running one leaves",
     ),
     M("core/admission.py", "one too many in the queue", ">= config.capacity", "> config.capacity"),
     M("core/admission.py", "one too many in flight", "- replaces >= cap:", "- replaces > cap:"),
@@ -337,6 +354,35 @@ MUTANTS = [
     # the wall
     M("processors/base.py", "bisects without end", "2 * ceil(log2(len(tickets))) + 2", "2 * len(tickets) + 2"),
     M("processors/base.py", "repeats what must not be", "or not processor.repeatable", ""),
+    # special cases beside the plain way
+    M(
+        "core/order.py",
+        "who waits twice is in a fixed order",
+        "len(clients) < partition.waiting or len(set(clients)) < len(clients)",
+        "False",
+    ),
+    M(
+        "core/order.py",
+        "who waits in two queues is in a fixed order",
+        "len(clients) < partition.waiting or len(set(clients)) < len(clients)",
+        "len(clients) < partition.waiting",
+    ),
+    M("core/forming.py", "classes are equals", "if request.cost_class != cost_class or request", "if request"),
+    M("core/forming.py", "held ones are equals", "ticket.stage != stage or ticket.held:", "ticket.stage != stage:"),
+    M("core/forming.py", "hopeless equals are candidates", "[t for t in some if ends <= t.deadline]", "some"),
+    M("core/forming.py", "equals are refused in any order", "sorted(late, key=lambda t: (t.deadline, t.seq))", "late"),
+    M(
+        "core/forming.py",
+        "only returns may hold",
+        "if not self.policy.holds and not self.group.returns.expected:",
+        "if not self.group.returns.expected:",
+    ),
+    M("core/forming.py", "equals need no shares", "alike and not self.partition.residents", "alike"),
+    M("core/time_cost.py", "equals pass the budget", "n < most and total + slope <= ceiling:", "n < most:"),
+    M("core/time_cost.py", "equals are one member", "self._n += n - 1", "pass"),
+    M("core/returns.py", "the wild count as regular", "or ordered[last] > age + grid[-1]:", "or True:"),
+    M("core/select.py", "all are worth the same", "alike = min(values.values()) == dearest", "alike = True"),
+    M("core/select.py", "gives up too soon", "len(enough) * dearest <= top:", "len(enough) * dearest <= 2.0 * top:"),
 ]
 
 

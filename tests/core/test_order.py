@@ -11,8 +11,8 @@ from reflex_runtime.core.batch import Cause, Done, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.order import IDLE_CLIENTS, Clients
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.order import IDLE_CLIENTS, ByArrival, Clients
+from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import ask, ask_many, finish, ids, measure, scheduler_of, serve, take, trained
@@ -158,12 +158,32 @@ def test_f7_shares_of_backlogged_clients_are_equal() -> None:
 def test_counters_of_clients_long_gone_are_forgotten() -> None:
     clients = Clients()
     for i in range(2 * IDLE_CLIENTS):
-        client = clients.get(i)
-        clients.enter(client)
-        clients.charge(client, 1.0)
+        client = clients.enter(i)
+        client.counter += 1.0
         clients.leave(client)
     assert len(clients._known) <= IDLE_CLIENTS + 1
     assert len(clients) == 0
+
+
+def test_the_oldest_waiting_ticket_is_known_whoever_comes_back_and_leaves() -> None:
+    random = Random(7)
+    line = ByArrival()
+    tickets = [Ticket(Request(), i, 0.0) for i in range(600)]
+    here: set[int] = set()
+    for i in range(600):
+        for again in {i, random.randrange(i + 1)} - here:  # somebody new, and often somebody who was here before
+            others = here - {again}
+            assert not line.push(tickets[again]) or again >= max(others, default=0)
+            here.add(again)
+        for gone in random.sample(sorted(here), min(len(here), random.randrange(4))):
+            line.discard(tickets[gone])
+            here.discard(gone)
+        assert len(line) == len(here)
+        assert len(line._line) + len(line._returned) <= 64 + 2 * len(line)
+        assert i % 3 or line.first() == ((min(here), tickets[min(here)]) if here else None)
+    while here:
+        line.discard(tickets[here.pop()])
+        assert len(line._line) + len(line._returned) <= 64 + 2 * len(line)  # and nobody asks meanwhile
 
 
 def test_f7_first_in_first_out_within_a_client_whatever_it_costs() -> None:

@@ -548,4 +548,4 @@ def test_cost_forgotten_heap_entries_never_outnumber_the_living_for_long() -> No
     assert len(scheduler._expiry._heap) <= 200
     assert len(partition.deadlines._heap) <= 200
     assert len(partition.tiers[1]._heap) <= 200
-    assert len(partition.tiers[1].oldest._heap) <= 200
+    assert len(partition.tiers[1].oldest._line) <= 200

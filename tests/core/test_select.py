@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, More
 from reflex_runtime.core.errors import Shed
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Request, Ticket
@@ -141,8 +141,8 @@ def test_time_has_no_price_below_the_lossless_rate() -> None:
 # -- in the scheduler --------------------------------------------------------------------------------------------------
 
 
-def window_scheduler(**config: object):  # type: ignore[no-untyped-def]
-    return scheduler_of(flush=FlushPolicy.window(1.0, 0.005), cost=model, **config)
+def window_scheduler(size: int = 256, **config: object):  # type: ignore[no-untyped-def]
+    return scheduler_of(flush=FlushPolicy.window(1.0, 0.005, size), cost=model, **config)
 
 
 def test_b17_everything_goes_when_nothing_is_at_risk() -> None:
@@ -238,6 +238,17 @@ def test_nothing_hopeless_at_the_head_blocks_what_can_still_be_done() -> None:
     finish(scheduler, batch, 0.200, elapsed=0.030)
     assert outcome_of(blocker) == "ok"
     assert ids(take(scheduler, 0.200).grants) == [light.id]
+
+
+def test_resident_places_are_shared_among_whom_the_window_chose() -> None:
+    scheduler = window_scheduler(max_batches=2, size=4)
+    for i in range(2):
+        ask(scheduler, client=f"resident {i}")
+    finish(scheduler, take(scheduler, 0.0), 0.0, A + 2 * B, More())
+    take(scheduler, 0.0)  # the residents' next step is in flight
+    greedy = [ask(scheduler, client="greedy", time_limit=0.0415) for _ in range(3)]
+    ask(scheduler, client="modest", time_limit=0.0415, priority=Priority.BACKGROUND)
+    assert list(take(scheduler, 0.0).grants) == greedy[:1]  # four clients, four places
 
 
 def test_the_window_never_orders_within_a_client() -> None:

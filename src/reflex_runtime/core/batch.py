@@ -33,11 +33,14 @@ class Cause(StrEnum):
     @property
     def reason(self) -> FlushReason:
         """The documented reason this cause counts as."""
-        if self is Cause.SINGLE:
-            return FlushReason.SINGLE_REQUEST_OVER_BUDGET
-        if self is Cause.BUDGET or self is Cause.SIZE:
-            return FlushReason.BUDGET_REACHED
-        return FlushReason.TIMEOUT
+        return _REASONS.get(self, FlushReason.TIMEOUT)
+
+
+_REASONS = {
+    Cause.SINGLE: FlushReason.SINGLE_REQUEST_OVER_BUDGET,
+    Cause.BUDGET: FlushReason.BUDGET_REACHED,
+    Cause.SIZE: FlushReason.BUDGET_REACHED,
+}
 
 
 class Done(NamedTuple):

@@ -45,6 +45,12 @@ class Tally(Protocol):
     def add(self, ticket: Ticket, units: float) -> None:
         """Take the ticket with what `offer` granted it."""
 
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        """Add up to `most` tickets of this cost at once, as long as they plainly fit; returns how many.
+
+        The total is what `offer` and `add` make of them one by one. 0 where a model has no shorter way, or none fits.
+        """
+
 
 class CostModel(Protocol):
     """What requests of one group cost. All seconds; see the module docstring."""
@@ -96,6 +102,9 @@ class _UnitTally:
         self.cost += 1.0
         self.dearest = 1.0
 
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        return 0
+
 
 class UnitCost:
     """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
@@ -144,6 +153,9 @@ class _TokenTally:
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost += units
         self.dearest = max(self.dearest, units)
+
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        return 0
 
 
 class TokenCost(UnitCost):

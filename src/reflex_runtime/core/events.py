@@ -81,6 +81,7 @@ class RequestAnswered(NamedTuple):
     """A server answered a request (added to the stream by servers, not by the core).
 
     outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
+    detail: free for the server's sinks (what was asked and answered, for the recorder).
     """
 
     at: float
@@ -89,6 +90,7 @@ class RequestAnswered(NamedTuple):
     status: int
     latency: float
     ticket: Ticket | None = None
+    detail: Any = None
 
 
 Event = (

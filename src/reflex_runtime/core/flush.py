@@ -16,6 +16,7 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.errors import ConfigError
 
 Tiers = tuple[float, float, float]
+_NONE: Tiers = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,11 @@ class FlushPolicy:
     def every_step(cls, max_num_batched_tokens: int, max_num_seqs: int = 256) -> Self:
         """Continuous batching: a step leaves whenever the device is free, within a token budget."""
         return cls(max_batch_cost=max_num_batched_tokens, max_batch_size=max_num_seqs)
+
+    @property
+    def holds(self) -> bool:
+        """Whether any tier may be kept waiting by the clock alone."""
+        return self.hold_max != _NONE or self.hold_min != _NONE
 
     def due_at(self, heads: Sequence[float | None], waiting: int) -> float:
         """Time at which what waits is due. heads: arrival of each tier's oldest waiting ticket, or None."""

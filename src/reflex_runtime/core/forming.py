@@ -46,13 +46,13 @@ class Former:
         self.preempted: list[Ticket] = []
         self.held_until = inf
         self._out_of_memory = False
+        self._line: list[Ticket] | None = None  # what waits, if all are equals: see `_equals`
         self.policy = self._policy()
 
     def _policy(self) -> FlushPolicy:
         base = self.group.config.flush
         controller = self.group.config.controller
-        head = self._head()
-        if controller is None or head is None:
+        if controller is None or (head := self._head()) is None:
             return base
         return controller.policy(base, lambda: self._affine(head), self.now)
 
@@ -75,9 +75,10 @@ class Former:
         base = self._seed()
         if self.preempted:  # memory is short: nobody enters in a step that threw somebody out
             return self._finish(base, Filled({}, base.tally), [])
+        self._line = self._equals()
         filled = self._fill_waiting(base)
         shed: list[Ticket] = []
-        if self.policy.shed and self.partition.deadlines.first() is not None:
+        if self.policy.shed and len(self.partition.deadlines):
             filled, shed = self._weigh(base, filled)
         if not base.grants and (not filled.grants or self._held(filled)):
             return Formed("", {}, 0.0, Cause.IDLE, [], shed) if shed else None
@@ -92,7 +93,7 @@ class Former:
             dearest=tally.dearest,
             passed_over=filled.passed_over,
             size_reached=filled.size_reached,
-            urgent=any(t.tier is Priority.URGENT for t in newcomers),
+            urgent=bool(newcomers) and newcomers[0].tier is Priority.URGENT,  # tiers enter in order
             newcomers=bool(newcomers),
             residents=bool(base.grants),
             held=self.partition.was_held,
@@ -105,9 +106,9 @@ class Former:
     def _stage(self, base: Filled, filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
         """A batch has one stage. Newcomers of another stage than the residents' go first if that pays, else wait."""
         newcomers = list(filled.grants)
+        if not newcomers:
+            return base.grants, [], filled.tally
         if not base.grants:
-            if not newcomers:
-                return {}, [], base.tally
             stage = newcomers[0].stage
         else:
             stage = next(iter(base.grants)).stage
@@ -116,9 +117,10 @@ class Former:
                 chosen = [t for t in entering if t.stage == entering[0].stage]
                 return {t: filled.grants[t] for t in chosen}, chosen, filled.tally
         chosen = [t for t in newcomers if t.stage == stage]
-        together = {**base.grants, **{t: filled.grants[t] for t in chosen}}
         if len(chosen) == len(newcomers):
+            together = {**base.grants, **filled.grants} if base.grants else filled.grants
             return together, chosen, filled.tally
+        together = {**base.grants, **{t: filled.grants[t] for t in chosen}}
         return together, chosen, self._copy(together)
 
     def _enters(self, base: Filled, entering: list[Ticket]) -> bool:
@@ -180,8 +182,38 @@ class Former:
         fresh = [t for t in candidates if t.progressed] or ([] if granted else candidates)
         return max(fresh, key=lambda t: (t.held, t.tier, t.seq), default=None)
 
+    def _equals(self) -> list[Ticket] | None:
+        """What waits, in serving order, where grants change neither that order nor what the next one costs.
+
+        That is one-shot work of one kind with no client waiting twice, as with robots: one sort and a few sums decide.
+        None otherwise; the plain way, ticket by ticket, decides the same.
+        """
+        group, partition = self.group, self.partition
+        if not group.cost.linear or partition.residents or group.config.resources is not None:
+            return None
+        line = Cursor.fixed_order(partition)
+        if line:
+            one, stage = line[0].request, line[0].stage
+            shape, cost_class = one.shape, one.cost_class
+            for ticket in line:
+                request = ticket.request
+                if request.cost_class != cost_class or request.shape != shape or ticket.stage != stage or ticket.held:
+                    return None
+        return line
+
+    def _fill_line(self, line: Sequence[Ticket]) -> Filled:
+        """Fill from equals: at once as many as plainly fit, the others one by one."""
+        filled = Filled({}, self.group.cost.tally())
+        if line:
+            n = filled.tally.repeat(line[0], min(len(line), self._places()), self.policy.max_batch_cost)
+            filled.grants = dict.fromkeys(line[:n], 1.0)
+            line = line[n:]
+        return self._add(filled, line, inf)
+
     def _fill_waiting(self, base: Filled) -> Filled:
         """Fill from the queue in serving order, streaming: O(batch + passed over)."""
+        if self._line is not None:
+            return self._fill_line(self._line)
         cursor = Cursor(self.partition)
         try:
             return self._fill(base, iter(cursor.next, None), inf, cursor)
@@ -189,18 +221,29 @@ class Former:
             cursor.close()
 
     def _fill(self, base: Filled, candidates: Iterable[Ticket], limit: float, cursor: Cursor | None = None) -> Filled:
-        """Add candidates in order while the predicted cost stays within the budget and the time within `limit`."""
+        """Beside the residents, candidates in order while the cost stays within the budget and the time in `limit`."""
+        stage = next((t.stage for t in base.grants), None)
+        return self._add(Filled({}, self._copy(base.grants)), candidates, limit, stage, cursor)
+
+    def _add(
+        self,
+        filled: Filled,
+        candidates: Iterable[Ticket],
+        limit: float,
+        stage: str | None = None,
+        cursor: Cursor | None = None,
+    ) -> Filled:
+        """Add candidates in order, one by one, to what is filled already. stage: of the residents, if there are any."""
         model, budget = self.group.cost, self.policy.max_batch_cost
-        filled = Filled({}, self._copy(base.grants))
         places, shares = self._places(), self._shares()
         # Memory is reserved on the way, so only what this batch can hold is offered: tickets of its one stage.
         reserves = self.group.config.resources is not None
-        stage = next((t.stage for t in base.grants), None)
+        tally, grants = filled.tally, filled.grants
         blocked: set[object] = set()
         for ticket in candidates:
-            client = ticket.request.client
-            if len(filled.grants) >= places:
+            if len(grants) >= places:
                 break
+            client = ticket.request.client
             if client in blocked:
                 continue
             if ticket.held:  # thrown out while held: it waits for its resume and holds up nobody
@@ -213,13 +256,13 @@ class Former:
             if not entitled:
                 units = 0.0
             elif reserves:
-                units = self._offer(filled.tally, ticket, limit)
+                units = self._offer(tally, ticket, limit)
             else:
-                units = filled.tally.offer(ticket, budget, limit)
+                units = tally.offer(ticket, budget, limit)
             if units > 0.0:
                 stage = ticket.stage
-                filled.tally.add(ticket, units)
-                filled.grants[ticket] = units
+                tally.add(ticket, units)
+                grants[ticket] = units
                 if shares is not None:
                     shares[client] -= 1
                 if cursor is not None:
@@ -229,9 +272,9 @@ class Former:
             blocked.add(client)
             if cursor is not None:
                 cursor.skip()
-            if self._out_of_memory or len(blocked) >= MAX_PASSED_OVER or filled.tally.cost >= budget:
+            if self._out_of_memory or len(blocked) >= MAX_PASSED_OVER or tally.cost >= budget:
                 break
-        filled.size_reached = len(filled.grants) >= places
+        filled.size_reached = len(grants) >= places
         return filled
 
     def _offer(self, tally: Tally, ticket: Ticket, limit: float) -> float:
@@ -286,9 +329,13 @@ class Former:
             candidates, hopeless = self._candidates()
             chosen = Filled({}, full.tally)
             if candidates:
-                price = self._price(candidates[0])
-                members = window(candidates, full, self._fitter(base, full, candidates), price, self.now)
-                chosen = self._fill(base, members, inf)
+                affine = self._affine(candidates[0])
+                price = self._price(candidates[0], affine)
+                alike = not base.grants and self._alike(candidates)
+                fit = self._formula(affine, len(full.grants)) if alike else self._filling(base)
+                members = window(candidates, full, fit, price, self.now)
+                by_number = alike and not self.partition.residents  # beside residents places are shared
+                chosen = self._fill_line(members) if by_number else self._fill(base, members, inf)
             shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
         return chosen, shed + self._infeasible(chosen, shed)
 
@@ -297,12 +344,16 @@ class Former:
 
         Looks at 4 × the size cap.
         """
+        cost, now, most = self.group.cost, self.now, 4 * self.policy.max_batch_size
+        if self._line:
+            ends = now + cost.remaining(self._line[0])
+            some = self._line[:most]
+            found = [t for t in some if ends <= t.deadline]
+            return found, [t for t in some if ends > t.deadline]
         cursor = Cursor(self.partition)
-        cost, now = self.group.cost, self.now
-        found: list[Ticket] = []
-        hopeless: list[Ticket] = []
+        found, hopeless = [], []
         try:
-            for ticket in islice(iter(cursor.next, None), 4 * self.policy.max_batch_size):
+            for ticket in islice(iter(cursor.next, None), most):
                 cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
                 if now + cost.remaining(ticket) > ticket.deadline:
                     hopeless.append(ticket)
@@ -312,14 +363,21 @@ class Former:
             cursor.close()
         return found, hopeless
 
-    def _fitter(self, base: Filled, full: Filled, candidates: Sequence[Ticket]) -> Fitter:
-        """How window selection asks what fits a limit: by formula where all cost the same, by filling otherwise."""
+    def _alike(self, candidates: Sequence[Ticket]) -> bool:
+        """Whether all cost the same."""
+        if self._line is not None:
+            return True
         one = candidates[0].request
-        alike = self.group.cost.linear and all(t.request.cost_class == one.cost_class for t in candidates)
-        if base.grants or not alike:
-            return lambda some, limit: (list((filled := self._fill(base, some, limit)).grants), filled.tally.seconds)
-        fixed, marginal, _ = self._affine(candidates[0])
-        most = len(full.grants)  # what the budget and the places allow
+        return self.group.cost.linear and all(t.request.cost_class == one.cost_class for t in candidates)
+
+    def _filling(self, base: Filled) -> Fitter:
+        """How window selection asks what fits a limit where costs differ: by filling."""
+        return lambda some, limit: (list((filled := self._fill(base, some, limit)).grants), filled.tally.seconds)
+
+    @staticmethod
+    def _formula(affine: tuple[float, float, float], most: int) -> Fitter:
+        """The same by formula, where all cost the same. most: what the budget and the places allow."""
+        fixed, marginal, _ = affine
 
         def fit(some: Sequence[Ticket], limit: float) -> tuple[Sequence[Ticket], float]:
             n = min(most, len(some), int((limit - fixed) / marginal + 1e-9)) if marginal > 0.0 else most
@@ -327,14 +385,18 @@ class Former:
 
         return fit
 
-    def _price(self, ticket: Ticket) -> float:
-        fixed, marginal, _ = self._affine(ticket)
+    def _price(self, ticket: Ticket, affine: tuple[float, float, float]) -> float:
+        fixed, marginal, _ = affine
         rate = self.partition.arrivals.value(self.now)
         return price_of_time(rate, self.partition.usual_limit, fixed, marginal, value(ticket))
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket]) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first."""
         after = self.now + (chosen.tally.blocks if chosen.grants else 0.0)
+        if self._line:
+            ends = after + self.group.cost.remaining(self._line[0])
+            late = [t for t in self._line if ends > t.deadline and t not in chosen.grants and t not in shed]
+            return sorted(late, key=lambda t: (t.deadline, t.seq))
         found: list[Ticket] = []
         for ticket in self.partition.deadlines.ascending():
             if ticket.state is not TicketState.WAITING or ticket in chosen.grants or ticket in shed:
@@ -346,6 +408,8 @@ class Former:
 
     def _overtaken(self, chosen: Filled) -> list[Ticket]:
         """Rather refuse an elder with a deadline than answer it after its client's younger one."""
+        if self._line is not None:
+            return []  # no client waits twice
         last = {self.partition.queue_of(ticket): ticket for ticket in chosen.grants}
         return [
             elder
@@ -373,6 +437,8 @@ class Former:
 
     def _hold_until(self, filled: Filled) -> float:
         """The time up to which company is worth waiting for; in the past when it is not."""
+        if not self.policy.holds and not self.group.returns.expected:
+            return -inf
         heads = self.partition.heads()
         until = self.policy.due_at(heads, len(filled.grants))
         if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:

@@ -11,8 +11,8 @@ from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.order import Clients, Partition
-from reflex_runtime.core.request import Priority, Ticket
+from reflex_runtime.core.order import Client, Clients, Partition
+from reflex_runtime.core.request import BACKGROUND, URGENT, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
 from reflex_runtime.core.time_cost import TimeCost
@@ -27,6 +27,8 @@ class GroupConfig:
     capacity: most waiting tickets; beyond it QueueFull.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
+    gap_chance: for groups of weight 0: a batch starts only when nobody of the other groups is likely to ask before it
+        ends, with this probability at the rate they have been asking; 0 does not care. Bounds what they ever wait for.
     latest_only: a newer request of a client replaces its waiting older ones.
     promote_after: seconds after which background work counts as default; half its time limit when that is set.
     cost, resources, controller: made once per group.
@@ -37,6 +39,7 @@ class GroupConfig:
     capacity: int = 1000
     max_in_flight_per_client: int = 0
     weight: float = 1.0
+    gap_chance: float = 0.0
     latest_only: bool = False
     promote_after: float = 1.0
     cost: Callable[[], CostModel] = TimeCost
@@ -50,6 +53,10 @@ class GroupConfig:
             raise ConfigError(f"GroupConfig.max_in_flight_per_client={self.max_in_flight_per_client!r}: must be >= 0")
         if not (self.weight >= 0 and isfinite(self.weight)):
             raise ConfigError(f"GroupConfig.weight={self.weight!r}: must be finite and >= 0")
+        if not (0.0 <= self.gap_chance < 1.0 and (self.gap_chance == 0.0 or self.weight == 0.0)):
+            raise ConfigError(f"GroupConfig.gap_chance={self.gap_chance!r}: must be in [0, 1), and needs weight 0")
+        if self.gap_chance and self.resources is not None:
+            raise ConfigError("GroupConfig.gap_chance: a group with resources cannot be put off")
         if not self.promote_after >= 0:
             raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
         holds = (*self.flush.hold_min, *self.flush.hold_max, self.flush.returns, self.flush.shed)
@@ -94,53 +101,58 @@ class Group:
     def enter(self, ticket: Ticket, now: float) -> None:
         """An admitted ticket joins its queue."""
         request = ticket.request
-        partition = self.partition(request.partition)
-        client = self.clients.get(request.client)
-        self.clients.enter(client)
+        partition = self.active.get(request.partition)
+        if partition is None:
+            partition = self.active[request.partition] = self.partition(request.partition)
         self.returns.arrived(request.client, now)
-        partition.append(ticket, client, self._promote_at(ticket))
+        partition.unsettled[ticket] = None
+        partition.tiers[ticket.tier].append(ticket, self.clients.enter(request.client))
+        if ticket.deadline < inf:
+            partition.deadlines.push(ticket.deadline, ticket)
+        if ticket.tier is BACKGROUND:
+            self._age(ticket, partition)
         partition.arrivals.arrive(now)
         if request.time_limit is not None:
             pace = 0.05 if partition.usual_limit else 1.0
             partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now)
-        self.active[partition.key] = partition
         self.queued += 1
         self.unsettled += 1
 
-    def leave(self, ticket: Ticket, answered: bool, now: float) -> None:
+    def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
         """A ticket settled; it has already stopped waiting."""
-        partition = self.active[ticket.request.partition]
-        partition.forget(ticket)
+        if partition.residents:
+            partition.residents.pop(ticket, None)
+        del partition.unsettled[ticket]
         if not partition.unsettled:
             del self.active[partition.key]
             self.partitions.move_to_end(partition.key)
-        client = self.clients.get(ticket.request.client)
+        client: Client = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
         if answered and client.unsettled == 0:
             self.returns.answered(client.key, now)
 
-    def stop_waiting(self, ticket: Ticket) -> None:
-        """A waiting ticket is taken into a batch or dropped."""
-        self.active[ticket.request.partition].take(ticket)
-        self.queued -= 1
-
     def requeue(self, ticket: Ticket) -> None:
         """A resident was preempted: it waits again, first of its client."""
-        client = self.clients.get(ticket.request.client)
-        self.active[ticket.request.partition].requeue(ticket, client, self._promote_at(ticket))
+        partition = self.active[ticket.request.partition]
+        partition.requeue(ticket)
+        if ticket.tier is BACKGROUND:
+            self._age(ticket, partition)
         self.queued += 1
 
-    def _promote_at(self, ticket: Ticket) -> float:
+    def _age(self, ticket: Ticket, partition: Partition) -> None:
+        """Note when a background ticket counts as default."""
         limit = ticket.request.time_limit
-        return ticket.arrived + min(self.config.promote_after, inf if limit is None else 0.5 * limit)
+        promote_at = ticket.arrived + min(self.config.promote_after, inf if limit is None else 0.5 * limit)
+        if promote_at < inf:
+            partition.promotions.push(promote_at, ticket)
 
     def promote(self, now: float) -> None:
         """Apply aging to every partition."""
         for partition in self.active.values():
-            self.promoted += partition.promote(now, lambda t: self.clients.get(t.request.client))
+            self.promoted += partition.promote(now)
 
     def in_order(self, now: float) -> list[Partition]:
         """Partitions as they take turns: urgent, then least laxity at risk, then the oldest head."""
@@ -151,7 +163,7 @@ class Group:
     def _turn(self, partition: Partition, now: float) -> tuple[bool, float, int]:
         oldest = partition.oldest()
         seq = oldest.seq if oldest is not None else 1 << 62
-        if partition.tiers[Priority.URGENT].oldest.first() is not None:
+        if partition.tiers[URGENT].oldest:
             return (False, -inf, seq)
         tightest = partition.deadlines.first()
         if tightest is not None:

@@ -12,38 +12,39 @@ T = TypeVar("T", bound=Hashable)
 class LazyHeap(Generic[T]):
     """Smallest key first; `discard` is O(1), `first` and `push` amortised O(log n)."""
 
-    __slots__ = ("_heap", "_keys", "_serial")
+    __slots__ = ("_entries", "_heap", "_serial")
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, T]] = []
-        self._keys: dict[T, tuple[float, int]] = {}
+        self._entries: dict[T, tuple[float, int, T]] = {}  # the valid one of each item
         self._serial = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def __contains__(self, item: T) -> bool:
-        return item in self._keys
+        return item in self._entries
 
     def push(self, key: float, item: T) -> None:
         """Insert the item, or move it to another key. Equal keys leave in order of insertion."""
         self._serial += 1
-        self._keys[item] = (key, self._serial)
-        heappush(self._heap, (key, self._serial, item))
+        entry = self._entries[item] = (key, self._serial, item)
+        heappush(self._heap, entry)
 
     def discard(self, item: T) -> None:
         """Forget the item if it is there."""
-        if self._keys.pop(item, None) is not None and len(self._heap) > 64 and len(self._heap) > 2 * len(self._keys):
-            self._heap = [e for e in self._heap if self._keys.get(e[2]) == (e[0], e[1])]
+        entries, heap = self._entries, self._heap
+        if entries.pop(item, None) is not None and len(heap) > 64 and len(heap) > 2 * len(entries):
+            self._heap = [entry for entry in heap if entries.get(entry[2]) is entry]
             heapify(self._heap)
 
     def first(self) -> tuple[float, T] | None:
         """Smallest key and its item, or None."""
         heap = self._heap
         while heap:
-            key, serial, item = heap[0]
-            if self._keys.get(item) == (key, serial):
-                return key, item
+            entry = heap[0]
+            if self._entries.get(entry[2]) is entry:
+                return entry[0], entry[2]
             heappop(heap)
         return None
 
@@ -52,7 +53,7 @@ class LazyHeap(Generic[T]):
         top = self.first()
         if top is not None:
             heappop(self._heap)
-            del self._keys[top[1]]
+            del self._entries[top[1]]
         return top
 
     def ascending(self) -> Iterator[T]:

@@ -8,15 +8,15 @@ Counters only ever grow, so a stale heap entry is too small, surfaces early and 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from math import inf
 
 from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.rate import Rate
-from reflex_runtime.core.request import Priority, Ticket, TicketState
+from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, Priority, Ticket
 
 IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
@@ -46,25 +46,22 @@ class Clients:
         """Clients that have something in the system."""
         return len(self._active)
 
-    def get(self, key: Hashable) -> Client:
-        """The client's record, made if it is new."""
-        client = self._known.get(key)
-        if client is None:
-            client = self._known[key] = Client(key)
-        return client
-
     def unsettled(self, key: Hashable) -> int:
         """Tickets the client has in the system."""
         client = self._known.get(key)
         return 0 if client is None else client.unsettled
 
-    def enter(self, client: Client) -> None:
+    def enter(self, key: Hashable) -> Client:
         """One more ticket of the client. A returning client is lifted to the active minimum: no banked credit."""
+        client = self._known.get(key)
+        if client is None:
+            client = self._known[key] = Client(key)
         if client.unsettled == 0:
             client.counter = max(client.counter, self.floor())
             self._active.push(client.counter, client)
-            self._known.move_to_end(client.key)
+            self._known.move_to_end(key)
         client.unsettled += 1
+        return client
 
     def leave(self, client: Client) -> None:
         """One ticket of the client settled."""
@@ -74,10 +71,6 @@ class Clients:
             self._rest = max(self._rest, client.counter)
             if len(self._known) > IDLE_CLIENTS + len(self._active):
                 self._evict()
-
-    def charge(self, client: Client, units: float) -> None:
-        """Add to the client's counter."""
-        client.counter += units
 
     def floor(self) -> float:
         """The smallest counter of an active client; when there is none, the largest of those that left."""
@@ -117,6 +110,50 @@ class ClientQueue:
 Entry = tuple[float, int, ClientQueue]
 
 
+class ByArrival:
+    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; who left is forgotten late."""
+
+    __slots__ = ("_here", "_line", "_returned")
+
+    def __init__(self) -> None:
+        self._here: dict[Ticket, None] = {}
+        self._line: deque[Ticket] = deque()  # those that entered in order, and some that have left
+        self._returned: list[tuple[int, Ticket]] = []  # a heap of the others: preempted or promoted
+
+    def __len__(self) -> int:
+        return len(self._here)
+
+    def push(self, ticket: Ticket) -> bool:
+        """The ticket waits. Returns whether it certainly is the youngest."""
+        self._here[ticket] = None
+        line = self._line
+        youngest = not line or line[-1].seq <= ticket.seq
+        if youngest:
+            line.append(ticket)
+        else:
+            heappush(self._returned, (ticket.seq, ticket))
+        return youngest
+
+    def discard(self, ticket: Ticket) -> None:
+        """The ticket waits no longer."""
+        here = self._here
+        del here[ticket]
+        if len(self._line) + len(self._returned) > 64 + 2 * len(here):
+            self._line = deque(sorted(here, key=lambda t: t.seq))
+            self._returned = []
+
+    def first(self) -> tuple[int, Ticket] | None:
+        """The oldest and its number, or None."""
+        here, line, returned = self._here, self._line, self._returned
+        while line and line[0] not in here:
+            line.popleft()
+        while returned and returned[0][1] not in here:
+            heappop(returned)
+        if returned and not (line and line[0].seq < returned[0][0]):
+            return returned[0]
+        return (line[0].seq, line[0]) if line else None
+
+
 class Tier:
     """One tier of a partition."""
 
@@ -125,7 +162,7 @@ class Tier:
     def __init__(self) -> None:
         self._queues: dict[tuple[Hashable, Priority], ClientQueue] = {}
         self._heap: list[Entry] = []
-        self.oldest: LazyHeap[Ticket] = LazyHeap()
+        self.oldest = ByArrival()
 
     def append(self, ticket: Ticket, client: Client) -> None:
         """Queue a ticket among its client's others of the same priority, in order of arrival."""
@@ -133,28 +170,27 @@ class Tier:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = ClientQueue(client)
-        youngest = next(reversed(queue.tickets), ticket)
-        queue.tickets[ticket] = None
+        tickets = queue.tickets
+        youngest = ticket if self.oldest.push(ticket) else next(reversed(tickets), ticket)
+        tickets[ticket] = None
+        ticket.queue = queue
         if youngest.seq > ticket.seq:  # it was preempted and goes back before those that came after it
-            elders = list(takewhile(lambda t: t.seq < ticket.seq, queue.tickets))
+            elders = list(takewhile(lambda t: t.seq < ticket.seq, tickets))
             for t in (ticket, *reversed(elders)):
-                queue.tickets.move_to_end(t, last=False)
-        self.oldest.push(ticket.seq, ticket)
-        if queue.entry is None or queue.head is ticket:
+                tickets.move_to_end(t, last=False)
+            if not elders:
+                self.open(queue)
+        if queue.entry is None:
             self.open(queue)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, wherever it stands."""
-        queue = self.queue_of(ticket)
+        queue: ClientQueue = ticket.queue
         del queue.tickets[ticket]
         self.oldest.discard(ticket)
         if not queue.tickets:
             queue.entry = None
-            del self._queues[(queue.client.key, ticket.request.priority)]
-
-    def queue_of(self, ticket: Ticket) -> ClientQueue:
-        """The queue a waiting ticket stands in."""
-        return self._queues[(ticket.request.client, ticket.request.priority)]
+            del self._queues[(ticket.request.client, ticket.request.priority)]
 
     def queues(self) -> Iterable[ClientQueue]:
         """The queues that hold tickets, at most one per client and priority."""
@@ -211,37 +247,72 @@ class Cursor:
         self._index = 0
         self._line = self._tiers[0].line_up()  # of the tier at hand; None: its heap is walked instead
         self._opened: list[ClientQueue] = []  # off their tier's heap for now
-        self._ahead: list[tuple[float, int, Ticket, ClientQueue, Iterator[Ticket]]] = []
+        self._ahead: list[tuple[float, int, ClientQueue, Ticket, Iterator[Ticket]]] = []
         self._charged: dict[Client, float] = {}
         self._blocked: set[Client] = set()
-        self._current: tuple[Ticket, ClientQueue, Iterator[Ticket]] | None = None
+        self._current: tuple[ClientQueue, Iterator[Ticket]] | None = None
+
+    @staticmethod
+    def fixed_order(partition: Partition) -> list[Ticket] | None:
+        """All that wait, in serving order, where no grant can change it because no client waits twice.
+
+        None where one does, and where they are too many to sort for one batch: then the walk goes ticket by ticket.
+        """
+        if partition.waiting > LINED_UP:
+            return None
+        clients = [queue.client for tier in partition.tiers for queue in tier.queues()]
+        if len(clients) < partition.waiting or len(set(clients)) < len(clients):
+            return None
+        return [
+            ticket
+            for tier in partition.tiers
+            for _, _, ticket in sorted([(q.client.counter, t.seq, t) for q in tier.queues() for t in q.tickets])
+        ]
 
     def next(self) -> Ticket | None:
-        """The next ticket in order, or None at the end."""
-        while self._index < len(self._tiers):
-            while (found := self._best(self._tiers[self._index])) is not None:
-                if found[1].client not in self._blocked:
-                    self._current = found
-                    return found[0]
-            self.close()
-            self._index += 1
-            if self._index < len(self._tiers):
-                self._line = self._tiers[self._index].line_up()
-        return None
+        """The next ticket in order, or None at the end: the first of those still in the tier's line or heap and those
+        already moved back in this fill."""
+        line, ahead, charged = self._line, self._ahead, self._charged
+        while True:
+            top = self._tiers[self._index].first() if line is None else line[-1] if line else None
+            if ahead and (top is None or ahead[0] < top):
+                counter, seq, queue, ticket, rest = heappop(ahead)
+                moved = queue.client.counter + charged.get(queue.client, 0.0)
+                if counter < moved:  # its client has another queue in this tier
+                    heappush(ahead, (moved, seq, queue, ticket, rest))
+                    continue
+            elif top is not None:
+                queue = self._pop(top)
+                rest = iter(queue.tickets)
+                ticket = next(rest)
+                if queue.client in charged:
+                    heappush(ahead, (queue.client.counter + charged[queue.client], ticket.seq, queue, ticket, rest))
+                    continue
+            elif self._index + 1 < len(self._tiers):
+                self.close()
+                self._index += 1
+                line = self._line = self._tiers[self._index].line_up()
+                continue
+            else:
+                return None
+            if queue.client not in self._blocked:
+                self._current = queue, rest
+                return ticket
 
     def take(self, charge: float) -> None:
         """The ticket returned last is granted: its client moves back by `charge`."""
         assert self._current is not None
-        _, queue, rest = self._current
-        charged = self._charged[queue.client] = self._charged.get(queue.client, 0.0) + charge
+        queue, rest = self._current
+        client = queue.client
+        charged = self._charged[client] = self._charged.get(client, 0.0) + charge
         follower = next(rest, None)
         if follower is not None:
-            heappush(self._ahead, (queue.client.counter + charged, follower.seq, follower, queue, rest))
+            heappush(self._ahead, (client.counter + charged, follower.seq, queue, follower, rest))
 
     def skip(self) -> None:
         """The ticket returned last does not fit: its client's later tickets may not overtake it."""
         assert self._current is not None
-        self._blocked.add(self._current[1].client)
+        self._blocked.add(self._current[0].client)
 
     def close(self) -> None:
         """Put everything back."""
@@ -251,32 +322,15 @@ class Cursor:
         self._opened.clear()
         self._ahead.clear()
 
-    def _best(self, tier: Tier) -> tuple[Ticket, ClientQueue, Iterator[Ticket]] | None:
-        """The first of those still in the tier's line or heap and those already moved back in this fill."""
-        line = self._line
-        while True:
-            top = tier.first() if line is None else line[-1] if line else None
-            if top is None or (self._ahead and self._ahead[0][:2] < top[:2]):
-                if not self._ahead:
-                    return None
-                counter, seq, ticket, queue, rest = heappop(self._ahead)
-                moved = queue.client.counter + self._charged.get(queue.client, 0.0)
-                if counter == moved:
-                    return ticket, queue, rest
-                heappush(self._ahead, (moved, seq, ticket, queue, rest))  # its client has another queue in this tier
-                continue
-            queue = top[2]
-            if line is None:
-                tier.pop()
-                self._opened.append(queue)
-            else:
-                line.pop()
-            rest = iter(queue.tickets)
-            ticket = next(rest)
-            charged = self._charged.get(queue.client)
-            if charged is None:
-                return ticket, queue, rest
-            heappush(self._ahead, (queue.client.counter + charged, ticket.seq, ticket, queue, rest))
+    def _pop(self, top: Entry) -> ClientQueue:
+        """Take the tier's first queue out of its line, or off its heap until `close`."""
+        queue = top[2]
+        if self._line is None:
+            self._tiers[self._index].pop()
+            self._opened.append(queue)
+        else:
+            self._line.pop()
+        return queue
 
 
 class Partition:
@@ -302,7 +356,7 @@ class Partition:
         self.key = key
         self.tiers = (Tier(), Tier(), Tier())
         self.residents: OrderedDict[Ticket, None] = OrderedDict()
-        self.unsettled: OrderedDict[Ticket, None] = OrderedDict()
+        self.unsettled: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
         self.deadlines: LazyHeap[Ticket] = LazyHeap()  # of waiting and resident tickets that have one
         self.promotions: LazyHeap[Ticket] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
@@ -335,39 +389,28 @@ class Partition:
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that waits or is resident."""
-        return next((t for t in self.unsettled if t.state is not TicketState.RUNNING), None)
+        return next((t for t in self.unsettled if t.state is not RUNNING), None)
 
-    def append(self, ticket: Ticket, client: Client, promote_at: float) -> None:
-        """A new ticket."""
-        self.unsettled[ticket] = None
-        self.tiers[ticket.tier].append(ticket, client)
-        if ticket.deadline < inf:
-            self.deadlines.push(ticket.deadline, ticket)
-        if ticket.tier is Priority.BACKGROUND and promote_at < inf:
-            self.promotions.push(promote_at, ticket)
-
-    def requeue(self, ticket: Ticket, client: Client, promote_at: float) -> None:
+    def requeue(self, ticket: Ticket) -> None:
         """A preempted ticket goes to the front of its queue."""
         self.residents.pop(ticket, None)
-        self.tiers[ticket.tier].append(ticket, client)
-        if ticket.tier is Priority.BACKGROUND and promote_at < inf:
-            self.promotions.push(promote_at, ticket)
+        self.tiers[ticket.tier].append(ticket, ticket.queue.client)
 
     def take(self, ticket: Ticket) -> None:
         """A waiting ticket stops waiting."""
         self.tiers[ticket.tier].remove(ticket)
-        self.promotions.discard(ticket)
+        if ticket.tier is BACKGROUND:
+            self.promotions.discard(ticket)
 
-    def promote(self, now: float, client_of: Callable[[Ticket], Client]) -> int:
+    def promote(self, now: float) -> int:
         """Background tickets that waited long enough count as default, with their client's elders. Returns how many."""
         moved = 0
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
-            queue = self.tiers[Priority.BACKGROUND].queue_of(due)
-            for ticket in list(queue.tickets):
+            for ticket in list(self.queue_of(due).tickets):
                 self.take(ticket)
-                ticket.tier = Priority.DEFAULT
-                self.tiers[Priority.DEFAULT].append(ticket, client_of(ticket))
+                ticket.tier = DEFAULT
+                self.tiers[DEFAULT].append(ticket, ticket.queue.client)
                 moved += 1
                 if ticket is due:
                     break
@@ -375,14 +418,9 @@ class Partition:
 
     def queue_of(self, ticket: Ticket) -> ClientQueue:
         """The queue a waiting ticket stands in."""
-        return self.tiers[ticket.tier].queue_of(ticket)
+        queue: ClientQueue = ticket.queue
+        return queue
 
     def waiting_of(self, client: Hashable) -> list[Ticket]:
         """The client's waiting tickets."""
         return [ticket for tier in self.tiers for ticket in tier.waiting_of(client)]
-
-    def forget(self, ticket: Ticket) -> None:
-        """The ticket settled."""
-        self.unsettled.pop(ticket, None)
-        self.residents.pop(ticket, None)
-        self.deadlines.discard(ticket)

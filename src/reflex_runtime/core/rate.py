@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp
+from math import exp, inf, log
 
 
 class Rate:
@@ -21,6 +21,11 @@ class Rate:
             self._since = self._last = now
         self._count = self._count * exp((self._last - now) / self._tau) + 1.0
         self._last = now
+
+    def falls_to(self, rate: float) -> float:
+        """When it will have fallen to `rate` (> 0) if nothing more arrives; -inf when it never was above."""
+        above = self._count / (self._tau * rate)
+        return -inf if above <= 0.0 else self._last + self._tau * log(above)
 
     def value(self, now: float) -> float:
         """The present rate."""

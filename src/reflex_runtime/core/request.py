@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from reflex_runtime.core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class Priority(IntEnum):
@@ -39,17 +42,30 @@ class TicketState(Enum):
     __hash__ = object.__hash__  # Enum's own is a Python function, and every step of a ticket looks itself up
 
 
+# The hot path names these: in CPython 3.11 looking a member up on its enum takes 75 ns, several times a request.
+WAITING, RUNNING, RESIDENT, SETTLED = TicketState
+URGENT, DEFAULT, BACKGROUND = Priority
+
 TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
-    TicketState.WAITING: frozenset({TicketState.RUNNING, TicketState.SETTLED}),
-    TicketState.RUNNING: frozenset({TicketState.RESIDENT, TicketState.SETTLED}),
-    TicketState.RESIDENT: frozenset({TicketState.RUNNING, TicketState.WAITING, TicketState.SETTLED}),
-    TicketState.SETTLED: frozenset(),
+    WAITING: frozenset({RUNNING, SETTLED}),
+    RUNNING: frozenset({RESIDENT, SETTLED}),
+    RESIDENT: frozenset({RUNNING, WAITING, SETTLED}),
+    SETTLED: frozenset(),
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass_transform(eq_default=False, frozen_default=True)
+def _read_only(cls: type[T]) -> type[T]:
+    """A frozen dataclass to readers and the type checker, an open one when it runs.
+
+    One is made for every call, and freezing its thirteen fields took 1.4 of the 1.7 us that this took.
+    """
+    return dataclass(slots=True, eq=False)(cls)
+
+
+@_read_only
 class Request:
-    """What a caller asked.
+    """What a caller asked. Nobody writes to it.
 
     payload: opaque to the scheduler.
     id: for people and traces; need not be unique.
@@ -70,7 +86,7 @@ class Request:
     group: str = "default"
     partition: Hashable = ""
     client: Hashable = ""
-    priority: Priority = Priority.DEFAULT
+    priority: Priority = DEFAULT
     time_limit: float | None = None
     shape: Hashable = ""
     cost_class: Hashable = ""
@@ -81,7 +97,7 @@ class Request:
 
     def __post_init__(self) -> None:
         # Chained so that NaN fails too; one expression because this runs for every request.
-        if not (0.0 < self.weight < float("inf") and 0.0 < self.wants < float("inf")):
+        if not (0.0 < self.weight < inf and 0.0 < self.wants < inf):
             raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
         if self.time_limit is not None and not self.time_limit >= 0.0:
             raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
@@ -110,6 +126,7 @@ class Ticket:
     computed: units whose result the processor holds now.
     batches: how many batches it was in; `admission`: the batch that took it in, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
+    queue: where it stands or last stood among its client's others (`order`).
     waiter: free for the driver (a future).
     """
 
@@ -127,6 +144,7 @@ class Ticket:
         "held",
         "outcome",
         "progressed",
+        "queue",
         "recomputed",
         "request",
         "seq",
@@ -143,8 +161,8 @@ class Ticket:
         self.request = request
         self.seq = seq
         self.arrived = now
-        self.deadline = float("inf") if request.time_limit is None else now + request.time_limit
-        self.state = TicketState.WAITING
+        self.deadline = inf if request.time_limit is None else now + request.time_limit
+        self.state = WAITING
         self.tier: Priority = request.priority
         self.stage = request.stage
         self.wants = request.wants
@@ -155,6 +173,7 @@ class Ticket:
         self.cancel_requested = self.abandoned = self.held = self.answered = False
         self.progressed = True  # since it was last preempted; a ticket is not preempted twice without progress
         self.outcome: Any = None
+        self.queue: Any = None
         self.waiter: Any = None
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 RECENT = 64  # clients looked at per decision
@@ -41,12 +41,30 @@ class _Thinker:
         insort(self.ordered, think)
         self._sums = None
 
-    @property
-    def sums(self) -> list[float]:
-        """Prefix sums of the ordered think times; made when first asked for."""
+    def back(self, now: float, grid: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
+        """E(h) and W(h) of this client for every h of the grid; None when it is back within none of them."""
+        assert self.answered is not None
+        ordered = self.ordered
+        age = now - self.answered
+        # Just late is still due: clients that come back together reach the scheduler one by one, and without this the
+        # first of them would send the batch away from the rest.
+        first = bisect_left(ordered, age - _GRID[0])
+        left = len(ordered) - first
+        if not left or ordered[first] > age + grid[-1]:
+            return None
+        last = bisect_right(ordered, age + grid[0], first)
+        if last == len(ordered) or ordered[last] > age + grid[-1]:  # whoever is as regular as a robot
+            wait = max(0.0, sum(ordered[first:last]) - (last - first) * age)
+            return ((last - first) / left,) * len(grid), (wait / left,) * len(grid)
         if self._sums is None:
-            self._sums = [0.0, *accumulate(self.ordered)]
-        return self._sums
+            self._sums = [0.0, *accumulate(ordered)]
+        sums = self._sums
+        start = sums[first]
+        counts = [bisect_right(ordered, age + h, first) - first for h in grid]
+        return (
+            [n / left for n in counts],
+            [max(0.0, sums[first + n] - start - n * age) / left for n in counts],
+        )
 
 
 class Returns:
@@ -55,6 +73,11 @@ class Returns:
     def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, _Thinker] = OrderedDict()
         self._away: OrderedDict[Hashable, _Thinker] = OrderedDict()  # answered and not back, most recent last
+
+    @property
+    def expected(self) -> bool:
+        """Whether anybody is away who may come back."""
+        return bool(self._away)
 
     def arrived(self, client: Hashable, now: float) -> None:
         """The client is back."""
@@ -96,32 +119,14 @@ class Returns:
         grid = [h for h in grid if queued * h < most]
         if not grid:
             return 0.0
-        expected = [0.0] * len(grid)
-        waits = [0.0] * len(grid)
-        for thinker in self._away.values():
-            self._add(thinker, now, grid, expected, waits)
+        rows = [row for thinker in self._away.values() if (row := thinker.back(now, grid)) is not None]
+        if not rows:
+            return 0.0
+        expected = [sum(column) for column in zip(*[e for e, _ in rows], strict=True)]
+        waits = [sum(column) for column in zip(*[w for _, w in rows], strict=True)]
         best, gain = 0.0, 0.0
         for h, e, w in zip(grid, expected, waits, strict=True):
             g = e * batch_time - w - queued * (h + marginal * e)
             if g > gain:
                 best, gain = h, g
         return best
-
-    @staticmethod
-    def _add(thinker: _Thinker, now: float, grid: list[float], expected: list[float], waits: list[float]) -> None:
-        """Add one client's E(h) and W(h) for every h of the grid."""
-        assert thinker.answered is not None
-        ordered = thinker.ordered
-        age = now - thinker.answered
-        # Just late is still due: clients that come back together reach the scheduler one by one, and without this the
-        # first of them would send the batch away from the rest.
-        first = bisect_left(ordered, age - _GRID[0])
-        left = len(ordered) - first
-        if not left or ordered[first] > age + grid[-1]:
-            return
-        sums = thinker.sums
-        for i, h in enumerate(grid):
-            last = bisect_right(ordered, age + h, first)
-            if last > first:
-                expected[i] += (last - first) / left
-                waits[i] += max(0.0, sums[last] - sums[first] - (last - first) * age) / left

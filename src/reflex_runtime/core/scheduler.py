@@ -17,7 +17,7 @@ and hands what `take_events` returns to its sinks and waiters.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from math import inf
+from math import inf, log
 from typing import Any
 
 from reflex_runtime.core.admission import admit
@@ -48,7 +48,20 @@ from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.order import Partition
-from reflex_runtime.core.request import TRANSITIONS, Admission, Request, Ticket, TicketState
+from reflex_runtime.core.rate import Rate
+from reflex_runtime.core.request import (
+    RESIDENT,
+    RUNNING,
+    SETTLED,
+    TRANSITIONS,
+    WAITING,
+    Admission,
+    Request,
+    Ticket,
+    TicketState,
+)
+
+_event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
 
 
 class Scheduler:
@@ -67,6 +80,8 @@ class Scheduler:
         if not max_batches >= 1:
             raise ConfigError(f"Scheduler.max_batches={max_batches!r}: must be >= 1")
         self._max_batches = max_batches
+        self._yields = any(config.gap_chance for config in configs)
+        self._asked = Rate()  # of groups that others yield to
         self._in_flight: dict[Batch, None] = {}
         self._expiry: LazyHeap[Ticket] = LazyHeap()
         self._abandoned: list[Ticket] = []
@@ -97,27 +112,29 @@ class Scheduler:
             raise
         self._tickets += 1
         for old in replaced:
-            self._settle(old, Failed(Superseded("a newer request of the same client replaced it")))
+            self._drop(old, Superseded("a newer request of the same client replaced it"))
         if group.unsettled == 0:
             self._lift(group)
+        if self._yields and group.config.weight > 0.0:
+            self._asked.arrive(now)
         group.enter(ticket, now)
         if ticket.deadline < inf:
             self._expiry.push(ticket.deadline, ticket)
-        self._events.append(RequestQueued(now, ticket))
+        self._events.append(_event(RequestQueued, (now, ticket)))
         return ticket
 
     def cancel(self, ticket: Ticket, now: float) -> None:
         """The caller takes it back. Waiting and resident tickets settle at once, a running one at its boundary."""
         self._input(now)
-        if ticket.state is TicketState.RUNNING:
+        if ticket.state is RUNNING:
             ticket.cancel_requested = True
-        elif ticket.state is not TicketState.SETTLED:
-            self._settle(ticket, Failed(Cancelled("cancelled by the caller")))
+        elif ticket.state is not SETTLED:
+            self._drop(ticket, Cancelled("cancelled by the caller"))
 
     def abandon(self, ticket: Ticket, now: float) -> None:
         """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
         self._input(now)
-        if ticket.state is not TicketState.SETTLED and not ticket.abandoned:
+        if ticket.state is not SETTLED and not ticket.abandoned:
             ticket.abandoned = True
             self._abandoned.append(ticket)
 
@@ -149,8 +166,8 @@ class Scheduler:
         self._closed, self._draining = True, drain
         if not drain:
             for ticket in self._unsettled():
-                if ticket.state is not TicketState.RUNNING:  # a running one leaves at its boundary
-                    self._settle(ticket, Failed(Drained("the server is shutting down")))
+                if ticket.state is not RUNNING:  # a running one leaves at its boundary
+                    self._drop(ticket, Drained("the server is shutting down"))
 
     def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
         """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
@@ -162,17 +179,15 @@ class Scheduler:
         del self._in_flight[batch]
         self._free_since = now
         group = self._groups[batch.group]
-        clean = not any(isinstance(o, Failed) for o in outcomes)
-        crashed = bool(outcomes) and all(isinstance(o, Failed) for o in outcomes)
-        self._account(group, batch, elapsed, clean)
+        failed = [o for o in outcomes if isinstance(o, Failed)]
+        crashed = len(failed) == len(outcomes)
+        self._account(group, batch, elapsed, not failed)
         resources = group.config.resources
         if resources is not None:
             resources.rollback(batch) if crashed else resources.commit(batch)
         self._events.append(BatchFinished(now, batch, elapsed, crashed))
-        share = elapsed / len(batch)
-        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
-            ticket.shared += share
-            self._advance(group, ticket, units, outcome)
+        partition = group.active[batch.partition]
+        self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -244,13 +259,14 @@ class Scheduler:
     # -- due -----------------------------------------------------------------------------------------------------------
 
     def _input(self, now: float) -> None:
-        self._now = max(self._now, now)
+        if now > self._now:
+            self._now = now
         self._epoch += 1
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
         while (top := self._expiry.first()) is not None and top[0] <= self._now:
-            self._settle(top[1], Failed(Expired("its deadline passed before it was answered")))
+            self._drop(top[1], Expired("its deadline passed before it was answered"))
         for group in self._groups.values():
             if -inf < group.paused_until <= self._now:
                 group.paused_until = -inf
@@ -261,10 +277,10 @@ class Scheduler:
     def _settle_abandoned(self) -> None:
         still = []
         for ticket in self._abandoned:
-            if ticket.state is TicketState.RUNNING:
+            if ticket.state is RUNNING:
                 still.append(ticket)
-            elif ticket.state is not TicketState.SETTLED:
-                self._settle(ticket, Failed(Cancelled("its caller stopped waiting")))
+            elif ticket.state is not SETTLED:
+                self._drop(ticket, Cancelled("its caller stopped waiting"))
         self._abandoned = still
 
     # -- forming -------------------------------------------------------------------------------------------------------
@@ -293,15 +309,27 @@ class Scheduler:
                 if formed is None:
                     self._hold = min(self._hold, former.held_until)
                     break
+                gap = self._gap_at(group, formed) if group.config.gap_chance else -inf
+                if gap > self._now:
+                    self._hold = min(self._hold, gap)
+                    break
                 self._apply(group, formed)
                 if formed.grants:
                     return self._schedule(group, partition, formed)
         return None
 
+    def _gap_at(self, group: Group, formed: Formed) -> float:
+        """When a gap long enough for the batch is likely, if nobody asks until then."""
+        if self._draining or not formed.grants:
+            return -inf
+        model = group.cost
+        seconds = model.fixed(next(iter(formed.grants))) + sum(model.marginal(t, u) for t, u in formed.grants.items())
+        return self._asked.falls_to(-log(group.config.gap_chance) / seconds) if seconds > 0.0 else -inf
+
     def _apply(self, group: Group, formed: Formed) -> None:
         """Carry out what forming decided beside the batch itself."""
         for ticket in formed.shed:
-            self._settle(ticket, Failed(Shed("its deadline can no longer be met")))
+            self._drop(ticket, Shed("its deadline can no longer be met"))
         for ticket in formed.preempted:
             self._preempt(group, ticket)
 
@@ -313,12 +341,14 @@ class Scheduler:
         cause = formed.cause
         admission = Admission(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
         for ticket, units in formed.grants.items():
-            if ticket.state is TicketState.WAITING:
-                group.stop_waiting(ticket)
+            state = ticket.state
+            if state is WAITING:
+                partition.take(ticket)
                 ticket.admission = admission
                 if ticket.started is None:
                     ticket.started = self._now
-            self._move(ticket, TicketState.RUNNING)
+            assert RUNNING in TRANSITIONS[state], ticket
+            ticket.state = RUNNING
             if ticket.deadline < inf:  # nothing happens at the deadline of what runs: it is looked at afterwards
                 self._expiry.discard(ticket)
                 partition.deadlines.discard(ticket)
@@ -326,8 +356,8 @@ class Scheduler:
             ticket.batches += 1
             marginal = model.marginal(ticket, units)
             expected += marginal
-            client = group.clients.get(ticket.request.client)
-            group.clients.charge(client, (marginal + fixed / n) / ticket.request.weight)
+            ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
+        group.queued -= len(formed.newcomers)
         if partition.room is not None:
             partition.room -= len(formed.newcomers)
         partition.was_held = False
@@ -360,35 +390,42 @@ class Scheduler:
             known = group.seconds_per_item
             group.seconds_per_item = per_item if known == 0.0 else known + 0.1 * (per_item - known)
 
-    def _advance(self, group: Group, ticket: Ticket, units: float, outcome: Outcome) -> None:
-        """Move one ticket on from a batch."""
-        if isinstance(outcome, More) and not 0.0 < outcome.wants < inf:
-            outcome = Failed(ProcessorError(f"More.wants={outcome.wants!r}: must be finite and > 0"))
-        if isinstance(outcome, More):
-            ticket.computed += units
-            ticket.progressed = True
-            ticket.wants = outcome.wants
-            if outcome.stage is not None:
-                ticket.stage = outcome.stage
-            self._move(ticket, TicketState.RESIDENT)
-            partition = group.active[ticket.request.partition]
-            partition.residents[ticket] = None
-            self._events.append(RequestProgressed(self._now, ticket, outcome.value))
-            if ticket.request.streams and outcome.value is not None:
-                ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
-            error = self._boundary(ticket)
-            if error is not None:
-                self._settle(ticket, Failed(error))
-            elif ticket.deadline < inf:
-                self._expiry.push(ticket.deadline, ticket)
-                partition.deadlines.push(ticket.deadline, ticket)
-            return
-        if isinstance(outcome, Done):
-            ticket.computed += units
-            group.cost.settled(ticket)
-        if ticket.cancel_requested:
-            outcome = Failed(Cancelled("cancelled by the caller"))
-        self._settle(ticket, outcome)
+    def _ended(
+        self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
+    ) -> Iterator[tuple[Ticket, Done | Failed]]:
+        """Move the tickets of a batch on, and tell those that end."""
+        settled = group.cost.settled
+        for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
+            ticket.shared += share
+            if isinstance(outcome, More):
+                error = self._stay(partition, ticket, units, outcome)
+                if error is not None:
+                    yield ticket, Failed(error)
+                continue
+            if isinstance(outcome, Done):
+                ticket.computed += units
+                settled(ticket)
+            yield ticket, outcome
+
+    def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
+        """A ticket that ran is resident until its next step. Returns why it is not, if so."""
+        if not 0.0 < more.wants < inf:
+            return ProcessorError(f"More.wants={more.wants!r}: must be finite and > 0")
+        ticket.computed += units
+        ticket.progressed = True
+        ticket.wants = more.wants
+        if more.stage is not None:
+            ticket.stage = more.stage
+        self._move(ticket, RESIDENT)
+        partition.residents[ticket] = None
+        self._events.append(RequestProgressed(self._now, ticket, more.value))
+        if ticket.request.streams and more.value is not None:
+            ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
+        error = self._boundary(ticket)
+        if error is None and ticket.deadline < inf:
+            self._expiry.push(ticket.deadline, ticket)
+            partition.deadlines.push(ticket.deadline, ticket)
+        return error
 
     def _boundary(self, ticket: Ticket) -> ReflexError | None:
         """Why a resident leaves at this boundary, if it does."""
@@ -407,30 +444,40 @@ class Scheduler:
         ticket.computed = 0.0
         ticket.progressed = False
         ticket.stage = ticket.request.stage
-        self._move(ticket, TicketState.WAITING)
+        self._move(ticket, WAITING)
         group.requeue(ticket)
         group.left.append(ticket)
         self._events.append(RequestPreempted(self._now, ticket))
 
-    def _settle(self, ticket: Ticket, outcome: Done | Failed) -> None:
-        """The end of a ticket, exactly once."""
+    def _drop(self, ticket: Ticket, error: ReflexError) -> None:
+        """The end of a ticket that does not run."""
         group = self._groups[ticket.request.group]
-        if ticket.state is TicketState.WAITING:
-            group.stop_waiting(ticket)
-        elif ticket.state is TicketState.RESIDENT or (
-            isinstance(outcome, Failed) and ticket in group.active[ticket.request.partition].residents
-        ):
-            group.left.append(ticket)
-        resources = group.config.resources
-        if resources is not None and ticket.state is not TicketState.WAITING:
-            resources.release(ticket)
-        self._move(ticket, TicketState.SETTLED)
-        ticket.outcome = outcome
-        self.settled += 1
-        self._expiry.discard(ticket)
-        group.active[ticket.request.partition].hold_epoch = -1  # what it held for has changed
-        group.leave(ticket, isinstance(outcome, Done), self._now)
-        self._events.append(RequestSettled(self._now, ticket))
+        self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
+
+    def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
+        """The end of tickets of one partition, of each exactly once."""
+        now, events, resources = self._now, self._events, group.config.resources
+        for ticket, outcome in ended:
+            state = ticket.state
+            if ticket.cancel_requested:  # while it ran: whatever came of it is dropped
+                outcome = Failed(Cancelled("cancelled by the caller"))
+            if state is WAITING:
+                partition.take(ticket)
+                group.queued -= 1
+            elif state is RESIDENT or (isinstance(outcome, Failed) and ticket in partition.residents):
+                group.left.append(ticket)
+            if resources is not None and state is not WAITING:
+                resources.release(ticket)
+            assert SETTLED in TRANSITIONS[state], ticket
+            ticket.state = SETTLED
+            ticket.outcome = outcome
+            self.settled += 1
+            if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
+                self._expiry.discard(ticket)
+                partition.deadlines.discard(ticket)
+            group.leave(ticket, partition, isinstance(outcome, Done), now)
+            events.append(_event(RequestSettled, (now, ticket)))
+        partition.hold_epoch = -1  # what it held for has changed
 
     @staticmethod
     def _move(ticket: Ticket, state: TicketState) -> None:

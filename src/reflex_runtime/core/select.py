@@ -45,7 +45,7 @@ def value(ticket: Ticket) -> float:
 
 def at_risk(filled: Filled, now: float) -> bool:
     """Whether a member of the batch is likely to miss its deadline by it."""
-    tightest = min((t.deadline for t in filled.grants), default=inf)
+    tightest = min([t.deadline for t in filled.grants], default=inf)
     return tightest - now < filled.tally.seconds * (1.0 + 2.0 * filled.tally.sigma)
 
 
@@ -56,39 +56,42 @@ def window(candidates: Sequence[Ticket], full: Filled, fit: Fitter, price: float
     """
     sigma = max(0.01, full.tally.sigma)
     risky = full.tally.seconds * (1.0 + 2.0 * sigma)
-    slacks = sorted({slack for t in candidates if (slack := t.deadline - now) < risky})
-    if len(slacks) > THRESHOLDS:
-        slacks = [slacks[i * len(slacks) // THRESHOLDS] for i in range(THRESHOLDS)]
-    values = {t: value(t) for t in candidates}
+    slacks = {t: t.deadline - now for t in candidates}
+    thresholds = sorted({slack for slack in slacks.values() if slack < risky})
+    if len(thresholds) > THRESHOLDS:
+        thresholds = [thresholds[i * len(thresholds) // THRESHOLDS] for i in range(THRESHOLDS)]
+    values = {t: TIER_WEIGHT[t.tier] * t.request.weight for t in candidates}  # `value`, without a call for each
+    dearest = max(values.values())
+    alike = min(values.values()) == dearest
     best, top = candidates[:1], -inf  # whatever happens, the device does not idle
-    for slack in (*slacks, risky):
-        enough = [t for t in candidates if t.deadline - now >= slack]
-        if not enough:
-            break
+    enough = candidates
+    for slack in (*thresholds, risky):
+        enough = [t for t in enough if slacks[t] >= slack]
+        if not enough or len(enough) * dearest <= top:
+            break  # nor can those that are fewer still win
         for factor in (1.0, 1.0 + sigma, 1.0 + 2.0 * sigma):
             chosen, seconds = fit(enough, slack / factor)
             cost = KAPPA * price * seconds
-            if not chosen or sum([values[t] for t in chosen]) - cost <= top + 1e-9:
+            most = len(chosen) * dearest if alike else sum([values[t] for t in chosen])
+            if not chosen or most - cost <= top + 1e-9:
                 continue  # even if all were in time it could not win
-            score = expected_value(chosen, values, seconds, sigma, now) - cost
+            score = most - expected_loss(chosen, values, slacks, seconds, sigma) - cost
             if score > top + 1e-9:
                 best, top = chosen, score
     return best
 
 
-def expected_value(
-    chosen: Sequence[Ticket], values: Mapping[Ticket, float], seconds: float, sigma: float, now: float
+def expected_loss(
+    chosen: Sequence[Ticket],
+    values: Mapping[Ticket, float],
+    slacks: Mapping[Ticket, float],
+    seconds: float,
+    sigma: float,
 ) -> float:
-    """Σ w · P(in time) over the members of a batch that takes `seconds`."""
-    surely, never = seconds * exp(_SURE * sigma), seconds * exp(-_SURE * sigma)
-    total = 0.0
-    for ticket in chosen:
-        slack = ticket.deadline - now
-        if slack >= surely:
-            total += values[ticket]
-        elif slack > never:
-            total += values[ticket] * 0.5 * (1.0 + erf(log(slack / seconds) / sigma * 0.7071067811865476))
-    return total
+    """Σ w · P(late) over the members of a batch that takes `seconds`, which no slack is below."""
+    surely, scale = seconds * exp(_SURE * sigma), 0.7071067811865476 / sigma
+    unsure = [t for t in chosen if slacks[t] < surely]
+    return 0.5 * sum([values[t] * (1.0 - erf(log(slacks[t] / seconds) * scale)) for t in unsure])
 
 
 def price_of_time(rate: float, limit: float, fixed: float, marginal: float, weight: float) -> float:

@@ -280,12 +280,23 @@ class _OneShotTally:
         offered = self._offered
         self.cost = offered[1] if offered is not None and offered[0] is ticket else self.with_ticket(ticket)
         self._offered = None
-        k = ticket.request.cost_class
-        self._classes.add(k)
         self._n += 1
-        alone = self._fixed + self._slopes[k]
-        if alone > self.dearest:
-            self.dearest = alone
+        k = ticket.request.cost_class
+        if k not in self._classes:
+            self._classes.add(k)
+            self.dearest = max(self.dearest, self._fixed + self._slopes[k])
+
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        if self._model.sizes or most <= 0 or not self.offer(ticket, budget):
+            return 0
+        self.add(ticket, 1.0)
+        total, slope, ceiling, n = self.cost, self._slopes[ticket.request.cost_class], budget * _SLACK, 1
+        while n < most and total + slope <= ceiling:  # a sum, not a product: the same to the last bit
+            total += slope
+            n += 1
+        self.cost = total
+        self._n += n - 1
+        return n
 
     def with_ticket(self, ticket: Ticket) -> float:
         """Predicted seconds if the ticket joined."""
@@ -398,6 +409,9 @@ class _StagedTally:
             if waiting or entering <= i:
                 total += self._fits[i].fixed
         return total
+
+    def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
+        return 0
 
     def _guess(self, ticket: Ticket) -> float:
         """The documented estimate of what is left of the ticket."""
