@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, machine, models, serving, soak
+from bench import core, machine, models, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "small", "alone", "closed", "arriving", "soak")
-USUAL = CASES[:-1]  # the soak is asked for by name
+CASES = ("core", "small", "alone", "closed", "arriving", "soak", "versions")
+USUAL = CASES[:-2]  # the others are asked for by name
 
 
 def main() -> int:
@@ -45,6 +45,7 @@ def main() -> int:
             "closed": lambda: serving.closed(heavy, scale),
             "arriving": lambda: serving.arriving(heavy, scale),
             "soak": lambda: soak.soak(scale),
+            "versions": lambda: versions.versions(tiny, heavy, scale),
         }
         for name in args.only or USUAL:
             say(f"{name}:")

@@ -29,7 +29,8 @@ STATE = {"state": [0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]}
 @dataclass
 class Job:
     """What to ask. callers: connections in a closed loop; with `rate` (requests a second) an open loop over as many
-    connections as it needs. pids: whose CPU time to count. probe: path asked every 10 ms beside the load."""
+    connections as it needs. pids: whose CPU time to count. probe: path asked every 10 ms beside the load. episodes: as
+    many are named in turn, one a connection; 0 names none."""
 
     port: int
     path: str = "/act"
@@ -39,13 +40,15 @@ class Job:
     rate: float = 0.0
     seed: int = 0
     probe: str = ""
+    episodes: int = 0
     pids: list[int] = field(default_factory=list)
     body: dict[str, Any] = field(default_factory=lambda: dict(STATE))
 
 
 @dataclass
 class Answered:
-    """What came back. Seconds. sizes: answers by the batch size they name. cpu: seconds of `pids` during the load."""
+    """What came back. Seconds. sizes: answers by the batch size they name. cpu: seconds of `pids` during the load.
+    loop: those of the first one's main thread, which is where an event loop runs."""
 
     requests: int
     seconds: float
@@ -54,6 +57,7 @@ class Answered:
     failed: int
     cpu: float
     probes: list[float]
+    loop: float
 
     @property
     def rate(self) -> float:
@@ -91,9 +95,10 @@ def ask(job: Job) -> Answered:
 class _Caller:
     """One keep-alive connection."""
 
-    __slots__ = ("buffer", "busy", "need", "sent", "sock")
+    __slots__ = ("buffer", "busy", "need", "request", "sent", "sock")
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, request: bytes) -> None:
+        self.request = request
         self.sock = socket.create_connection(("127.0.0.1", port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
@@ -137,7 +142,9 @@ def _request(method: str, path: str, body: bytes = b"") -> bytes:
 class _Run:
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.request = _request("POST", job.path, json.dumps(job.body).encode())
+        bodies = [job.body | {"episode_id": f"episode-{i}"} for i in range(job.episodes)] or [job.body]
+        self.requests = [_request("POST", job.path, json.dumps(body).encode()) for body in bodies]
+        self.connected = 0
         self.selector = selectors.DefaultSelector()
         self.latencies: list[float] = []
         self.sizes: Counter[int] = Counter()
@@ -146,7 +153,8 @@ class _Run:
         self.counting = False
 
     def connect(self, probe: bool = False) -> _Caller:
-        caller = _Caller(self.job.port)
+        caller = _Caller(self.job.port, self.requests[self.connected % len(self.requests)])
+        self.connected += 1
         self.selector.register(caller.sock, selectors.EVENT_READ, (caller, probe))
         return caller
 
@@ -176,30 +184,30 @@ class _Run:
         if at >= 0:
             self.sizes[int(data[at + 7 : at + 11].split(b",")[0].split(b"}")[0])] += 1
 
-    def closed(self) -> tuple[float, float]:
+    def closed(self) -> tuple[float, float, float]:
         callers = [self.connect() for _ in range(self.job.callers)]
         probe = self.connect(probe=True) if self.job.probe else None
         look = _request("GET", self.job.probe)
 
         def again(caller: _Caller, now: float) -> None:
-            caller.send(self.request, now)
+            caller.send(caller.request, now)
 
         for caller in callers:
             again(caller, time.perf_counter())
         began = start = time.perf_counter()
-        cpu, next_probe = 0.0, start
+        cpu, loop, next_probe = 0.0, 0.0, start
         while True:
             now = time.perf_counter()
             if not self.counting and now - start >= self.job.warm:
-                self.counting, began, cpu = True, now, _cpu(self.job.pids)
+                self.counting, began, cpu, loop = True, now, _cpu(self.job.pids), _loop(self.job.pids)
             if self.counting and now - began >= self.job.seconds:
-                return now - began, _cpu(self.job.pids) - cpu
+                return now - began, _cpu(self.job.pids) - cpu, _loop(self.job.pids) - loop
             if probe is not None and now >= next_probe and not probe.busy:
                 probe.send(look, now)
                 next_probe = now + 0.010
             self.take(0.010 if probe is not None else 0.050, again)
 
-    def open(self) -> tuple[float, float]:
+    def open(self) -> tuple[float, float, float]:
         rng = random.Random(self.job.seed)
         idle: deque[_Caller] = deque(self.connect() for _ in range(self.job.callers))
 
@@ -208,20 +216,21 @@ class _Run:
 
         start = time.perf_counter()
         end, due, begins = start + self.job.warm + self.job.seconds, start, start + self.job.warm
-        cpu = 0.0
+        cpu = loop = 0.0
         while due < end:
             now = time.perf_counter()
             if not self.counting and now >= begins:
-                self.counting, cpu = True, _cpu(self.job.pids)
+                self.counting, cpu, loop = True, _cpu(self.job.pids), _loop(self.job.pids)
             if now < due:
                 self.take(due - now if due - now > 0.0015 else 0.0, again)  # the selector's clock is coarse
                 continue
-            (idle.popleft() if idle else self.connect()).send(self.request, due)
+            caller = idle.popleft() if idle else self.connect()
+            caller.send(caller.request, due)
             due += rng.expovariate(self.job.rate)
-        spent = _cpu(self.job.pids) - cpu
+        spent, looped = _cpu(self.job.pids) - cpu, _loop(self.job.pids) - loop
         while len(idle) < len(self.selector.get_map()) and time.perf_counter() < end + 10.0:
             self.take(0.050, again)
-        return self.job.seconds, spent
+        return self.job.seconds, spent, looped
 
 
 def _cpu(pids: Sequence[int]) -> float:
@@ -233,14 +242,23 @@ def _cpu(pids: Sequence[int]) -> float:
     return total
 
 
+def _loop(pids: Sequence[int]) -> float:
+    """CPU seconds so far of the first process's main thread; nan where the system does not count so finely."""
+    try:
+        with open(f"/proc/{pids[0]}/task/{pids[0]}/schedstat") as file:
+            return int(file.read().split()[0]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return float("nan")
+
+
 def main() -> None:
     """Read the job, run it, write the result."""
     job = Job(**json.load(sys.stdin))
     pin(cores()[1])
     run = _Run(job)
-    seconds, cpu = run.open() if job.rate else run.closed()
+    seconds, cpu, loop = run.open() if job.rate else run.closed()
     requests = len(run.latencies)
-    answered = Answered(requests, seconds, run.latencies, dict(run.sizes), run.failed, cpu, run.probes)
+    answered = Answered(requests, seconds, run.latencies, dict(run.sizes), run.failed, cpu, run.probes, loop)
     json.dump(asdict(answered), sys.stdout)
 
 

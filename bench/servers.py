@@ -48,6 +48,15 @@ class Server:
         """Ask it."""
         return ask(Job(port=self.port, path=self.path, pids=self._pids(), **job))
 
+    def get(self, path: str) -> bytes:
+        """The body of one GET."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().read()
+        finally:
+            connection.close()
+
     def stop(self) -> None:
         """End it and whatever it started."""
         with contextlib.suppress(ProcessLookupError):
@@ -113,9 +122,9 @@ class Raw:
         self._process.wait()
 
 
-def reflex(export: Path, *flags: str) -> Server:
+def reflex(export: Path, *flags: str, name: str = "reflex") -> Server:
     """`reflex serve` with its defaults."""
-    return Server("reflex", ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", *flags])
+    return Server(name, ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", *flags])
 
 
 def hello(export: Path) -> Server:

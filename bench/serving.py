@@ -6,7 +6,10 @@ same requests with the same model on the same core.
 
 from __future__ import annotations
 
+import random
+from bisect import bisect_right
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 
 from bench.load import Answered, quantile
@@ -143,8 +146,11 @@ def arriving(heavy: Path, scale: float) -> list[Row]:
     tails: list[float] = []
     sizes: list[float] = []
     probes: list[float] = []
+    floors: list[float] = []
     with running(reflex(heavy, *BUDGET)) as (server,):
         rounds = _rounds(scale, 5)
+        single, many = raw.mean(1, 0.5), raw.mean(32, 1.0)
+        marginal = (many - single) / 31
         for i in range(rounds):
             say(f"  {case}: round {i + 1} of {rounds}")
             full = server.load(callers=CALLERS, seconds=1.5, warm=0.6, probe="/health")
@@ -153,9 +159,28 @@ def arriving(heavy: Path, scale: float) -> list[Row]:
             size = max(1, round(sum(n * count for n, count in answered.sizes.items()) / answered.requests))
             tails.append(answered.quantile(0.99) / raw.mean(size, 0.5))
             sizes.append(size)
+            floors.append(_perfect(single - marginal, marginal, 0.7 * full.rate, i))
     raw.stop()
     return [
         row(case, "p99 over the time of the batch size reached, reflex", tails, "x", most=2.5),
+        row(case, "the same for a perfect server of that model, simulated: no overhead, no noise", floors, "x"),
         row(case, "batch size a request finds itself in, mean", sizes, ""),
         row(f"/health, {CALLERS} callers", "p99 while batches run", probes, "ms", most=5.0),
     ]
+
+
+def _perfect(fixed: float, marginal: float, rate: float, seed: int, count: int = 20_000) -> float:
+    """p99 over the time of the batch size reached, were every batch sent at once and cost what the model costs."""
+    rng = random.Random(seed)
+    arrivals = list(accumulate(rng.expovariate(rate) for _ in range(count)))
+    latencies: list[float] = []
+    sizes: list[int] = []
+    now, begun = 0.0, 0
+    while begun < count:
+        now = max(now, arrivals[begun])
+        end = bisect_right(arrivals, now, begun)
+        now += fixed + marginal * (end - begun)
+        latencies += [now - at for at in arrivals[begun:end]]
+        sizes += [end - begun] * (end - begun)
+        begun = end
+    return quantile(latencies, 0.99) / (fixed + marginal * round(sum(sizes) / count))

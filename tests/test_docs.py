@@ -14,7 +14,8 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
-ABSTRACT = {"rejected", "dropped", "trace_unreadable", "demo_server_failed"}  # never in an answer of the server
+# Never in an answer of the server.
+ABSTRACT = {"rejected", "dropped", "trace_unreadable", "recording_unreadable", "demo_server_failed"}
 
 
 def page(name: str) -> str:
@@ -26,7 +27,7 @@ def page(name: str) -> str:
 
 def _default(field: Any) -> str:
     value = field.default
-    if value in ("", ()) or value is False:
+    if value in ("", (), None) or value is False:
         return "off" if value is False else "–"
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
     return f"`{text}` {field.metadata['unit']}".strip()
@@ -38,7 +39,7 @@ def _range(field: Any, kind: Any) -> str:
         return f"{meta['low']:g} to {meta['high']:.10g}"
     if meta["choices"]:
         return ", ".join(f"`{choice}`" for choice in meta["choices"])
-    return "on or off" if kind is bool else "any number of times" if meta["repeat"] else "text"
+    return "on or off" if kind in (bool, bool | None) else "any number of times" if meta["repeat"] else "text"
 
 
 def settings_table() -> str:

@@ -92,6 +92,35 @@ class ServeConfig:
     deadline_ms: float = option(
         0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms"
     )
+    # versions
+    policy_a: str = option("", "export of slot a; with --policy-b, two versions side by side", metavar="DIR")
+    policy_b: str = option("", "export of slot b", metavar="DIR")
+    split: int = option(50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle", low=0, high=100)
+    shadow_policy: str = option(
+        "", "export that is asked the same as the served one when the device has time; nobody sees its answers",
+        metavar="DIR",
+    )
+    shadow_sample: float = option(0.1, "share of the requests the shadow is asked as well", low=0, high=1)
+    ramp: str = option("", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS")
+    ramp_every: str = option("10m", "how long a stage of the ramp lasts", metavar="TIME")
+    guard: str = option(
+        "", "what b must keep on the ramp, and any policy after a hot swap, or it is rolled back",
+        metavar="p99=150ms,error=1%",
+    )
+    ramp_evidence: bool = option(
+        False, "a stage also waits for outcomes that show b to be no worse than a by more than the margin"
+    )
+    ramp_margin: float = option(5.0, "that margin, in points of success", low=0.1, high=50, unit="points")
+    # chunks
+    rtc: bool | None = option(None, "real-time chunking: a chunk continues what is left of the episode's last one")
+    rtc_per_episode: bool = option(False, "allow --rtc with two policies: what is carried over stays within a slot")
+    rtc_schedule: str = option(
+        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP")
+    )
+    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000)
+    adaptive_steps: bool = option(
+        False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
+    )
     # protection
     max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
     max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
@@ -119,6 +148,14 @@ class ServeConfig:
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     # watching
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    record: str = option(
+        "", "write every request and answer to a file in DIR; read it with reflex replay and reflex report",
+        metavar="DIR",
+    )
+    record_images: str = option(
+        "hash_only", "what is recorded of images; full can be replayed", choices=("full", "hash_only", "none")
+    )
+    record_no_gzip: bool = option(False, "record plain text")
     # drills
     inject_latency_ms: float = option(0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms")
     inject_fault: tuple[str, ...] = option(
@@ -176,7 +213,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
         meta = f.metadata
         text = meta["help"].replace("%", "%%") + _suffix(f)
         common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
-        if hints[f.name] is bool:
+        if hints[f.name] in (bool, bool | None):
             parser.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
         elif meta["repeat"]:
             parser.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
@@ -190,7 +227,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 
 
 def _suffix(f: Field[Any]) -> str:
-    if f.metadata["secret"] or f.default in ("", (), MISSING):
+    if f.metadata["secret"] or f.default in ("", (), None, MISSING):
         return ""
     default = "off" if f.default is False else f"{f.default:g}" if isinstance(f.default, float) else f.default
     unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
@@ -237,7 +274,7 @@ def _table(file: Path, section: str) -> dict[str, Any]:
 def _convert(value: Any, kind: Any, where: str) -> Any:
     """A value of the field's type from TOML, a flag or an environment string."""
     try:
-        if kind is bool:
+        if kind in (bool, bool | None):
             if isinstance(value, bool):
                 return value
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
@@ -256,7 +293,9 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
             return str(value)
         return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
     except (ValueError, KeyError, TypeError):
-        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+        wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
+            kind, "text"
+        )
         raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
 
 
@@ -273,7 +312,7 @@ def table(config: Any) -> list[tuple[str, str]]:
         value = getattr(config, f.name)
         if f.metadata["secret"]:
             shown = "set" if value else "not set"
-        elif value is False or value == "" or value == ():
+        elif value is False or value is None or value == "" or value == ():
             shown = "off" if value is False else "-"
         else:
             shown = ",".join(value) if isinstance(value, tuple) else str(value)

@@ -14,7 +14,9 @@ TESTS = Path(__file__).parent.parent
 IDS = [
     *(f"B{i}" for i in range(1, 25)),
     *(f"H{i}" for i in range(1, 15)),
-    *("E1", "E4", "V9"),
+    *(f"E{i}" for i in range(1, 5)),
+    *(f"V{i}" for i in range(1, 14)),
+    *(f"T{i}" for i in range(1, 8)),
 ]
 
 # Where each option is shown to do something, against a running server unless it is about starting one.
@@ -47,6 +49,24 @@ EFFECT = {
     "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics",
     "robot_id": "test_h10_the_provider_in_force_is_shown",
     "trace": "test_the_trace_of_a_run_is_whole",
+    "policy_a": "test_v1_two_policies_come_together_and_the_positional_agrees",
+    "policy_b": "test_v5_each_slot_answers_as_its_export_does_by_itself",
+    "split": "test_v2_an_episode_is_where_its_bucket_says",
+    "shadow_policy": "test_v10_divergence_is_nothing_against_itself_and_something_against_another",
+    "shadow_sample": "test_v10_the_sampled_share_is_asked_and_no_other",
+    "ramp": "test_v12_a_ramp_advances_by_itself_and_finishes",
+    "ramp_every": "test_v12_a_ramp_advances_by_itself_and_finishes",
+    "guard": "test_v12_a_guard_that_trips_takes_everything_back_and_says_why",
+    "ramp_evidence": "test_v12_evidence_is_waited_for_and_told",
+    "ramp_margin": "test_v12_evidence_is_waited_for_and_told",
+    "rtc": "test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how",
+    "rtc_per_episode": "test_e2_two_slots_keep_their_own_tails_and_a_moved_episode_begins_anew",
+    "rtc_schedule": "test_e2_the_next_chunk_continues_the_last_and_the_answer_says_how",
+    "rtc_horizon": "test_e2_another_horizon_gives_another_chunk",
+    "adaptive_steps": "test_e3_adaptive_steps_stop_where_the_velocity_is_steady",
+    "record": "test_t1_the_file_is_opened_at_the_first_request_and_named_after_it",
+    "record_images": "test_t3_images_as_sent_as_hashes_or_not_at_all",
+    "record_no_gzip": "test_t1_the_file_is_opened_at_the_first_request_and_named_after_it",
     "inject_latency_ms": "test_e4_start_up_health_and_answers_say_that_it_is_on",
     "inject_fault": "test_e4_raise_and_nan_strike_a_share_of_requests_and_the_same_ones_again",
 }

@@ -17,11 +17,11 @@ from reflex_runtime.core.errors import (
     QueueFull,
     TooLate,
 )
-from reflex_runtime.core.events import BatchFinished, RequestQueued, RequestRejected, RequestSettled
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.request import TRANSITIONS, Request, TicketState
-from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.scheduler import LOOKS, Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, serve, settled, take, trained
@@ -573,3 +573,29 @@ def test_ids_are_for_people_and_need_not_be_unique() -> None:
     scheduler = scheduler_of(flush=GREEDY)
     ask_many(scheduler, 2, id="same")
     assert ids(take(scheduler, 0.0).grants) == ["same", "same"]
+
+
+def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy(hold_max=(1.0, 1.0, 1.0), hold_min=(1.0, 1.0, 1.0)))
+
+    def looked() -> tuple[float, ...]:
+        return next(e.looked for e in scheduler.take_events() if isinstance(e, BatchScheduled))
+
+    assert scheduler.next_batch(0.5) is None  # nothing to send is no look
+    ask(scheduler, 1.0)
+    for now in (1.0, 1.25, 1.5):
+        assert scheduler.next_batch(now) is None
+    batch = take(scheduler, 2.0)
+    assert looked() == (1.0, 1.25, 1.5)
+    ask(scheduler, 2.1)
+    assert scheduler.next_batch(2.2) is None  # the device is busy
+    finish(scheduler, batch, 2.3)
+    batch = take(scheduler, 3.5)
+    assert looked() == ()
+    finish(scheduler, batch, 4.0)
+    ask(scheduler, 5.0)
+    for i in range(2 * LOOKS):
+        assert scheduler.next_batch(5.0 + i / 1024) is None
+    take(scheduler, 7.0)
+    assert len(told := looked()) == LOOKS
+    assert told[-1] == 5.0 + (2 * LOOKS - 1) / 1024

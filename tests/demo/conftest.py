@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 import msgpack
 import pytest
@@ -31,13 +32,15 @@ def stub() -> Iterator[Stub]:
             served.connections += 1
 
         def do_POST(self) -> None:
-            assert self.path == "/act"
             kind = self.headers["Content-Type"]
             raw = self.rfile.read(int(self.headers["Content-Length"]))
             request = json.loads(raw) if kind == "application/json" else msgpack.unpackb(raw)
-            served.requests.append(request)
-            served.content_types.append(kind)
-            status, headers, body = served.answer(request)
+            if self.path == "/act":
+                served.requests.append(request)
+                status, headers, body = served.answer(request)
+            else:
+                served.outcomes.append((unquote(self.path), request))
+                status, headers, body = served.outcome
             if not isinstance(body, bytes):
                 body = json.dumps(body).encode() if kind == "application/json" else msgpack.packb(body)
             self.send_response(status)

@@ -21,6 +21,12 @@ Answer = tuple[int, dict[str, str], Any]
 """Status, extra headers, body (an object to encode as the request was, or bytes to send as they are)."""
 
 
+def error(code: str, status: int, retry_safe: bool = False, retry_after: str | None = None) -> Answer:
+    """An error as the server words it."""
+    body = {"error": code, "message": "as the test wants it", "retry_safe": retry_safe, "request_id": "x"}
+    return status, {} if retry_after is None else {"Retry-After": retry_after}, body
+
+
 def one_thread(path: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
@@ -52,12 +58,13 @@ class BundledPolicy:
 
 @dataclass
 class Stub:
-    """`POST /act`, answered by a function of the decoded request; keeps what it was asked."""
+    """`POST /act` answered by a function of the request, all else with a fixed answer; keeps what it heard."""
 
     url: str
     answer: Callable[[dict[str, Any]], Answer]
     requests: list[dict[str, Any]] = field(default_factory=list)
-    content_types: list[str] = field(default_factory=list)
+    outcomes: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # path and body
+    outcome: Answer = (200, {}, {})
     connections: int = 0
     hang_up: bool = False  # close each connection after its answer without having said so
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from demo_support import BundledPolicy, Stub, seen_in
+from demo_support import BundledPolicy, Stub, error, seen_in
 from numpy.typing import NDArray
 
 from reflex_runtime.demo.robot import Event, HttpPolicy, NoAnswer, run_robot
@@ -24,15 +27,16 @@ def seen() -> Observation:
 
 @pytest.fixture
 def policies(stub: Stub) -> Iterator[Any]:
-    made: list[HttpPolicy] = []
+    """Makes policies with an episode open, which nobody says how it ended."""
+    with ExitStack() as stack:
 
-    def make(**options: Any) -> HttpPolicy:
-        made.append(HttpPolicy(stub.url, "r0", **options))
-        return made[-1]
+        def make(**options: Any) -> HttpPolicy:
+            policy = HttpPolicy(stub.url, "r0", "run7", **options)
+            stack.callback(policy.close)
+            stack.enter_context(policy.episode("drawer-close-v3/7/0"))
+            return policy
 
-    yield make
-    for policy in made:
-        policy.close()
+        yield make
 
 
 def test_bundled_v2_solves_a_task_in_closed_loop(v2: BundledPolicy) -> None:
@@ -84,16 +88,18 @@ def test_the_server_gets_what_the_robot_sees(
 ) -> None:
     policy = policies(deadline_ms=250.0, **options)
     assert policy(seen).shape == (16, 4)
-    policy(seen)
+    policy(replace(seen, executed=8))
     first, second = stub.requests
     received = seen_in(first)
     np.testing.assert_array_equal(received.image, seen.image)
     np.testing.assert_allclose(received.state, seen.state)
     assert received.instruction == seen.instruction
     assert first["robot_id"] == "r0"
-    assert first["episode_id"] == "r0:drawer-close-v3/7/0"
+    assert first["episode_id"] == "r0:run7:drawer-close-v3/7/0"
+    assert "executed" not in first, "nothing was executed before the first look"
     assert first["request_id"] != second["request_id"]
-    assert first["deadline_ms"] == 250.0
+    assert 100.0 < first["deadline_ms"] <= 250.0, "what is left of it"
+    assert second["executed"] == 8
     assert stub.connections == 1, "the connection is kept"
 
 
@@ -108,14 +114,15 @@ def test_actions_may_be_a_wire_array_or_lists(stub: Stub, policies: Any, seen: O
 
 def test_a_refusal_with_retry_after_is_asked_again_and_reported(stub: Stub, policies: Any, seen: Observation) -> None:
     answers = [
-        (503, {"Retry-After": "0"}, {"error": "queue_full"}),
-        (429, {"Retry-After": "0"}, {"error": "too_many_requests"}),
+        error("queue_full", 503, retry_safe=True, retry_after="0"),
+        error("too_many_requests", 429, retry_safe=True, retry_after="0"),
         (200, {}, {"actions": [[1.0] * 4], "batch": {"size": 3}}),
     ]
     stub.answer = lambda request: answers[len(stub.requests) - 1]
     events: list[Event] = []
     assert policies(on_event=events.append)(seen).shape == (1, 4)
-    assert [e["status"] for e in events] == [503, 429, 200]
+    assert [e["event"] for e in events] == ["refused", "refused", "act"]
+    assert events[-1]["status"] == 200
     assert events[-1]["refusals"] == 2
     assert events[-1]["batch_size"] == 3
     assert events[-1]["waited_ms"] >= events[0]["latency_ms"]
@@ -123,8 +130,8 @@ def test_a_refusal_with_retry_after_is_asked_again_and_reported(stub: Stub, poli
 
 
 def test_patience_ends_before_the_wait_that_would_exceed_it(stub: Stub, policies: Any, seen: Observation) -> None:
-    stub.answer = lambda request: (503, {"Retry-After": "60"}, {"error": "degraded"})
-    with pytest.raises(NoAnswer, match="HTTP 503"):
+    stub.answer = lambda request: error("degraded", 503, retry_safe=True, retry_after="60")
+    with pytest.raises(NoAnswer, match=r"degraded \(503\)"):
         policies(patience=30.0)(seen)
     assert len(stub.requests) == 1
 
@@ -132,13 +139,13 @@ def test_patience_ends_before_the_wait_that_would_exceed_it(stub: Stub, policies
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((500, {}, {"error": "processor_failed"}), "HTTP 500"),
-        ((503, {}, {"error": "shutting_down"}), "HTTP 503"),
-        ((503, {"Retry-After": "soon"}, {"error": "queue_full"}), "HTTP 503"),
-        ((200, {}, {"actions": []}), "usable"),
-        ((200, {}, {"actions": [[float("nan")] * 4]}), "usable"),
-        ((200, {}, {"no": "actions"}), "usable"),
-        ((200, {}, [1, 2]), "no object"),
+        (error("processor_failed", 500), r"processor_failed \(500\)"),
+        (error("invalid_request", 422), r"invalid_request \(422\)"),
+        ((503, {"Retry-After": "0"}, b"a proxy"), "http_503"),
+        ((200, {}, {"actions": []}), "actions"),
+        ((200, {}, {"actions": [[float("nan")] * 4]}), "actions"),
+        ((200, {}, {"no": "actions"}), "actions"),
+        ((200, {}, [1, 2]), "expected an object"),
     ],
 )
 def test_anything_else_is_no_answer(stub: Stub, policies: Any, seen: Observation, answer: Any, said: str) -> None:
@@ -156,6 +163,46 @@ def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, policies:
     assert (len(stub.requests), stub.connections) == (3, 3)
 
 
-def test_an_unreachable_server_is_no_answer(seen: Observation) -> None:
-    with pytest.raises(NoAnswer, match=r"no answer from http://127\.0\.0\.1:9"):
-        HttpPolicy("http://127.0.0.1:9", "r0")(seen)
+def test_a_failed_policy_is_asked_anew_as_often_as_the_robot_will(stub: Stub, policies: Any, seen: Observation) -> None:
+    stub.answer = lambda request: (
+        error("processor_failed", 500) if len(stub.requests) <= 2 else (200, {}, {"actions": [[1.0] * 4]})
+    )
+    events: list[Event] = []
+    assert policies(again=2, on_event=events.append)(seen).shape == (1, 4)
+    assert [e["status"] for e in events] == [500, 500, 200]
+    assert len({r["request_id"] for r in stub.requests}) == 3, "another question each time"
+    stub.requests.clear()
+    with pytest.raises(NoAnswer, match="processor_failed"):
+        policies(again=1)(seen)
+    assert len(stub.requests) == 2
+
+
+def test_an_unreachable_server_is_no_answer_and_no_failure_of_the_policy(caplog: pytest.LogCaptureFixture) -> None:
+    policy = HttpPolicy("http://127.0.0.1:9", "r0", patience=0.2)
+    (episode,) = run_robot(policy, World("door-open-v3"), episodes=1, opened=policy.episode)
+    assert episode.error is not None
+    assert "cannot connect to http://127.0.0.1:9" in episode.error
+    assert caplog.text == "", "there is no outcome to be told"
+
+
+def test_each_episode_is_told_how_it_ended(stub: Stub, v2: BundledPolicy, caplog: pytest.LogCaptureFixture) -> None:
+    stub.answer = lambda request: (200, {}, {"actions": v2(seen_in(request)).tolist()})
+    policy = HttpPolicy(stub.url, "r0", "run7")
+    world = World("drawer-close-v3", seed=7)
+    solved, cut = (
+        *run_robot(policy, world, episodes=1, opened=policy.episode),
+        *run_robot(policy, world, episodes=1, first_episode=1, max_steps=9, opened=policy.episode),
+    )
+    stub.answer = lambda request: error("internal", 500)
+    run_robot(policy, world, episodes=1, first_episode=2, opened=policy.episode)
+    assert (solved.success, cut.success) == (True, False)
+    path = "/episodes/r0:run7:drawer-close-v3/7/{}/outcome"
+    assert stub.outcomes == [(path.format(n), {"success": n == 0}) for n in range(3)]
+    assert [r.get("executed") for r in stub.requests][-3:] == [None, 8, None], "1 of 9 steps was left, and not reported"
+
+    stub.outcome = error("not_found", 404)
+    with caplog.at_level(logging.WARNING, "reflex.client"):
+        (episode,) = run_robot(policy, world, episodes=1, opened=policy.episode)
+    assert episode.error is not None, "of the policy, not of the report"
+    assert "was not taken" in caplog.text
+    policy.close()

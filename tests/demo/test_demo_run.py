@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from demo_support import BundledPolicy, Stub, seen_in
+from demo_support import BundledPolicy, Stub, error, seen_in
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.robot import Event
-from reflex_runtime.demo.run import Percentiles, run_demo
+from reflex_runtime.demo.run import Percentiles, planned, run_demo
 
 TASKS = ("drawer-close-v3", "drawer-open-v3")
 
@@ -30,28 +30,37 @@ def test_a_fleet_is_served_and_added_up(stub: Stub, v2: BundledPolicy) -> None:
 
     stub.answer = lambda request: (200, {}, {"actions": v2(seen_in(request)).tolist(), "batch": {"size": 2}})
     events: list[Event] = []
-    result = run_demo(server, robots=3, episodes=1, tasks=TASKS, on_progress=events.append)
+    result = run_demo(server, robots=3, episodes=1, tasks=TASKS, run="run7", on_progress=events.append)
     assert opened == ["up", "down"]
     assert result.failures == ()
     assert [r.task for r in result.robots] == [TASKS[0], TASKS[1], TASKS[0]]
     assert result.by_task[TASKS[0]] == (2, 2)
     assert result.by_task[TASKS[1]][1] == 1
     assert result.calls == len(stub.requests) == sum(e.calls for e in result.episodes)
-    assert (result.refused, result.mean_batch_size) == (0, 2.0)
+    assert (result.refused, result.failed, result.mean_batch_size) == (0, 0, 2.0)
     assert result.latency_ms is not None
     assert 0 < result.latency_ms.p50 <= result.latency_ms.p99 <= result.latency_ms.max
     assert [e["event"] for e in events].count("done") == 3
-    situations = {r["episode_id"] for r in stub.requests}
-    assert situations == {"r0:drawer-close-v3/7/0", "r1:drawer-open-v3/7/0", "r2:drawer-close-v3/7/1"}
+    names = {r["episode_id"] for r in stub.requests}
+    assert names == {"r0:run7:drawer-close-v3/7/0", "r1:run7:drawer-open-v3/7/0", "r2:run7:drawer-close-v3/7/1"}
+    assert names == set(planned("run7", 3, 1, TASKS))
+    assert {path.removeprefix("/episodes/").removesuffix("/outcome") for path, _ in stub.outcomes} == names
+    assert sum(told["success"] for _, told in stub.outcomes) == sum(e.success for e in result.episodes)
+
+
+def test_every_run_names_its_episodes_anew(stub: Stub) -> None:
+    for _ in range(2):
+        run_demo(stub.url, robots=1, episodes=2, tasks=TASKS, max_steps=1)
+    assert len({r["episode_id"] for r in stub.requests}) == 4
 
 
 def test_a_failing_server_is_told_not_hidden(stub: Stub) -> None:
-    stub.answer = lambda request: (500, {}, {"error": "processor_failed"})
+    stub.answer = lambda request: error("processor_failed", 500)
     result = run_demo(stub.url, robots=1, episodes=1, tasks=TASKS)
     assert result.by_task == {TASKS[0]: (0, 1)}
     assert result.latency_ms is None
     (failure,) = result.failures
-    assert failure.startswith("r0 (drawer-close-v3) ended with code 1: HTTP 500")
+    assert failure.startswith("r0 (drawer-close-v3) ended with code 1: processor_failed (500)")
 
 
 def test_robots_over_the_time_limit_are_killed_and_named(stub: Stub) -> None:

@@ -28,7 +28,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Request
+from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.function import FunctionProcessor
@@ -51,6 +51,9 @@ def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
     async def main() -> None:
         gate = Gate(is_open=True)
         async with Batcher({"default": gate}, BY_COUNT) as batcher:
+            async with asyncio.timeout(PATIENCE):
+                while not batcher.device._waiting:  # noqa: ASYNC110 - a thread that is just starting takes what it finds
+                    await asyncio.sleep(0)
             assert await asyncio.gather(*(batcher.run(Request(i)) for i in range(5))) == [0, 1, 2, 3, 4]
         assert gate.calls == [[0, 1, 2, 3, 4]]
         assert (gate.started, gate.stopped) == (1, 1)
@@ -641,5 +644,23 @@ def test_b24_what_cannot_prepare_raises_where_it_is_waited_for() -> None:
         with pytest.raises(ValueError, match="no graph"):
             await batcher.start(prepare)
         assert await batcher.close(drain=False)
+
+    run(main())
+
+
+def test_a_callback_takes_the_settled_ticket_in_place_of_a_future(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        told: list[Any] = []
+
+        def fail(ticket: Ticket) -> None:
+            raise RuntimeError("broken")
+
+        gate = Gate(is_open=True)
+        async with Batcher({"default": gate}, BY_COUNT) as batcher:
+            batcher.submit(Request(1, id="one"), fail)
+            batcher.submit(Request(2), lambda ticket: told.append(ticket.outcome))
+            assert await batcher.run(Request(3)) == 3
+        assert told == [Done(2)]
+        assert "nobody answered request one" in caplog.text
 
     run(main())

@@ -16,9 +16,10 @@ WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
 
 
 def write_tiny(
-    root: Path, batch: str | int = "batch", weight: int = 0, fails: bool = False, **settings: Any
+    root: Path, batch: str | int = "batch", weight: int = 0, fails: bool = False,
+    weights: NDArray[np.float32] = WEIGHTS, **settings: Any,
 ) -> Path:
-    """A policy of state alone: actions = tanh(noise + state · WEIGHTS), CHUNK times.
+    """A policy of state alone: actions = tanh(noise + state · weights), CHUNK times.
 
     batch: the leading axis. weight: how many times each row is multiplied with a matrix of 4 MB for nothing; 64 take a
     few milliseconds. fails: it loads, and raises in every call. settings: further keys of its configuration.
@@ -28,7 +29,7 @@ def write_tiny(
         helper.make_node("MatMul", ["pose", "weights"], ["moved"]),
         helper.make_node("Unsqueeze", ["moved", "one"], ["term"]),
     ]
-    constants = [numpy_helper.from_array(WEIGHTS, "weights"), numpy_helper.from_array(np.array([1]), "one")]
+    constants = [numpy_helper.from_array(weights, "weights"), numpy_helper.from_array(np.array([1]), "one")]
     term = "term"
     if weight:
         constants += [
@@ -78,7 +79,7 @@ def write_tiny(
     return root
 
 
-def expected(state: list[float], seed: int) -> NDArray[np.float32]:
+def expected(state: list[float], seed: int, weights: NDArray[np.float32] = WEIGHTS) -> NDArray[np.float32]:
     """What `write_tiny` answers, computed the plain way."""
     noise = np.random.Generator(np.random.PCG64(seed)).standard_normal((CHUNK, ACTIONS), dtype=np.float32)
-    return np.tanh(noise + np.array(state, np.float32) @ WEIGHTS)
+    return np.tanh(noise + np.array(state, np.float32) @ weights)

@@ -97,13 +97,16 @@ def test_b3_the_reason_of_each_batch_is_told(tiny: Path, file: Path) -> None:
 
 
 def test_b4_the_budget_is_a_ceiling_on_measured_time(one_by_one: Path) -> None:
-    with Server(one_by_one, "--max-batch-cost-ms", "20") as server:
+    with Server(one_by_one) as server:
+        for _ in range(6):
+            server.act()
+        row = server.get("/diagnostics/cost-model").json["slots"]["prod"][0]["median_ms"]
+    budget = max(10.0, 4.5 * row)  # room for some rows on this machine, and for far fewer than all
+    with Server(one_by_one, "--max-batch-cost-ms", f"{budget:.3f}") as server:
         answers = server.at_once([{"state": STATE}] * 60)
-    sizes = [a.json["batch"]["size"] for a in answers]
-    assert max(sizes) > 1
-    assert max(sizes) <= 25  # a row takes milliseconds: all 60 would be several times the budget
-    over = [a.json["batch"] for a in answers if a.json["batch"]["size"] > 1 and a.json["batch"]["cost_ms"] > 20.1]
-    assert not over
+    batches = [a.json["batch"] for a in answers]
+    assert 1 < max(b["size"] for b in batches) < 60
+    assert not [b for b in batches if b["size"] > 1 and b["cost_ms"] > budget + 0.1]
 
 
 def test_b8_diagnostics_show_every_key(tiny: Path) -> None:

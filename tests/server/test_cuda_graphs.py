@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import reflex_runtime.server.runtime
+import reflex_runtime.server.slots
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
@@ -44,7 +44,7 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
-    def load(export: Export, captured_sizes: tuple[int, ...], **others: Any) -> Policy:
+    def load(export: Export, *, captured_sizes: tuple[int, ...], **others: Any) -> Policy:
         policy = load_policy(export, **others)
         policy.captured_sizes = captured_sizes  # as if this were a GPU
         for name in ("warm_up", "run"):
@@ -59,7 +59,7 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         return call
 
     async def main() -> None:
-        runtime = Runtime(ServeConfig(cuda_graphs="1,3"), Export.load(tiny))
+        runtime = Runtime(ServeConfig(cuda_graphs="1,3"), {"prod": Export.load(tiny)})
         await runtime.start()
         assert runtime.state == "ready", runtime.error
         assert runtime.policy.describe()["captured_sizes"] == [1, 3]
@@ -71,6 +71,6 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         await runtime.batcher.run(runtime.policy.request(observation))
         await runtime.stop(5.0)
 
-    monkeypatch.setattr(reflex_runtime.server.runtime, "load_policy", load)
+    monkeypatch.setattr(reflex_runtime.server.slots, "load_policy", load)
     asyncio.run(main())
     assert threads["warm_up"] is threads["run"]

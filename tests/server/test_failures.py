@@ -31,4 +31,4 @@ def test_a_failing_policy_and_its_degraded_state_are_in_the_servers_log(tmp_path
         for name in ("first", "second"):
             assert server.act(request_id=name).status == 500
         assert server.wait_log("request first failed: ")
-        assert server.wait_log("degraded: 2 batches crashed in a row")
+        assert server.wait_log("drain: prod crashes: degraded")

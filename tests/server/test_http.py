@@ -385,12 +385,16 @@ def test_h7_the_metrics_are_prometheus_text(server: Server) -> None:
 
 def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     document = good(server.get("/openapi.json"))
-    assert set(document["paths"]) == {"/act", "/health", "/config", "/metrics", "/diagnostics/cost-model"}
+    assert set(document["paths"]) == {
+        "/act", "/health", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
+        "/diagnostics/shadow", "/admin/split", "/admin/rollback", "/admin/reset", "/admin/load", "/admin/faults",
+        "/episodes/{id}/outcome",
+    }  # fmt: skip
     act = document["paths"]["/act"]["post"]
     known = act["requestBody"]["content"]["application/json"]["schema"]["properties"]
     assert set(known) == {
         "image", "image_wrist", "images", "instruction", "state", "episode_id", "request_id", "robot_id", "seed",
-        "priority", "deadline_ms",
+        "priority", "deadline_ms", "executed",
     }  # fmt: skip
     assert set(act["responses"]) == {"200", "400", "401", "409", "413", "422", "429", "500", "503", "504"}
     page = server.get("/docs")

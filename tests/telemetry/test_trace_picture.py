@@ -106,6 +106,17 @@ def test_stages_have_a_strip_where_there_are_several(tmp_path: Path) -> None:
     assert gids(one, "stage-") == []
 
 
+def test_groups_are_told_apart_where_there_are_several(tmp_path: Path) -> None:
+    batches = [
+        batch(i, [member(i)], stage="denoise" if i % 4 else "prefix", group="b" if i % 8 < 2 else "a")
+        for i in range(1, 81)
+    ]
+    svg = draw(tmp_path, trace_of(batches, {}))
+    for told in ("a prefix 10", "a denoise 50", "b prefix 10", "b denoise 10"):
+        assert told in words(svg)
+    assert len({gid.split("#")[1] for gid in gids(svg, "stage-")}) == 4
+
+
 def test_who_entered_is_marked_where_there_is_no_room_to_write(tmp_path: Path) -> None:
     batches = [batch(i, [member(i // 4, state="resident" if i % 4 else "waiting")]) for i in range(80)]
     svg = draw(tmp_path, trace_of(batches, PROD))

@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from reflex_runtime.demo.run import DemoResult
     from reflex_runtime.telemetry.trace import TracedBatch
 
+    Window = Callable[[Sequence[TracedBatch]], Sequence[TracedBatch]]
+
 _DESCRIPTION = """\
 Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
 physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two
 cores.
+With --ab two versions share the episodes 80/20, and half-way the new one is broken on purpose: it is drained, mended,
+probed, and comes back while the robots go on. Then A against B, as `reflex report` tells it.
 Needs the extra `demo`; in a clone: pip install '.[demo]'
 """
 _READY = re.compile(r"ready on (http://\S+)")
@@ -45,13 +49,18 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--robots", type=int, default=6, metavar="N", help="robots (default 6, range 1 to 64)")
+    parser.add_argument("--robots", type=int, metavar="N", help="robots (default 6, with --ab 8, range 1 to 64)")
     parser.add_argument(
-        "--episodes", type=int, default=2, metavar="N", help="episodes each robot plays (default 2, range 1 to 100)"
+        "--episodes", type=int, metavar="N", help="episodes each robot plays (default 2, with --ab 40, range 1 to 100)"
     )
-    parser.add_argument("--variant", choices=("v1", "v2"), default="v2", help="trained policy (default v2, the better)")
     parser.add_argument(
-        "--kind", choices=("monolithic", "decomposed"), default="decomposed",
+        "--ab", action="store_true", help="v1 against v2 at 80/20, with a fault in v2 half-way, and the report"
+    )
+    parser.add_argument("--variant", choices=("v1", "v2"), help="trained policy (default v2, the better)")
+    parser.add_argument(
+        "--kind",
+        choices=("monolithic", "decomposed"),
+        default="decomposed",
         help="one model, or prefix and denoise steps, which robots join and leave (default decomposed)",
     )
     parser.add_argument(
@@ -67,9 +76,15 @@ def run(args: argparse.Namespace) -> int:
     """Exit status 0 when every robot played all its episodes."""
     from rich.console import Console
 
+    from reflex_runtime.cli.demo_ab import run_ab
     from reflex_runtime.demo.exports import export_dir
     from reflex_runtime.demo.run import run_demo
 
+    if args.ab and args.variant:
+        raise ConfigError(f"--variant={args.variant}: --ab runs both")
+    args.variant = args.variant or "v2"
+    args.robots = (8 if args.ab else 6) if args.robots is None else args.robots
+    args.episodes = (40 if args.ab else 2) if args.episodes is None else args.episodes
     for flag, value, high in (("--robots", args.robots, 64), ("--episodes", args.episodes, 100)):
         if not 1 <= value <= high:
             raise ConfigError(f"{flag}={value}: must be in [1, {high}]")
@@ -79,8 +94,10 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     trace = args.out / "batches.jsonl"
     console = Console()
+    if args.ab:
+        return run_ab(console, args, trace)
     server = partial(serving, export_dir(args.variant, args.kind), trace, args.out / "server.log", args.serve.split())
-    with progress(args.robots, args.episodes) as on_progress:
+    with progress(Console(stderr=True), args.robots * args.episodes) as on_progress:
         result = run_demo(server, args.robots, args.episodes, on_progress=on_progress)
     show(console, result, args)
     draw(console, trace, args.out / "batches")
@@ -102,6 +119,7 @@ def serving(export: Path, trace: Path, log: Path, options: list[str]) -> Iterato
             process.terminate()
             assert process.stderr is not None
             kept.writelines(process.stderr)  # ends when the process does
+            process.stderr.close()
             process.wait()
 
 
@@ -114,9 +132,8 @@ def _wait_ready(stderr: Any, kept: Any, log: Path) -> str:
 
 
 @contextlib.contextmanager
-def progress(robots: int, episodes: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A bar over episodes, with the chunks answered so far; on standard error, quiet when that is no terminal."""
-    from rich.console import Console
+def progress(console: Console, total: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar over episodes, with the chunks answered so far; quiet when the console is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     bar = Progress(
@@ -125,10 +142,10 @@ def progress(robots: int, episodes: int) -> Iterator[Callable[[Mapping[str, Any]
         MofNCompleteColumn(),
         TextColumn("episodes · {task.fields[chunks]} chunks"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
     )
     with bar:
-        task = bar.add_task("starting the server and the simulators", total=robots * episodes, chunks=0)
+        task = bar.add_task("starting the server and the simulators", total=total, chunks=0)
         chunks = 0
 
         def on_progress(event: Mapping[str, Any]) -> None:
@@ -155,6 +172,11 @@ def show(console: Console, result: DemoResult, args: argparse.Namespace) -> None
         solved, played = solved + ok, played + n
     tasks.add_row("all", f"{solved}/{played}", style="bold")
     console.print(tasks)
+    show_latency(console, result)
+
+
+def show_latency(console: Console, result: DemoResult) -> None:
+    """How long robots waited for a chunk."""
     if result.latency_ms is not None:
         p = result.latency_ms
         console.print(
@@ -164,8 +186,8 @@ def show(console: Console, result: DemoResult, args: argparse.Namespace) -> None
         )
 
 
-def draw(console: Console, trace: Path, prefix: Path) -> None:
-    """What batching did, from the trace, and the picture."""
+def draw(console: Console, trace: Path, prefix: Path, window: Window | None = None) -> None:
+    """What batching did, from the trace, and the picture of a window of it: the busiest, if nothing else is said."""
     from collections import Counter
 
     from reflex_runtime.telemetry.picture import write_pictures
@@ -178,7 +200,7 @@ def draw(console: Console, trace: Path, prefix: Path) -> None:
     console.print(f"{len(found.batches)} calls of the model where one robot at a time would have taken {alone}")
     console.print("calls by number of robots: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
     console.print("why they left: " + ", ".join(f"{cause} {n}" for cause, n in causes.most_common()))
-    written = write_pictures(found, busiest(found.batches), prefix)
+    written = write_pictures(found, (window or busiest)(found.batches), prefix)
     pictures = ", ".join(str(path) for path in written)
     console.print(f"trace {trace} (reflex trace {trace} --no-picture), pictures: {pictures}")
 

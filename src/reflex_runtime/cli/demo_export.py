@@ -18,7 +18,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
     parser.add_argument("--variant", choices=("v1", "v2"), default="v2", help="training (default v2, the better)")
     parser.add_argument(
-        "--kind", choices=("monolithic", "decomposed"), default="decomposed",
+        "--kind",
+        choices=("monolithic", "decomposed"),
+        default="decomposed",
         help="one model, or prefix and denoise steps apart (default decomposed)",
     )
     parser.add_argument("--force", action="store_true", help="write over what is in DIR")

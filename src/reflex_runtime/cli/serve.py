@@ -6,13 +6,16 @@ import argparse
 import logging
 import os
 import sys
-from ipaddress import ip_address
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line, table
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reflex_runtime.policies import Export
 
 _EPILOG = """\
 examples:
@@ -35,7 +38,13 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("export", type=Path, metavar="EXPORT", help="export directory (see docs/exports.md)")
+    parser.add_argument(
+        "export",
+        type=Path,
+        nargs="?",
+        metavar="EXPORT",
+        help="export directory (see docs/exports.md); may be left out with --policy-a",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)
     parser.set_defaults(run=run)
@@ -49,15 +58,17 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(ServeConfig, "serve", args.config, environment(), vars(args))
     _check(config)
-    export = Export.load(args.export)
+    paths = slots_of(config, args.export)
+    exports = {slot: Export.load(path) for slot, path in paths.items()}
+    _check_exports(config, exports)
     sock = bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, export.model_id, address)
+    _announce(config, ", ".join(dict.fromkeys(export.model_id for export in exports.values())), address)
     status, clean = serve(
         config,
-        export,
+        exports,
         sock,
-        lambda: logging.info("listening on %s, loading %s", _url(address), export.path),
+        lambda: logging.info("listening on %s, loading %s", _url(address), ", ".join(map(str, paths.values()))),
         lambda runtime: _ready(runtime, address),
     )
     if not clean:
@@ -68,18 +79,91 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def slots_of(config: ServeConfig, export: Path | None) -> dict[str, Path]:
+    """The export of every slot, served ones first; ConfigError when the options contradict each other."""
+    a, b, shadow = config.policy_a, config.policy_b, config.shadow_policy
+    if bool(a) != bool(b):
+        missing, given = ("--policy-b", "--policy-a") if a else ("--policy-a", "--policy-b")
+        raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as EXPORT")
+    if b and shadow:
+        raise ConfigError("--shadow-policy does not go with --policy-b: serve a and b, or one policy and its shadow")
+    if not a and export is None:
+        raise ConfigError("EXPORT is missing: reflex serve EXPORT, or --policy-a DIR --policy-b DIR")
+    if a and export is not None and export.resolve() != Path(a).resolve():
+        raise ConfigError(f"EXPORT={export}: must be the path of --policy-a={a}, or left out")
+    for flag, path in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):
+        if path and not Path(path).is_dir():
+            raise ConfigError(f"{flag}={one_line(path)}: no such directory")
+    if b and config.rtc is None:
+        raise ConfigError(
+            "two policies need --no-rtc, or --rtc with --rtc-per-episode: a chunk carried over from one policy to the "
+            "other would be a jump"
+        )
+    if b and config.rtc and not config.rtc_per_episode:
+        raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
+    if config.rtc_per_episode and not config.rtc:
+        raise ConfigError("--rtc-per-episode needs --rtc")
+    if config.ramp and not b:
+        raise ConfigError(f"--ramp={config.ramp}: needs --policy-a and --policy-b")
+    if config.ramp_evidence and not config.ramp:
+        raise ConfigError("--ramp-evidence needs --ramp")
+    found = {"a": Path(a), "b": Path(b)} if b else {"prod": export or Path()}
+    return found | ({"shadow": Path(shadow)} if shadow else {})
+
+
+def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
+    """What the exports allow, before anything is loaded."""
+    from reflex_runtime.policies.memory import check_two_policies
+    from reflex_runtime.server.slots import PROVIDERS, check_alike, faults_of
+
+    faults_of(config.inject_fault, tuple(exports), "--inject-fault")
+    check_alike(exports)
+    for export in exports.values():
+        _check_files(export)
+        for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
+            if given and export.export_kind == "monolithic":
+                raise ConfigError(f"{flag}: {export.path} is monolithic; only decomposed exports denoise step by step")
+    if len(exports) > 1:
+        check_two_policies(list(exports.values()), environment(), PROVIDERS.get(config.provider, config.provider))
+
+
+def _check_files(export: Export) -> None:
+    """That every graph is whole, by its outline: a model file of gigabytes that was copied in part is found at once."""
+    from reflex_runtime.policies.onnx_file import NotOnnx, read_onnx
+
+    for graph in export.graphs.values():
+        try:
+            found = read_onnx(graph.file)
+        except (NotOnnx, OSError) as error:
+            raise ConfigError(f"{graph.file}: {error}") from None
+        for data in found.external:
+            file = graph.file.parent / data.location
+            size = file.stat().st_size if file.is_file() else 0
+            if size < data.end:
+                raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}")
+
+
 def _check(config: ServeConfig) -> None:
     """What takes more than a range."""
-    from reflex_runtime.policies import parse_fault
+    from reflex_runtime.policies.comparison import Comparison
+    from reflex_runtime.policies.ramp import Ramp, RampGuard
     from reflex_runtime.processors.onnx import CUDA, check_provider
-    from reflex_runtime.server.runtime import PROVIDERS, SLOT
     from reflex_runtime.server.slo import Objective
+    from reflex_runtime.server.slots import PROVIDERS
 
     if config.slo:
         Objective.parse(config.slo)
-    for text in config.inject_fault:
-        if (fault := parse_fault(text)).slot != SLOT:
-            raise ConfigError(f"--inject-fault={text}: slot {fault.slot} is not served, only {SLOT} is")
+    if config.guard:
+        RampGuard.parse(config.guard)
+    Ramp.every_of(config.ramp_every)
+    if config.ramp:
+        shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
+        Ramp(shares, every, None, Comparison(50) if config.ramp_evidence else None, 0.0)
+    if config.record:
+        try:
+            Path(config.record).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     provider = PROVIDERS.get(config.provider, config.provider)
     try:
         check_provider(provider)
@@ -101,6 +185,8 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from reflex_runtime.server.exchange import is_loopback
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     shown = Table(title=f"reflex serve {model_id}", title_justify="left", show_header=False, box=None)
     for name, value in table(config):
@@ -110,21 +196,15 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
         budget = config.max_batch * DEFAULT_COST * 1e3
         logging.warning(
             "--max-batch=%d is ignored: batches are bounded by cost; use --max-batch-cost-ms %g (about N x 50)",
-            config.max_batch, budget,
+            config.max_batch,
+            budget,
         )
-    if not _loopback(address[0]) and not config.api_key:
+    if not is_loopback(address[0]) and not config.api_key:
         logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
     for fault in config.inject_fault:
         logging.warning("FAULT INJECTION IS ON: --inject-fault %s", fault)
     if config.inject_latency_ms:
         logging.warning("FAULT INJECTION IS ON: --inject-latency-ms %g", config.inject_latency_ms)
-
-
-def _loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _url(address: Any) -> str:

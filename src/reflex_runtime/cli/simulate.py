@@ -31,12 +31,14 @@ class SimulateConfig:
 
     rate: float = option(200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s")
     arrivals: str = option(
-        "poisson", "how they arrive; closed: callers that wait for their answer, see --callers and --think",
+        "poisson",
+        "how they arrive; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
     )
     callers: int = option(8, "callers, with --arrivals closed", low=1, high=10_000)
     think: str = option(
-        "1", "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
+        "1",
+        "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
         "time) | half:1,300 (half the callers each)",
         metavar="THINK",
     )
@@ -44,8 +46,11 @@ class SimulateConfig:
     marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
     noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
     slo_ms: float = option(
-        100.0, "time limit of every request; 0 is none (then nothing is late and nothing is shed)",
-        low=0, high=600_000, unit="ms",
+        100.0,
+        "time limit of every request; 0 is none (then nothing is late and nothing is shed)",
+        low=0,
+        high=600_000,
+        unit="ms",
     )
     max_batch_cost_ms: float = option(
         100.0, "ceiling on a batch's predicted time (window, by_cost)", low=10, high=10_000, unit="ms"

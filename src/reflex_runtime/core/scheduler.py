@@ -16,6 +16,7 @@ and hands what `take_events` returns to its sinks and waiters.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from math import inf, log
 from typing import Any
@@ -61,6 +62,7 @@ from reflex_runtime.core.request import (
     TicketState,
 )
 
+LOOKS = 256  # last times that a free device found nothing to send, told with the next batch
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -91,6 +93,7 @@ class Scheduler:
         self._epoch = 0  # number of the last input; holds stand until the next
         self._decided = -1  # epoch at which next_batch last found nothing
         self._hold = inf
+        self._looked: deque[float] = deque(maxlen=LOOKS)
         self._tickets = self._batches = 0
         self.settled = 0  # tickets that have ended, so that a driver can tell whether somebody waits for its events
         self._closed = self._draining = False
@@ -204,6 +207,8 @@ class Scheduler:
             if batch is not None:
                 return batch
         self._decided = self._epoch
+        if any(group.unsettled for group in self._groups.values()):
+            self._looked.append(self._now)
         return None
 
     def wake_at(self) -> float:
@@ -246,6 +251,10 @@ class Scheduler:
     def unsettled(self, group: str) -> int:
         """Tickets of the group that have not ended."""
         return self._groups[group].unsettled
+
+    def partitions(self, group: str) -> list[Hashable]:
+        """The group's partitions that hold unsettled tickets."""
+        return [key for key, partition in self._groups[group].active.items() if partition.unsettled]
 
     @property
     def idle(self) -> bool:
@@ -377,7 +386,9 @@ class Scheduler:
         self._in_flight[batch] = None
         self._decided = -1
         self._charge_device(group, batch.expected)
-        self._events.append(BatchScheduled(self._now, batch, group.queued))
+        looked = tuple(self._looked)
+        self._looked.clear()
+        self._events.append(BatchScheduled(self._now, batch, group.queued, looked))
         return batch
 
     # -- completing ----------------------------------------------------------------------------------------------------

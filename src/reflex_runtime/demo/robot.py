@@ -8,22 +8,32 @@ and prints one JSON line per event on standard output, for a parent to aggregate
 from __future__ import annotations
 
 import argparse
-import base64
-import http.client
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, Observation
+from reflex_runtime.client import (
+    Chunk,
+    Client,
+    ClientError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    ProcessorFailed,
+    Unreachable,
+    Wire,
+)
+from reflex_runtime.client import Episode as ClientEpisode
+from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, Observation, episode_id
 
 if TYPE_CHECKING:
     from reflex_runtime.demo.world import World  # at run time only the process that owns a world loads the simulator
@@ -37,9 +47,26 @@ OnEvent = Callable[[Event], None]
 EXECUTE: Final = 8
 """Actions executed of each chunk before looking again: half a chunk, so that an error is seen soon."""
 
+LOOK_AGAIN: Final = 0.1
+"""Seconds for which the arm stands still before it asks anew, after the policy failed."""
+
+
+class Ending(Protocol):
+    """Told how an episode ended."""
+
+    success: bool | None
+
+
+Opened = Callable[[str], AbstractContextManager[Ending]]
+"""Opens an episode by the name of its situation, for as long as it is played."""
+
 
 class NoAnswer(Exception):
-    """The server gave no actions: an error status, an answer that is not one, or refusals beyond the patience."""
+    """The server gave no actions: an error, an answer that is none, or refusals beyond the patience."""
+
+
+class Gone(NoAnswer):
+    """Nobody answered at all, which says nothing about the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +90,41 @@ def run_robot(
     execute: int = EXECUTE,
     max_steps: int = MAX_STEPS,
     control_hz: float = 0.0,
+    opened: Opened = lambda situation: nullcontext(SimpleNamespace(success=None)),
     on_event: OnEvent = lambda event: None,
 ) -> list[Episode]:
     """Run `episodes` situations of `world` in closed loop and say how each ended.
 
-    execute: actions taken from each chunk before looking again. control_hz: pace of the control steps on the wall
-    clock; 0 runs as fast as the simulator can, 0.1 ms per step. The arm stands still while it waits for an answer.
+    opened: is entered for each episode and told its success; that stays None when the server was gone. execute: actions
+    taken from each chunk before looking again. control_hz: pace of the control steps on the wall clock; 0 runs as fast
+    as the simulator can, 0.1 ms per step. The arm stands still while it waits for an answer.
     """
     results = []
     for number in range(first_episode, first_episode + episodes):
         world.reset(number)
         on_event({"event": "episode_start", "episode_id": world.episode_id, "task": world.task})
-        result = _run_episode(act, world, execute, max_steps, control_hz)
+        with opened(world.episode_id) as ending:
+            result, known = _run_episode(act, world, execute, max_steps, control_hz)
+            ending.success = result.success if known else None
         on_event({"event": "episode_end", **asdict(result)})
         results.append(result)
     return results
 
 
-def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_hz: float) -> Episode:
+def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_hz: float) -> tuple[Episode, bool]:
+    """The result, and whether it is one: not when the server was gone."""
     steps = calls = 0
-    error = None
+    executed: int | None = None
+    error: NoAnswer | None = None
     success = False
     while steps < max_steps and not success:
         try:
-            chunk = act(world.observe())
+            chunk = act(replace(world.observe(), executed=executed))
         except NoAnswer as failure:
-            error = str(failure)
+            error = failure
             break
         calls += 1
+        before = steps
         due = time.monotonic()
         for action in chunk[: min(execute, max_steps - steps)]:
             success = world.step(action)
@@ -100,148 +134,111 @@ def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_h
                 time.sleep(max(0.0, due - time.monotonic()))
             if success:
                 break
-    return Episode(world.episode_id, world.task, success, steps, calls, error)
+        executed = steps - before
+    told = None if error is None else str(error)
+    return Episode(world.episode_id, world.task, success, steps, calls, told), not isinstance(error, Gone)
 
 
 @dataclass(slots=True)
 class HttpPolicy:
-    """`POST /act` on one keep-alive connection. Call it with an observation; not for several threads.
+    """A policy behind a server, asked through `reflex_runtime.client`. For one thread.
 
-    wire: "msgpack" (pictures as raw bytes or PNG) or "json" (pictures as base64 PNG).
-    patience: seconds for which one question is asked again after 429 or 503 with Retry-After; then NoAnswer. Between
-    two attempts it waits as long as the server said, no less. Anything else but 200 is NoAnswer at once.
+    run: part of every episode's name, so that an episode played again is another one to the server.
+    wire: "msgpack" (pictures as raw bytes, or PNG with `png`) or "json" (base64 PNG).
+    patience: seconds for which one question is asked again after a refusal that invites it; then NoAnswer.
+    again: how often the robot looks again and asks anew after the policy failed, or its answer came too late. That is
+        another question and the robot's own decision: the client does not repeat what the policy may have run.
     """
 
     url: str
     robot_id: str
-    wire: str = "msgpack"
+    run: str = ""
+    wire: Wire = "msgpack"
     png: bool = False
     patience: float = 30.0
-    timeout: float = 30.0
+    again: int = 0
     deadline_ms: float | None = None
     api_key: str | None = None
     on_event: OnEvent = lambda event: None
-    _connection: http.client.HTTPConnection | None = field(default=None, repr=False)
+    _client: Client = field(init=False, repr=False)
+    _episode: ClientEpisode | None = field(default=None, repr=False)
     _asked: int = 0
+    _sent: float = 0.0
+    _refusals: int = 0
+
+    def __post_init__(self) -> None:
+        self._client = Client(
+            self.url,
+            self.api_key,
+            timeout=self.patience,
+            retries=1000,  # its patience ends them
+            wire=self.wire,
+            encoding="png" if self.png else "raw",
+            sleep=self._pause,
+        )
+
+    @contextmanager
+    def episode(self, situation: str) -> Iterator[Ending]:
+        """What is asked inside belongs to one episode, whose `success` the server is told at the end.
+
+        Not told is what nobody can know: how an episode would have ended whose server was gone.
+        """
+        with self._client.episode(episode_id(self.robot_id, self.run, situation), self.robot_id) as self._episode:
+            yield self._episode
 
     def __call__(self, seen: Observation) -> NDArray[np.float32]:
-        self._asked += 1
-        request_id = f"{self.robot_id}-{os.getpid()}-{self._asked}"
-        body = self._encode(seen, request_id)
         began = time.monotonic()
-        refusals = 0
-        while True:
-            sent = time.monotonic()
-            status, headers, answer = self._post(body)
-            now = time.monotonic()
-            event = {"event": "act", "robot_id": self.robot_id, "status": status, "latency_ms": 1e3 * (now - sent)}
-            if status == 200:
-                decoded = self._decode(headers, answer)
-                batch = decoded.get("batch") or {}
-                waited_ms = 1e3 * (sent - began)
-                self.on_event(event | {"refusals": refusals, "waited_ms": waited_ms, "batch_size": batch.get("size")})
-                return _actions(decoded)
-            self.on_event(event)
-            pause = _retry_after(status, headers)
-            if pause is None:
-                raise NoAnswer(f"HTTP {status}: {answer[:200].decode(errors='replace')}")
-            if now + pause - began > self.patience:
-                raise NoAnswer(f"HTTP {status} for {now - began:.1f} s, {refusals + 1} attempts")
-            refusals += 1
-            time.sleep(pause)
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _encode(self, seen: Observation, request_id: str) -> bytes:
-        fields: dict[str, Any] = {
-            "instruction": seen.instruction,
-            "episode_id": f"{self.robot_id}:{seen.episode_id}",
-            "request_id": request_id,
-            "robot_id": self.robot_id,
-        }
-        if self.deadline_ms is not None:
-            fields["deadline_ms"] = self.deadline_ms
-        if self.wire == "json":
-            fields["image"] = base64.b64encode(_png(seen.image)).decode()
-            fields["state"] = seen.state.tolist()
-            return json.dumps(fields).encode()
-        import msgpack
-
-        fields["image"] = _png(seen.image) if self.png else _array(seen.image)
-        fields["state"] = _array(seen.state)
-        packed: bytes = msgpack.packb(fields)
-        return packed
-
-    def _decode(self, headers: http.client.HTTPMessage, answer: bytes) -> dict[str, Any]:
-        if headers.get_content_type() == "application/json":
-            decoded = json.loads(answer)
-        else:
-            import msgpack
-
-            decoded = msgpack.unpackb(answer)
-        if not isinstance(decoded, dict):
-            raise NoAnswer("HTTP 200 with a body that is no object")
-        return decoded
-
-    def _post(self, body: bytes) -> tuple[int, http.client.HTTPMessage, bytes]:
-        kind = "application/json" if self.wire == "json" else "application/msgpack"
-        headers = {"Content-Type": kind, "Accept": kind}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        parts = urlsplit(self.url)
-        for fresh in (self._connection is None, True):
-            if self._connection is None:
-                self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=self.timeout)
+        self._refusals = 0
+        for left in range(self.again, -1, -1):
             try:
-                self._connection.request("POST", parts.path.rstrip("/") + "/act", body, headers)
-                response = self._connection.getresponse()
-                return response.status, response.headers, response.read()
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
-                # The server may have closed a kept connection while the robot moved: ask once more on a new one.
-                if fresh or isinstance(error, TimeoutError):
-                    raise NoAnswer(f"no answer from {self.url}: {error or type(error).__name__}") from error
+                chunk = self._ask(seen)
+            except (ProcessorFailed, DeadlineUnreachable, DeadlineExceeded) as failure:
+                self._tell(status=failure.status, code=failure.code)
+                if not left:
+                    raise NoAnswer(str(failure)) from failure
+                time.sleep(LOOK_AGAIN)
+            except ClientError as failure:
+                self._tell(status=failure.status, code=failure.code)
+                raise (Gone if isinstance(failure, Unreachable) else NoAnswer)(str(failure)) from failure
+            else:
+                self._tell(
+                    status=200,
+                    refusals=self._refusals,
+                    waited_ms=1e3 * (self._sent - began),
+                    batch_size=chunk.batch.get("size"),
+                    slot=chunk.slot,
+                    moved=chunk.policy_changed,
+                )
+                return chunk.actions
         raise AssertionError("unreachable")
 
+    def _ask(self, seen: Observation) -> Chunk:
+        self._asked += 1
+        self._sent = time.monotonic()
+        assert self._episode is not None, "asked outside an episode"
+        return self._episode.act(
+            image=seen.image,
+            state=seen.state,
+            instruction=seen.instruction,
+            request_id=f"{self.robot_id}-{os.getpid()}-{self._asked}",
+            deadline_ms=self.deadline_ms,
+            executed=seen.executed,
+        )
 
-def _array(values: NDArray[Any]) -> dict[str, Any]:
-    """The wire form of an array: dtype, shape and little-endian bytes in C order."""
-    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    return {"dtype": little.dtype.str, "shape": list(little.shape), "data": little.tobytes()}
+    def _pause(self, seconds: float) -> None:
+        """The client was refused and waits."""
+        self._refusals += 1
+        self._tell("refused", pause_s=seconds)
+        time.sleep(seconds)
+        self._sent = time.monotonic()
 
+    def _tell(self, event: str = "act", **told: Any) -> None:
+        """latency_ms: of the last attempt."""
+        latency_ms = 1e3 * (time.monotonic() - self._sent)
+        self.on_event({"event": event, "robot_id": self.robot_id, "latency_ms": latency_ms, **told})
 
-def _actions(answer: Mapping[str, Any]) -> NDArray[np.float32]:
-    """The chunk of an answer, from an array in its wire form or from a list of lists."""
-    actions = answer.get("actions")
-    if isinstance(actions, dict):
-        chunk = np.frombuffer(actions["data"], actions["dtype"]).reshape(actions["shape"]).astype(np.float32)
-    else:
-        chunk = np.asarray(actions, np.float32)
-    if chunk.ndim != 2 or len(chunk) == 0 or not np.isfinite(chunk).all():
-        raise NoAnswer(f"HTTP 200 without a usable chunk of actions: shape {chunk.shape}")
-    return chunk
-
-
-def _retry_after(status: int, headers: http.client.HTTPMessage) -> float | None:
-    """Seconds to wait before asking again; None where asking again is not invited."""
-    value = headers.get("Retry-After")
-    if status not in {429, 503} or value is None:
-        return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        return None
-
-
-def _png(image: NDArray[np.uint8]) -> bytes:
-    import cv2
-
-    ok, data = cv2.imencode(".png", image[..., ::-1])
-    assert ok
-    return bytes(data)
+    def close(self) -> None:
+        self._client.close()
 
 
 def _print_event(event: Event) -> None:
@@ -264,6 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reflex_runtime.demo.robot", description="One simulated robot.")
     parser.add_argument("--url", required=True, help="server, e.g. http://127.0.0.1:8000")
     parser.add_argument("--robot-id", default="r0")
+    parser.add_argument("--run", default="0", help="part of the episodes' names, for runs against one server")
     parser.add_argument("--task", choices=list(INSTRUCTIONS), default="drawer-close-v3")
     parser.add_argument("--episodes", type=int, default=2)
     parser.add_argument("--first-episode", type=int, default=0)
@@ -274,6 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wire", choices=["msgpack", "json"], default="msgpack")
     parser.add_argument("--png", action="store_true", help="send pictures as PNG (json always does)")
     parser.add_argument("--patience-s", type=float, default=30.0, help="for how long a refused question is asked again")
+    parser.add_argument("--again", type=int, default=0, help="how often to ask anew after the policy failed")
     parser.add_argument("--deadline-ms", type=float)
     parser.add_argument("--end-with-stdin", action="store_true", help="exit when standard input closes")
     args = parser.parse_args(argv)
@@ -286,9 +285,11 @@ def main(argv: list[str] | None = None) -> int:
     policy = HttpPolicy(
         args.url,
         args.robot_id,
+        args.run,
         wire=args.wire,
         png=args.png,
         patience=args.patience_s,
+        again=args.again,
         deadline_ms=args.deadline_ms,
         api_key=os.environ.get("REFLEX_API_KEY"),
         on_event=_print_event,
@@ -304,6 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         execute=args.execute,
         max_steps=args.max_steps,
         control_hz=args.control_hz,
+        opened=policy.episode,
         on_event=lambda event: _print_event({**event, "robot_id": args.robot_id}),
     )
     policy.close()

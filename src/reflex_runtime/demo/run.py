@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import IO, Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.robot import EXECUTE, Episode, Event, OnEvent
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS
+from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 
 ServerFactory = Callable[[], AbstractContextManager[str]]
 """Starts a server, gives its URL, and stops it on the way out."""
@@ -66,7 +67,7 @@ class Percentiles:
 class DemoResult:
     """What the fleet did.
 
-    calls: chunks answered; refused: answers 429 or 503 met on the way (asked again after the time the server named);
+    calls: chunks answered; refused: times a robot was told to come later, and did; failed: calls without an answer;
     latency_ms: of answered attempts, as the robots measured them; mean_batch_size: as the server reported per answer,
     so weighted by requests; None where nothing was reported.
     """
@@ -74,6 +75,7 @@ class DemoResult:
     robots: tuple[RobotReport, ...]
     calls: int
     refused: int
+    failed: int
     latency_ms: Percentiles | None
     mean_batch_size: float | None
     wall_s: float
@@ -135,15 +137,19 @@ def run_demo(
     max_steps: int = MAX_STEPS,
     control_hz: float = 0.0,
     wire: str = "msgpack",
+    run: str | None = None,
+    again: int = 0,
     time_limit: float = 120.0,
     on_progress: OnEvent = lambda event: None,
 ) -> DemoResult:
     """Run `robots` processes of `episodes` episodes each against `server`, a URL or a factory of one.
 
-    Robots take the tasks in turn; those with the same task play different situations of `seed`. on_progress gets every
-    event of every robot as it arrives, on the calling thread (`robot.py` prints them: ready, episode_start, act,
-    episode_end, done). After `time_limit` seconds the robots still running are killed, and their reports say so. On any
-    way out, an exception included, no child is left.
+    Robots take the tasks in turn; those with the same task play different situations of `seed`. run: part of the
+    episodes' names (see `planned`), else drawn. again: how often a robot asks anew after the policy failed.
+
+    on_progress gets every event of every robot as it arrives, on the calling thread (`robot.py` prints them: ready,
+    episode_start, act, refused, episode_end, done). After `time_limit` seconds the robots still running are killed, and
+    their reports say so. On any way out, an exception included, no child is left.
     """
     for name, value in (("robots", robots), ("episodes", episodes)):
         if value < 1:
@@ -163,23 +169,50 @@ def run_demo(
             "--max-steps": max_steps,
             "--control-hz": control_hz,
             "--wire": wire,
+            "--run": run or new_run(),
+            "--again": again,
         }
         fleet = []
         for i in range(robots):
-            turn, which = divmod(i, len(tasks))
-            mine = {"--robot-id": f"r{i}", "--task": tasks[which], "--first-episode": turn * episodes}
+            task, first = _part(i, episodes, tasks)
+            mine = {"--robot-id": f"r{i}", "--task": task, "--first-episode": first}
             fleet.append(stack.enter_context(_spawn(options | mine)))
         calls = _follow(fleet, began + time_limit, on_progress)
-        answered = [call for call in calls if call["status"] == 200]
+        asked = [call for call in calls if call["event"] == "act"]
+        answered = [call for call in asked if call["status"] == 200]
         sizes = [call["batch_size"] for call in answered if call.get("batch_size")]
         return DemoResult(
             robots=tuple(robot.report() for robot in fleet),
             calls=len(answered),
-            refused=sum(call["status"] in {429, 503} for call in calls),
+            refused=len(calls) - len(asked),
+            failed=len(asked) - len(answered),
             latency_ms=Percentiles.of([call["latency_ms"] for call in answered]),
             mean_batch_size=sum(sizes) / len(sizes) if sizes else None,
             wall_s=time.monotonic() - began,
         )
+
+
+def new_run() -> str:
+    """A name no other run has."""
+    return uuid.uuid4().hex[:8]
+
+
+def planned(
+    run: str, robots: int, episodes: int, tasks: Sequence[str] = tuple(INSTRUCTIONS), seed: int = 7
+) -> list[str]:
+    """The names under which a server will see the episodes of a run, about in the order in which they begin."""
+    names = []
+    for number in range(episodes):
+        for i in range(robots):
+            task, first = _part(i, episodes, tasks)
+            names.append(episode_id(f"r{i}", run, situation(task, seed, first + number)))
+    return names
+
+
+def _part(robot: int, episodes: int, tasks: Sequence[str]) -> tuple[str, int]:
+    """A robot's task, and its first situation."""
+    turn, which = divmod(robot, len(tasks))
+    return tasks[which], turn * episodes
 
 
 @contextmanager
@@ -207,7 +240,9 @@ def _spawn(options: Mapping[str, Any]) -> Iterator[_Robot]:
 
 
 def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> list[Event]:
-    """Pass on all events until every robot has closed its output or the deadline kills it. Returns the calls."""
+    """Pass on all events until every robot has closed its output or the deadline kills it. Returns the calls: answered,
+    failed and refused.
+    """
     events: queue.SimpleQueue[tuple[_Robot, Event | None]] = queue.SimpleQueue()
 
     def read(robot: _Robot) -> None:
@@ -237,7 +272,7 @@ def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> l
                 robot.startup_s = event["startup_s"]
             elif event["event"] == "episode_end":
                 robot.episodes.append(Episode(**{name: event[name] for name in Episode.__dataclass_fields__}))
-            elif event["event"] == "act":
+            elif event["event"] in ("act", "refused"):
                 calls.append(event)
             on_progress(event)
     finally:

@@ -36,10 +36,22 @@ class Observation:
     """What the robot sends to its policy.
 
     image: uint8 [64, 64, 3]; state: float32 [4], the hand's x, y, z in metres and how far the gripper is open (0 to 1);
-    episode_id names the situation: task, seed and episode.
+    episode_id names the situation: task, seed and episode. executed: how many actions of the last chunk were executed,
+    None at the first look of an episode.
     """
 
     image: NDArray[np.uint8]
     state: NDArray[np.float32]
     instruction: str
     episode_id: str
+    executed: int | None = None
+
+
+def situation(task: str, seed: int, episode: int) -> str:
+    """The name of a situation: where the furniture stands follows from it."""
+    return f"{task}/{seed}/{episode}"
+
+
+def episode_id(robot_id: str, run: str, situation: str) -> str:
+    """What a robot calls an episode towards its server: the situation as it meets it in this run, never again."""
+    return f"{robot_id}:{run}:{situation}"

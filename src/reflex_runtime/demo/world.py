@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.tasks import INSTRUCTIONS, Observation
+from reflex_runtime.demo.tasks import INSTRUCTIONS, Observation, situation
 
 os.environ.setdefault("MUJOCO_GL", "disable")  # before the import of mujoco, which would look for OpenGL otherwise
 
@@ -52,7 +52,7 @@ class World:
         what = {"env_cls": type(self._env), "rand_vec": where, "partially_observable": False}
         self._env.set_task(Task(self.task, pickle.dumps(what)))
         self._env.reset()
-        self.episode_id = f"{self.task}/{self.seed}/{episode}"
+        self.episode_id = situation(self.task, self.seed, episode)
         # Furniture has been moved in the model; positions derived from it, and what was read from them, are older.
         mujoco.mj_forward(self._env.model, self._env.data)
         self._vector = self._env._get_obs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
@@ -38,7 +38,7 @@ class Batcher:
     processors: one per group. watchdog: seconds a batch may run before its callers are told (0 switches it off).
     sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
         those only. One that raises is logged and called again with the next event.
-    on_fatal: called on the loop when the device is given up.
+    on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
     """
 
     def __init__(
@@ -49,14 +49,18 @@ class Batcher:
         watchdog: float = 10.0,
         clock: Clock = time.monotonic,
         on_fatal: Callable[[], None] | None = None,
+        expendable: Collection[str] = (),
     ) -> None:
         configs = list(groups)
         self.scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
-        self.device = Device(self.scheduler, processors, self._notified, clock, self._fatal_from_thread)
+        self.device = Device(
+            self.scheduler, processors, self._notified, clock, self._fatal_from_thread, expendable=expendable
+        )
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._watchdog = watchdog
+        self._soon = min(watchdog, Device.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
         self._clock = clock
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,12 +106,15 @@ class Batcher:
         self._sinks.append(sink)
         self._sinks_of.clear()
 
-    def submit(self, request: Request) -> Ticket:
-        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop."""
+    def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
+        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
+
+        settled: called on the loop with the settled ticket, in place of the future, for who needs no coroutine.
+        """
         loop = self._loop
         assert loop is not None, "Batcher.start was not awaited"
         try:
-            ticket = self.device.submit(request, loop.create_future(), wake=False)
+            ticket = self.device.submit(request, settled or loop.create_future(), wake=False)
         except Rejected:
             self._pump_soon()
             raise
@@ -173,7 +180,7 @@ class Batcher:
         self._wake_due = False
         self.device.wake()
         if self._watchdog > 0:
-            self._arm(self._clock() + self._watchdog)
+            self._arm(self._clock() + self._soon)
 
     def _notified(self) -> None:
         """Somebody's answer is among the events; called on any thread."""
@@ -208,7 +215,7 @@ class Batcher:
                 self._resolve(event.ticket)
         if self._idle is not None and self.scheduler.idle:
             self._idle.set()
-        if self.device.running_since is not None:
+        if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self._due())
 
     def _listening(self, kind: type[Any]) -> list[Sink]:
@@ -218,14 +225,20 @@ class Batcher:
 
     @staticmethod
     def _resolve(ticket: Ticket) -> None:
-        waiter: asyncio.Future[Any] | None = ticket.waiter
-        if waiter is None or waiter.done():
-            return
-        outcome = ticket.outcome
-        if isinstance(outcome, Done):
-            waiter.set_result(outcome.value)
-        else:
-            waiter.set_exception(outcome.error)
+        waiter, outcome = ticket.waiter, ticket.outcome
+        if isinstance(waiter, asyncio.Future):
+            if waiter.done():
+                return
+            if isinstance(outcome, Done):
+                waiter.set_result(outcome.value)
+            else:
+                waiter.set_exception(outcome.error)
+        elif waiter is not None:
+            ticket.waiter = None  # it may hold the ticket: this breaks the circle
+            try:
+                waiter(ticket)
+            except Exception:
+                log.exception("nobody answered request %s", ticket.id)
 
     # -- the timer -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +247,8 @@ class Batcher:
         since = self.device.running_since
         at = inf if since is None else self.device.wake_at()
         if self._watchdog > 0 and not self.scheduler.idle:
-            at = min(at, (self._clock() if since is None else since) + self._watchdog)
+            limit = self.device.limit_of(self._watchdog)
+            at = min(at, self._clock() + self._soon if since is None else since + limit)
         return at
 
     def _arm(self, at: float) -> None:

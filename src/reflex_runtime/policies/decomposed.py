@@ -7,8 +7,9 @@ the scheduler; every stage is one call for all its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,16 @@ from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies.export import Export
-from reflex_runtime.policies.observation import Observation
+from reflex_runtime.policies.observation import ActionChunk, Observation
 from reflex_runtime.policies.policy import Policy
 from reflex_runtime.policies.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
+from reflex_runtime.policies.rtc import ChunkTails, Rtc
 from reflex_runtime.processors.onnx import CPU, OnnxSession
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
+STEADY = 0.01  # relative change of velocity below which further steps are spared
+LEAST_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +38,8 @@ class _Flow:
     prefix: Prefix
     x: NDArray[np.float32]
     step: int = 0
+    noise: NDArray[np.float32] | None = None  # kept where the chunk is anchored
+    velocity: NDArray[np.float32] | None = None  # of the last step, kept where steps are adaptive
 
 
 class DecomposedPolicy(Policy):
@@ -43,7 +49,8 @@ class DecomposedPolicy(Policy):
     wants one unit more. Requests without an episode are not cached.
 
     cache_bytes: bound of the prefix cache, 0 for none; what unsettled requests hold comes on top. max_age_chunks: see
-    `PrefixCache`. provider, threads, captured_sizes: as in `OnnxSession`, for both graphs.
+    `PrefixCache`. provider, threads, captured_sizes: as in `OnnxSession`, for both graphs. rtc: chunks continue the
+    episode's last one. adaptive: a row whose velocity no longer changes goes the rest of its way in one leap.
 
     ConfigError when the graphs are not what the export says or do not fit each other.
     """
@@ -61,8 +68,14 @@ class DecomposedPolicy(Policy):
         provider: str = CPU,
         threads: int = 1,
         captured_sizes: Sequence[int] = (),
+        rtc: Rtc | None = None,
+        adaptive: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(export, slot, captured_sizes)
+        self.adaptive = adaptive
+        self.tails = None if rtc is None else ChunkTails(rtc, clock, export.embodiment.control_rate_hz)
+        self._clock = clock
         self.cache = PrefixCache(cache_bytes, max_age_chunks) if cache_bytes else None
         prefix, expert = export.graphs["prefix"], export.graphs["expert"]
         self._prefix_inputs = {role: spec.name for role, spec in prefix.inputs.items()}
@@ -100,6 +113,8 @@ class DecomposedPolicy(Policy):
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         steps = float(self.export.num_denoising_steps)
+        if self.tails is not None and observation.episode_id:
+            observation = replace(observation, anchor=self.tails.anchor(observation.episode_id, observation.executed))
         if self.cache is None or observation.prefix_key is None:
             return observation, PREFIX, steps + 1.0
         use, prefix = self.cache.lookup(observation.prefix_key)
@@ -139,7 +154,7 @@ class DecomposedPolicy(Policy):
         for i, (ticket, observation) in enumerate(zip(tickets, seen, strict=True)):
             # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
             prefix = Prefix({read: made[name][i].copy() for name, read in self.export.past_kv.items()})
-            self._flows[ticket] = _Flow(prefix, self._noise(observation))
+            self._flows[ticket] = self._begun(prefix, observation)
             if self.cache is not None and observation.prefix_key is not None:
                 self.cache.insert(observation.prefix_key, prefix)
         return [More(wants=steps, stage=DENOISE)] * len(tickets)
@@ -159,23 +174,61 @@ class DecomposedPolicy(Policy):
             flow = flows.get(ticket)
             if flow is None:
                 results.append(ProcessorError("its keys and values are gone"))
-            elif flow.step + 1 < steps:
-                self._flows[ticket] = replace(flow, x=moved[ticket], step=flow.step + 1)
-                results.append(More(wants=float(steps - flow.step - 1)))
             else:
-                self._flows.pop(ticket, None)
-                results.append(self._chunk(ticket.request.payload, moved[ticket]))
-        if any(isinstance(result, Done) for result in results):
+                results.append(self._moved(ticket, flow, moved[ticket], steps))
+        chunks = [result.value for result in results if isinstance(result, Done)]
+        if chunks:
             self._packed = ((), {})
+            self._note(batch.notes, chunks)
         return results
+
+    def _note(self, notes: dict[str, Any], chunks: Sequence[ActionChunk]) -> None:
+        """Add to the batch's notes how many chunks continued their episode's last one, and the steps they spared."""
+        continued = sum(chunk.rtc is not None for chunk in chunks)
+        if continued:
+            notes["rtc"] = notes.get("rtc", 0) + continued
+        spared = sum(self.export.num_denoising_steps - chunk.denoising_steps for chunk in chunks)
+        if spared:
+            notes["steps_spared"] = notes.get("steps_spared", 0) + spared
 
     def _flow(self, ticket: Ticket) -> _Flow | None:
         """Where the ticket stands; one whose prefix was cached starts here."""
         known = self._flows.get(ticket)
         observation: Observation = ticket.request.payload
         if known is None and observation.prefix is not None:
-            return _Flow(observation.prefix, self._noise(observation))
+            return self._begun(observation.prefix, observation)
         return known
+
+    def _begun(self, prefix: Prefix, observation: Observation) -> _Flow:
+        noise = self._noise(observation)
+        return _Flow(prefix, noise, noise=None if observation.anchor is None else noise)
+
+    def _moved(self, ticket: Ticket, flow: _Flow, x: NDArray[np.float32], steps: int) -> More | Done:
+        """One row after a step: it goes on, or is there. x: where the step took it."""
+        observation: Observation = ticket.request.payload
+        done = flow.step + 1
+        velocity = None
+        if self.adaptive and done < steps:
+            velocity = (x - flow.x) * np.float32(steps)
+            if done >= LEAST_STEPS and flow.velocity is not None and _steady(flow.velocity, velocity):
+                x = x + velocity * np.float32((steps - done) / steps)
+                return self._arrived(ticket, observation, flow, x, done)
+        if done == steps:
+            return self._arrived(ticket, observation, flow, x, done)
+        if observation.anchor is not None and flow.noise is not None:
+            x = observation.anchor.pull(x, flow.noise, done / steps)
+        self._flows[ticket] = replace(flow, x=x, step=done, velocity=velocity)
+        return More(wants=float(steps - done))
+
+    def _arrived(
+        self, ticket: Ticket, observation: Observation, flow: _Flow, x: NDArray[np.float32], steps: int
+    ) -> Done:
+        if observation.anchor is not None and flow.noise is not None:
+            x = observation.anchor.pull(x, flow.noise, 1.0)
+        self._flows.pop(ticket, None)
+        if self.tails is not None and not ticket.cancel_requested:  # what nobody gets is not executed
+            self.tails.remember(observation.episode_id, np.array(x), self._clock() - ticket.arrived)
+        return self._chunk(observation, x, steps)
 
     def _constants(self, tickets: tuple[Ticket, ...], flows: dict[Ticket, _Flow]) -> dict[str, Any]:
         """State, keys and values of the rows, stacked once for as many steps as the same tickets run together."""
@@ -196,4 +249,11 @@ class DecomposedPolicy(Policy):
             "provider": self._expert.provider,
             "fanout": "batched" if both else "sequential",
             "prefix_cache": None if self.cache is None else self.cache.snapshot(),
+            "rtc": None if self.tails is None else asdict(self.tails.rtc) | {"episodes": len(self.tails)},
+            "adaptive_steps": self.adaptive,
         }
+
+
+def _steady(before: NDArray[np.float32], now: NDArray[np.float32]) -> bool:
+    """Whether the velocity changes by less than 1 %."""
+    return float(np.linalg.norm(now - before)) < STEADY * float(np.linalg.norm(before))

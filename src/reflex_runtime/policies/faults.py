@@ -113,6 +113,7 @@ class FaultyProcessor:
         first, self._struck = self._struck != batch.id, batch.id
         if self._latency and first:
             self._sleep(self._latency)
+            batch.notes["injected_ms"] = self._latency * 1e3
         for fault in self.faults:
             self._before(fault, batch, first)
         results = self._inner.run(batch)

@@ -68,20 +68,17 @@ class ActionGuard:
 
     def clean(self, chunks: Sequence[ActionChunk]) -> bool:
         """Whether all of these would pass `check` unchanged, by one look at the whole batch; False settles nothing."""
-        shape = chunks[0].actions.shape
-        if any(chunk.actions.shape != shape for chunk in chunks):
-            return False
-        actions = np.stack([chunk.actions for chunk in chunks])
+        actions = np.concatenate([chunk.actions for chunk in chunks])
         if self._ranges is None:
             return bool(np.isfinite(actions).all())
         low, high = self._ranges[:, 0], self._ranges[:, 1]
         return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
 
-    def passed(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
-        """A clean chunk as it may be sent, with its report."""
+    def passed(self, chunk: ActionChunk, episode_id: str) -> None:
+        """Write into a clean chunk that it may be sent."""
+        chunk.guard = _CLEAN
         if self.on_bad_action == "hold" and episode_id:
             self._remember((self.slot, episode_id), chunk.actions[-1].copy())
-        return ActionChunk(chunk.actions, chunk.denoising_steps, chunk.cache, _CLEAN)
 
     def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         bad = ~np.isfinite(chunk.actions)
@@ -107,7 +104,10 @@ class ActionGuard:
 
 
 class GuardedProcessor:
-    """A policy whose chunks have passed the guard. One that may not be sent fails alone."""
+    """A policy whose chunks have passed the guard. One that may not be sent fails alone.
+
+    The batch's notes count the chunks that were `clamped`, `held` or `refused`.
+    """
 
     def __init__(self, inner: Processor, guard: ActionGuard) -> None:
         self._inner, self.guard = inner, guard
@@ -122,11 +122,17 @@ class GuardedProcessor:
             return results
         chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
         if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
-            return [
-                Done(self.guard.passed(chunk, self._episode(ticket)))
-                for ticket, chunk in zip(batch.grants, chunks, strict=True)
-            ]
-        return [self._checked(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
+            for ticket, chunk in zip(batch.grants, chunks, strict=True):
+                self.guard.passed(chunk, self._episode(ticket))
+            return results
+        guard = self.guard
+        before = guard.clamped, guard.held, guard.refused
+        checked = [self._checked(ticket, result) for ticket, result in zip(batch.grants, results, strict=True)]
+        after = guard.clamped, guard.held, guard.refused
+        for name, was, now in zip(("clamped", "held", "refused"), before, after, strict=True):
+            if now > was:  # added up: a batch that is bisected is several calls
+                batch.notes[name] = batch.notes.get(name, 0) + now - was
+        return checked
 
     def _checked(self, ticket: Ticket, result: Any) -> Any:
         if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.decomposed import CACHE_BYTES, DecomposedPolicy
 from reflex_runtime.policies.export import Export
 from reflex_runtime.policies.faults import Fault, FaultyProcessor
 from reflex_runtime.policies.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.policies.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy import Policy
+from reflex_runtime.policies.rtc import Rtc
 from reflex_runtime.processors.base import Processor
 from reflex_runtime.processors.onnx import CPU
 
@@ -24,16 +26,22 @@ def load_policy(
     provider: str = CPU,
     threads: int = 1,
     captured_sizes: Sequence[int] = (),
+    rtc: Rtc | None = None,
+    adaptive: bool = False,
 ) -> Policy:
     """The policy of an export, of the kind it is. cache_bytes and max_age_chunks matter to decomposed ones only.
 
-    provider, threads, captured_sizes: as in `OnnxSession`.
+    provider, threads, captured_sizes: as in `OnnxSession`. rtc, adaptive: as in `DecomposedPolicy`; a monolithic export
+    denoises inside its graph, where neither can reach.
 
     ConfigError when the directory, a graph, or the two against each other are not right.
     """
     if not isinstance(export, Export):
         export = Export.load(export)
     if export.export_kind == "monolithic":
+        for flag, given in (("--rtc", rtc is not None), ("--adaptive-steps", adaptive)):
+            if given:
+                raise ConfigError(f"{flag}: {export.path} is monolithic; only decomposed exports denoise step by step")
         return MonolithicPolicy(export, slot, provider=provider, threads=threads, captured_sizes=captured_sizes)
     return DecomposedPolicy(
         export,
@@ -43,6 +51,8 @@ def load_policy(
         provider=provider,
         threads=threads,
         captured_sizes=captured_sizes,
+        rtc=rtc,
+        adaptive=adaptive,
     )
 
 

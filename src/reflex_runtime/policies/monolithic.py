@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.policies.export import Export
 from reflex_runtime.policies.observation import Observation
-from reflex_runtime.policies.policy import Policy
+from reflex_runtime.policies.policy import Policy, stacked
 from reflex_runtime.processors.onnx import CPU, OnnxSession
 
 
@@ -39,7 +37,7 @@ class MonolithicPolicy(Policy):
 
     def run(self, batch: Batch) -> Sequence[Any]:
         seen: list[Observation] = [ticket.request.payload for ticket in batch.grants]
-        rows = {spec.name: np.stack([self._row(o, role) for o in seen]) for role, spec in self._graph.inputs.items()}
+        rows = {spec.name: stacked([self._row(o, role) for o in seen]) for role, spec in self._graph.inputs.items()}
         actions = self._session.run(rows, batch.notes)[self._graph.outputs["actions"].name]
         return self._chunks(seen, actions)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import Rejected
 from reflex_runtime.policies.prefix_cache import Prefix, PrefixKey
+from reflex_runtime.policies.rtc import Anchor
 
 Image = NDArray[np.uint8]
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
@@ -32,7 +33,7 @@ class InvalidRequest(Rejected):
         return (InvalidRequest, (self.message, self.details["field"]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # nobody writes to one; freezing it would cost as much as the rest of `prepare`
 class Observation:
     """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
 
@@ -44,6 +45,8 @@ class Observation:
     prefix_key: what its keys and values are cached under, or None.
     cache, prefix: set by `Policy.request`: how the cache answered, and the keys and values it had. The reference keeps
         them in memory until the request is settled, whatever the cache evicts.
+    executed: actions of the episode's last chunk executed when this was seen, or None. anchor: set by `Policy.request`:
+        what the new chunk is to continue.
     """
 
     images: Mapping[str, Image] = field(default_factory=dict)
@@ -55,6 +58,8 @@ class Observation:
     prefix_key: PrefixKey | None = None
     cache: CacheUse = "off"
     prefix: Prefix | None = None
+    executed: int | None = None
+    anchor: Anchor | None = None
 
     def row(self, role: str) -> NDArray[Any]:
         """What it holds for a role of the export: "tokens", "state" or the name of an image."""
@@ -84,19 +89,21 @@ class GuardReport:
         return {"clamped": self.clamped, "joints": list(self.joints), "held": self.held}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
 class ActionChunk:
     """What a policy answers.
 
     actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
     denoising_steps: Euler steps behind it. cache: how the prefix cache answered ("off" where there is none).
     guard: what the action guard did, or None where none looked.
+    rtc: how it continues the episode's last chunk (`Anchor.report`), or None when it begins anew.
     """
 
     actions: NDArray[np.float32]
     denoising_steps: int
     cache: CacheUse = "off"
     guard: GuardReport | None = None
+    rtc: Mapping[str, Any] | None = None
 
 
 def seed_of(request_id: str) -> int:

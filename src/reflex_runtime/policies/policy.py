@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,9 @@ class Policy(BaseProcessor):
         self.export, self.slot = export, slot
         self.captured_sizes = tuple(captured_sizes)
         self.shape: Hashable = _shape(export)
+        steps = f"{export.num_denoising_steps} steps"
+        kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
+        self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
         self._takes_state = export.takes_state
         self._takes_noise = any("noise" in graph.inputs for graph in export.graphs.values())
 
@@ -80,12 +83,14 @@ class Policy(BaseProcessor):
         episode_id: str | None = None,
         request_id: str = "",
         seed: int | None = None,
+        executed: int | None = None,
     ) -> Observation:
         """Check and convert what was sent. Slow (decoding, resizing): for a worker thread, any number at a time.
 
         images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
         Images the policy does not know are ignored: versions behind one router may see different cameras.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
+        executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
@@ -97,7 +102,7 @@ class Policy(BaseProcessor):
             seed = seed_of(request_id) if self._takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
-        observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "")
+        observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         return self._prepared(observation, instruction or "")
 
     def _prepared(self, observation: Observation, instruction: str) -> Observation:
@@ -183,8 +188,7 @@ class Policy(BaseProcessor):
 
     def cost_class(self, cache: CacheUse) -> str:
         """What makes requests of one shape cost differently: whether a prefix is to be computed, and the steps."""
-        kind = "hit" if cache in ("hit", "hit_stale") else "miss"
-        return f"{kind}, {self.export.num_denoising_steps} steps"
+        return self._classes[cache]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         """(payload, first stage, wanted units) of a request."""
@@ -219,25 +223,26 @@ class Policy(BaseProcessor):
         finished: list[Ticket] = []
         for measured in [False] + [True] * repeats:
             for size in sizes:  # innermost: a run of equal sizes would look like drift to the cost model at the next
-                ran = self._warm_batch([Ticket(self._warm_request(i), i, 0.0) for i in range(size)], clock)
+                tickets = [Ticket(self._warm_request(i), i, 0.0) for i in range(size)]
+                ran = self._warm_batch(tickets, clock)
                 if measured:
                     batches += ran
-                    finished += list(ran[-1][0].grants)
+                    finished += tickets
         return WarmUp(batches, finished)
 
     def _warm_batch(self, tickets: Sequence[Ticket], clock: Callable[[], float]) -> list[tuple[Batch, float]]:
-        """Tickets from their first stage to their end, all in step."""
+        """Tickets from their first stage to their end, all in step but for those that end early."""
         ran: list[tuple[Batch, float]] = []
-        left = set(tickets)
+        left = dict.fromkeys(tickets, 1.0)
         while left:
-            grants = dict.fromkeys(tickets, 1.0)
-            batch = Batch(0, self.slot, self.shape, tickets[0].stage, Cause.IDLE, 0.0, 0.0, 0.0, grants)
+            grants = dict(left)
+            batch = Batch(0, self.slot, self.shape, next(iter(left)).stage, Cause.IDLE, 0.0, 0.0, 0.0, grants)
             began = clock()
             outcomes = run_batch(self, batch)
             elapsed = clock() - began
             ran.append((batch, elapsed))
-            for ticket, outcome in zip(tickets, outcomes, strict=True):
-                ticket.shared += elapsed / len(tickets)
+            for ticket, outcome in zip(grants, outcomes, strict=True):
+                ticket.shared += elapsed / len(grants)
                 if isinstance(outcome, Failed):
                     self.drop(tickets)
                     raise outcome.error
@@ -245,7 +250,7 @@ class Policy(BaseProcessor):
                     ticket.wants = outcome.wants
                     ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
                 else:
-                    left.discard(ticket)
+                    del left[ticket]
         return ran
 
     def _warm_request(self, seed: int) -> Request:
@@ -261,20 +266,23 @@ class Policy(BaseProcessor):
     def _noise(self, observation: Observation) -> NDArray[np.float32]:
         return noise_of(observation.seed, self.export.chunk_size, self.export.action_dim)
 
-    def _chunk(self, observation: Observation, actions: NDArray[np.float32]) -> Done:
-        """The answer made of one row of the model's output."""
+    def _chunk(self, observation: Observation, actions: NDArray[np.float32], steps: int) -> Done:
+        """The answer made of one row of the model's output. steps: denoising steps behind it."""
         norm = self.export.action_norm
         with np.errstate(all="ignore"):  # what is not finite is the guard's to judge
             actions = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
-        return Done(ActionChunk(actions, self.export.num_denoising_steps, observation.cache))
+        rtc = None if observation.anchor is None else observation.anchor.report
+        return Done(ActionChunk(actions, steps, observation.cache, rtc=rtc))
 
     def _chunks(self, observations: Sequence[Observation], actions: NDArray[np.float32]) -> list[Done]:
         """The same for all rows at once."""
         if len(actions) != len(observations):
             raise ProcessorError(f"{self.export.path}: the graph answered {len(actions)} rows for {len(observations)}")
         norm, steps = self.export.action_norm, self.export.num_denoising_steps
-        with np.errstate(all="ignore"):
-            rows = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
+        rows = actions
+        if norm is not None or actions.dtype != np.float32:
+            with np.errstate(all="ignore"):
+                rows = actions.astype(np.float32) if norm is None else norm.denormalise(actions)
         return [Done(ActionChunk(row, steps, seen.cache)) for seen, row in zip(observations, rows, strict=True)]
 
     def describe(self) -> dict[str, Any]:
@@ -297,6 +305,11 @@ class Policy(BaseProcessor):
 
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
+    return np.concatenate(rows).reshape(len(rows), *rows[0].shape)
 
 
 def _shape(export: Export) -> str:

@@ -46,6 +46,12 @@ class NotFound(ClientError):
     code, http_status = "not_found", 404
 
 
+class Conflict(ClientError):
+    """What is asked does not fit the state the server is in."""
+
+    code, http_status = "invalid_request", 409
+
+
 class MethodNotAllowed(ClientError):
     """The path exists, the method does not."""
 

@@ -7,7 +7,9 @@ import html
 import json
 from typing import Any
 
+from reflex_runtime.server import admin
 from reflex_runtime.server.wire import act
+from reflex_runtime.server.wire.act import schema_of
 from reflex_runtime.version import __version__
 
 _ERRORS = {
@@ -21,6 +23,16 @@ _ERRORS = {
     "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: "
     "try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before it ran",
+}
+
+
+_POSTS: dict[str, tuple[str, type]] = {
+    "/admin/split": ("a's percent of new episodes; those that have started stay", admin.Split),
+    "/admin/rollback": ("everything to a at once, running episodes too", admin.Nothing),
+    "/admin/reset": ("forget a slot's crashes", admin.SlotName),
+    "/admin/load": ("put another export into a slot: loaded beside, warmed, switched, the old one let go", admin.Load),
+    "/admin/faults": ("the faults of a drill, as --inject-fault takes them; an empty list ends it", admin.Faults),
+    "/episodes/{id}/outcome": ("how an episode ended", admin.Outcome),
 }
 
 
@@ -44,8 +56,12 @@ def document() -> bytes:
         "/config": "the export's configuration and the settings in force",
         "/metrics": "Prometheus text",
         "/diagnostics/cost-model": "what the cost model learned, per key",
+        "/diagnostics/rollout": "split, verdicts, outcomes, the comparison of a and b, the ramp, and what has changed",
+        "/diagnostics/shadow": "how far the shadow's actions are from the served ones; 404 without a shadow",
     }.items():
         paths[path] = {"get": {"summary": summary, "responses": {"200": {"description": "OK"}}}}
+    for path, (summary, kind) in _POSTS.items():
+        paths[path] = {"post": _post(summary, schema_of(kind))}
     body = {
         "openapi": "3.1.0",
         "info": {"title": "Reflex", "version": __version__},
@@ -59,6 +75,20 @@ def document() -> bytes:
         },
     }
     return json.dumps(body, indent=1).encode()
+
+
+def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": {"content": {act.JSON_TYPE: {"schema": schema}}},
+        "responses": {
+            "200": {"description": "done, and what came of it"},
+            "401": {"description": _ERRORS["401"] + "; without a key, it was not asked from this machine"},
+            "404": {"description": "not_found: no such slot or episode"},
+            "409": {"description": "invalid_request: it does not fit the state the server is in"},
+            "422": {"description": _ERRORS["422"]},
+        },
+    }
 
 
 def _act(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:

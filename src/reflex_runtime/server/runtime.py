@@ -1,4 +1,4 @@
-"""What the server serves: a policy in a slot, its batcher, metrics and state; everything but HTTP.
+"""What the server serves: policies in slots on one device, its batcher, metrics and state; everything but HTTP.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded`; `draining`.
 """
@@ -9,38 +9,48 @@ import asyncio
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
-from math import inf
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.config import ServeConfig, environment
 from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
-from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, parse_fault, served_by
-from reflex_runtime.processors.onnx import CPU, CUDA
-from reflex_runtime.server.errors import Degraded, NotReady, SloViolated
+from reflex_runtime.policies import Export, Policy
+from reflex_runtime.policies.breaker import Breaker
+from reflex_runtime.policies.comparison import Comparison
+from reflex_runtime.policies.memory import check_two_policies
+from reflex_runtime.policies.policy import WarmUp
+from reflex_runtime.policies.ramp import Ramp, RampGuard
+from reflex_runtime.policies.shadow import Difference
+from reflex_runtime.policies.slots import Version
+from reflex_runtime.server.errors import Conflict, NotFound, NotReady, SloViolated
 from reflex_runtime.server.failures import FailureLog
+from reflex_runtime.server.recorded import header_of
+from reflex_runtime.server.rollout import Change, Placement, Rollout
+from reflex_runtime.server.shadowing import Shadowing
 from reflex_runtime.server.slo import Objective, SloTracker
+from reflex_runtime.server.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.telemetry.metrics import Metrics
+from reflex_runtime.telemetry.recorder import Recorder
+from reflex_runtime.telemetry.recording import warmed
 from reflex_runtime.telemetry.trace import TraceWriter
 
 log = logging.getLogger("reflex.server")
 
 T = TypeVar("T")
 
-SLOT = "prod"
 WARM_SIZES = (1, 2, 4)
-PROVIDERS = {"cpu": CPU, "cuda": CUDA}
+TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
 
 
 class Budget(Planner):
@@ -56,93 +66,66 @@ class Budget(Planner):
         return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
 
-class Crashes:
-    """Crashed batches in a row. From `limit` of them on, one request per cool-down is let in to see if it works again.
+class Runtime:
+    """The served policies. `start` returns when they are ready or have failed; `place` says who answers a request.
 
-    A crash is a batch no member of which succeeded; an answer resets the count. cooldown: seconds until the first such
-    request; doubled each time that one crashes as well, up to 16 times as long.
+    exports: by slot, served ones first: prod, or a and b, and perhaps shadow.
     """
 
-    def __init__(self, limit: int, cooldown: float = 30.0) -> None:
-        self.limit, self.cooldown = limit, cooldown
-        self.count = 0
-        self._wait = cooldown
-        self._retry_at = inf
-        self._probing = False
-
-    @property
-    def open(self) -> bool:
-        """Whether the limit is reached."""
-        return self.limit > 0 and self.count >= self.limit
-
-    def crashed(self, now: float) -> None:
-        """A batch crashed."""
-        self.count += 1
-        if self.count == self.limit:
-            self._wait, self._retry_at = self.cooldown, now + self.cooldown
-        elif self._probing:  # others were queued before the limit was reached, and prove nothing new
-            self._wait = min(2.0 * self._wait, 16.0 * self.cooldown)
-            self._retry_at = now + self._wait
-        self._probing = False
-
-    def answered(self) -> None:
-        """A request was answered."""
-        self.count, self._probing = 0, False
-
-    def admits(self, now: float) -> bool:
-        """Whether a request may enter now. While open it is the probe; if nothing comes of it, another follows."""
-        if not self.open:
-            return True
-        if now < self._retry_at:
-            return False
-        self._probing, self._retry_at = True, now + self._wait
-        return True
-
-
-class Runtime:
-    """One served policy. `start` returns when the slot is ready or has failed; `admit` says whether it may be asked."""
-
-    def __init__(self, config: ServeConfig, export: Export, on_fatal: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, config: ServeConfig, exports: Mapping[str, Export], on_fatal: Callable[[], None] | None = None
+    ) -> None:
         self.config = config
-        self.export = export
+        self.exports = dict(exports)
+        self.served = tuple(slot for slot in exports if slot != SHADOW)
         self.state = "initializing"
         self.error = ""
-        self.unusable = False  # the export itself is wrong: there is nothing to wait for
+        self.unusable = False  # an export itself is wrong: there is nothing to wait for
         self.metrics = Metrics()
-        self.crashes = Crashes(config.max_consecutive_crashes, config.probe_cooldown_s)
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
         self.trace: TraceWriter | None = None
+        self.recorder: Recorder | None = None
         self.failures = FailureLog()
         self.workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-worker")
-        self.embodiment = export.embodiment.name or "unknown"
+        self.rollout = self._rollout()
+        self.slots: dict[str, Slot] = {}
+        self.shadow: Shadowing | None = None
         self._on_fatal = on_fatal
-        self.metrics.add_slot(SLOT, self.embodiment, self._queued, self._in_flight)
-        self._policy: Policy | None = None
+        for slot, export in exports.items():
+            name = export.embodiment.name or "unknown"
+            self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot))
         self._batcher: Batcher | None = None
+        self._loading = 0  # policies being loaded beside the others
+        self._watch_until: dict[str, float] = {}
         self._started = False
         self._clean = True
+        self._stopped = False
 
     @property
     def policy(self) -> Policy:
-        """The loaded policy."""
-        assert self._policy is not None
-        return self._policy
+        """What new requests of the first slot are asked of."""
+        return self.slots[self.served[0]].policy
+
+    @property
+    def export(self) -> Export:
+        """The first slot's."""
+        return self.slots[self.served[0]].policy.export if self.slots else self.exports[self.served[0]]
 
     @property
     def batcher(self) -> Batcher:
-        """The driver of its device."""
+        """The driver of the device."""
         assert self._batcher is not None
         return self._batcher
 
     @property
     def loaded(self) -> bool:
-        """Whether the policy is there and its device runs."""
+        """Whether the policies are there and their device runs."""
         return self._started
 
     @property
     def health(self) -> str:
         """The state as /health tells it."""
-        return "degraded" if self.state == "ready" and self.crashes.open else self.state
+        return "degraded" if self.state == "ready" and self.rollout.breaker.verdict == "degraded" else self.state
 
     async def start(self) -> None:
         """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept.
@@ -152,9 +135,9 @@ class Runtime:
         self._clean = False
         try:
             self.state = "loading"
-            self._policy = await _in_thread(self._load)
+            policies = await _in_thread(self._load)
             self.state = "warming"
-            self._batcher = self._build(self._policy)
+            self._batcher = self._build(policies)
             await self._batcher.start(self._warm)
         except Exception as error:
             self.state = "warmup_failed"
@@ -171,16 +154,19 @@ class Runtime:
         gc.freeze()  # what is loaded stays: the collector need not look at it again
         self._started = True
         self.state = "ready"
-        if self.slo is not None:
-            self._check_slo(self.slo)
+        self.rollout.begin(time.monotonic())
+        asyncio.get_running_loop().call_later(TICK, self._tick)
 
     async def stop(self, timeout: float) -> bool:
         """Drain within `timeout` seconds, answer the rest. Returns whether no thread of the runtime is left."""
+        self._stopped = True
         if self._started:
             ended = await self.batcher.close(drain=True, timeout=timeout)
-            self._clean = ended and not self.batcher.device.hung
+            self._clean = ended and not self.batcher.device.hung and not self._loading
         if self.trace is not None:
             self.trace.close()
+        if self.recorder is not None:
+            self.recorder.close()
         self.workers.shutdown(wait=False, cancel_futures=True)
         return self._clean
 
@@ -188,6 +174,8 @@ class Runtime:
         """Say that the end has begun; the door turns away what comes."""
         if self.state != "warmup_failed":
             self.state = "draining"
+        if self.shadow is not None:
+            self.shadow.close()
 
     def need_policy(self) -> None:
         """Raise when there is no policy to ask."""
@@ -198,91 +186,236 @@ class Runtime:
                 raise NotReady(f"the policy could not be started: {self.error}", state=self.state)
             raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
 
-    def admit(self) -> None:
-        """Raise when the policy may not be asked now, for its crashes or for its latency."""
-        if not self.crashes.admits(time.monotonic()):
-            raise Degraded(
-                f"{self.crashes.count} batches crashed in a row",
-                retry_after=60.0,
-                consecutive_crashes=self.crashes.count,
-            )
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def place(self, episode_id: str | None, request_id: str) -> Placement:
+        """Who answers the request. Raises when nobody may be asked now, for its crashes or for its latency."""
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
+        return self.rollout.place(episode_id, request_id, time.monotonic())
 
-    def answered(self, outcome: str, status: int, latency: float, served_in: float, ticket: Ticket | None) -> None:
-        """The server answered a request; goes into the event stream.
-
-        latency: seconds from its head to its answer; served_in: from its last byte.
-        """
-        event = RequestAnswered(time.monotonic(), SLOT, outcome, status, latency, ticket)
+    def answered(self, event: RequestAnswered, served_in: float) -> None:
+        """The server answered a request; goes into the event stream. served_in: seconds from its last byte."""
         self.metrics(event)
-        if self.slo is not None and status == 200:
+        ticket = event.ticket
+        if ticket is not None or event.outcome == "ok":
+            self.rollout.answered(event.slot, event.outcome, event.latency)
+        if self.recorder is not None:
+            self.recorder(event)
+        if self.slo is not None and event.status == 200:
             self.slo.served(served_in, event.at)
-        if outcome == "failed" and ticket is not None and isinstance(ticket.outcome, Failed):
+        if event.outcome == "failed" and ticket is not None and isinstance(ticket.outcome, Failed):
             self.failures.tell(event.at, ticket.id, ticket.outcome.error)
 
-    def _check_slo(self, slo: SloTracker) -> None:
-        slo.check(time.monotonic())
-        asyncio.get_running_loop().call_later(slo.PERIOD, self._check_slo, slo)
+    # -- the operator --------------------------------------------------------------------------------------------------
+
+    def inject(self, texts: Sequence[str]) -> None:
+        """From the next batch on these faults, and no others. ConfigError naming what is wrong."""
+        for slot, faults in faults_of(texts, tuple(self.slots), "faults").items():
+            self.slots[slot].inject(faults)
+        log.warning("FAULT INJECTION: %s", ", ".join(texts) or "none any more")
+
+    @property
+    def faults(self) -> list[str]:
+        """Those in force."""
+        return [str(fault) for slot in self.slots.values() for fault in slot.faults]
+
+    async def exchange(self, slot: str, path: Path) -> Version:
+        """Put another policy into a slot: load it beside, warm it, switch. ConfigError leaves everything as it is."""
+        if slot not in self.slots:
+            raise NotFound(f"no slot {slot[:20]!r}: {', '.join(self.slots)}")
+        if self.config.captured_sizes:
+            raise Conflict("with --cuda-graphs no policy can be exchanged: graphs belong to the thread that made them")
+        self.rollout.may_exchange()
+        export = await _in_thread(lambda: Export.load(path))
+        holder = self.slots[slot]
+        self._fits(holder, export)
+        self._loading += 1  # of one that is given up, the thread goes on
+        try:
+            policy = await _in_thread(lambda: load(self.config, slot, export))
+            version = holder.made(policy)
+            warm = await _in_thread(lambda: _warmed(policy))
+        except Exception:
+            self._loading -= 1
+            raise
+        self._loading -= 1
+        self.batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(slot)))
+        now, guarded = time.monotonic(), bool(self.config.guard) and slot in self.served
+        holder.exchange(version, keep=guarded)
+        self.rollout.exchanged(slot, now)
+        if guarded:
+            self.rollout.watch(slot)
+            self._watch_until[slot] = now + Ramp.every_of(self.config.ramp_every)
+        if self.shadow is not None and slot == SHADOW:
+            self.shadow.resume()
+        self.rollout.changed(now, "load", f"slot {slot} is now {version.name}", {"path": str(export.path)})
+        return version
+
+    def _fits(self, holder: Slot, export: Export) -> None:
+        """ConfigError when an export cannot take the place of what the slot has."""
+        others = {slot: held.policy.export for slot, held in self.slots.items()}
+        check_alike({**others, holder.name: export})
+        if export.export_kind != holder.policy.export.export_kind:
+            raise ConfigError(
+                f"{export.path}: export_kind: found {export.export_kind!r}, expected "
+                f"{holder.policy.export.export_kind!r} as in slot {holder.name}: what its batches cost was learned so"
+            )
+        provider = PROVIDERS.get(self.config.provider, self.config.provider)
+        loaded = sum(held.loaded for held in self.slots.values())
+        check_two_policies([*others.values(), export], environment(), provider, policies=loaded + 1)
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _load(self) -> Policy:
+    def _rollout(self) -> Rollout:
         config = self.config
-        return load_policy(
-            self.export,
-            slot=SLOT,
-            provider=PROVIDERS.get(config.provider, config.provider),
-            threads=config.threads,
-            cache_bytes=int(config.prefix_cache_mb * 2**20),
-            max_age_chunks=config.prefix_max_age_chunks,
-            captured_sizes=config.captured_sizes,
+        guard = RampGuard.parse(config.guard) if config.guard else None
+        ramp = None
+        if config.ramp:
+            shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
+
+            def ramp(comparison: Comparison, now: float) -> Ramp:
+                return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
+
+        return Rollout(
+            self.served,
+            Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
+            config.split,
+            ramp,
+            guard,
+            config.ramp_margin / 100.0,
+            on_change=self._changed,
+            on_moved=self._moved,
         )
 
-    def _build(self, policy: Policy) -> Batcher:
+    def _load(self) -> dict[str, Policy]:
+        check_alike(self.exports)
+        return {slot: load(self.config, slot, export) for slot, export in self.exports.items()}
+
+    def _build(self, policies: Mapping[str, Policy]) -> Batcher:
         config = self.config
-        group = GroupConfig(
-            name=SLOT,
-            flush=FlushPolicy.window(
-                config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3, config.max_batch_size
-            ),
-            capacity=config.max_queue,
-            max_in_flight_per_client=config.max_in_flight_per_client,
-            latest_only=config.latest_only,
-            cost=lambda: policy.cost_model(affine=config.cost_model == "affine"),
-            controller=Budget(self.slo if config.slo_mode == "degrade" else None),
-        )
-        guard = ActionGuard(policy.export.embodiment, SLOT, "hold" if config.on_bad_action == "hold" else "error")
-        faults = [parse_fault(text) for text in config.inject_fault]
-        processor = served_by(policy, guard, faults, config.inject_latency_ms / 1e3)
-        batcher = Batcher(
-            {SLOT: processor}, [group], [self.metrics, self._sink], config.watchdog_s, on_fatal=self._on_fatal
-        )
+        faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
+        self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
+        slo = self.slo if config.slo_mode == "degrade" else None
+        groups = [group_of(config, slot, policy, Budget(slo)) for slot, policy in policies.items()]
+        processors = {slot: holder.processor for slot, holder in self.slots.items()}
+        sinks: list[Callable[[Event], None]] = [self.metrics, _Verdict(self.rollout)]
+        batcher = Batcher(processors, groups, sinks, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW})
         if config.trace:
-            self.trace = TraceWriter(config.trace, [group])
+            self.trace = TraceWriter(config.trace, groups)
             batcher.add_sink(self.trace)
+        if config.record:
+            recorder = self.recorder = Recorder(
+                config.record,
+                header_of(config, self.slots, groups),
+                gzip=not config.record_no_gzip,
+                images=config.record_images,  # type: ignore[arg-type]
+            )
+            batcher.add_sink(recorder)
+            self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
+        if SHADOW in self.slots:
+            self.shadow = Shadowing(
+                self.slots[SHADOW], batcher, self.workers, config.shadow_sample, self.metrics, self._compared,
+                lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
+            )
+            batcher.add_sink(self.shadow)
         return batcher
 
-    def _queued(self) -> float:
-        return self._batcher.scheduler.queued(SLOT) if self._batcher is not None else 0.0
-
-    def _in_flight(self) -> float:
-        return self._batcher.scheduler.unsettled(SLOT) if self._batcher is not None else 0.0
-
     def _warm(self) -> None:
-        self.policy.warm_up(WARM_SIZES).teach(self.batcher.scheduler.cost_model(SLOT))
+        for slot, holder in self.slots.items():
+            ran = holder.policy.warm_up(WARM_SIZES)
+            ran.teach(self.batcher.scheduler.cost_model(slot))
+            learned = warmed(ran.batches, ran.finished)
+            if self.recorder is not None and learned is not None:
+                self.recorder.header["warm"][slot] = learned
 
-    def _sink(self, event: Event) -> None:
-        was_open = self.crashes.open
+    def _tick(self) -> None:
+        """Once a second, whatever happens."""
+        if self._stopped:
+            return
+        try:
+            self._look(time.monotonic())
+        except Exception:
+            log.exception("what happens once a second failed")
+        asyncio.get_running_loop().call_later(TICK, self._tick)
+
+    def _look(self, now: float) -> None:
+        if self.slo is not None:
+            self.slo.check(now)
+        for slot in self.rollout.evaluate(now):
+            back = self.slots[slot].go_back()
+            if back is not None:
+                self.rollout.exchanged(slot, now)
+                self.rollout.changed(now, "load", f"slot {slot} is {back.name} again: the guard tripped", {})
+        for slot, until in list(self._watch_until.items()):
+            if now >= until:
+                del self._watch_until[slot]
+                self.rollout.unwatch(slot)
+                self.slots[slot].settle()
+        for slot, holder in self.slots.items():
+            if holder.loaded > 1:
+                for version in holder.let_go(self._active(slot)):
+                    log.info("slot %s: %s is unloaded", slot, version.name)
+
+    def _active(self, slot: str) -> list[Hashable]:
+        """Partitions of the slot's group that hold tickets; the device thread changes them."""
+        found: list[Hashable] = self.batcher.device.input(lambda scheduler, now: scheduler.partitions(slot))
+        return found
+
+    def _changed(self, change: Change) -> None:
+        if self.recorder is not None:
+            self.recorder.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
+
+    def _compared(self, request_id: str, slot: str, found: Difference) -> None:
+        if self.recorder is not None:
+            self.recorder.note("shadow", request_id=request_id, slot=slot, **asdict(found))
+
+    def _moved(self, episodes: Sequence[str]) -> None:
+        """They go on elsewhere: what they had carried over would be a jump there."""
+        for slot in self.slots.values():
+            tails = getattr(slot.policy, "tails", None)
+            if tails is not None:
+                for episode in episodes:
+                    tails.forget(episode)
+
+    def _queued(self, slot: str) -> float:
+        return self._batcher.scheduler.queued(slot) if self._batcher is not None else 0.0
+
+    def _in_flight(self, slot: str) -> float:
+        return self._batcher.scheduler.unsettled(slot) if self._batcher is not None else 0.0
+
+
+class _Verdict:
+    """The sink that tells the breaker of crashed and of clean calls.
+
+    A clean call is one that answered somebody: a prefix that worked before a denoise step that crashed proves nothing.
+    """
+
+    events = frozenset({BatchFinished, RequestSettled})
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._clean = ""  # the slot whose batch came back and has not answered yet
+
+    def __call__(self, event: Event) -> None:
         if isinstance(event, BatchFinished):
+            self._clean = "" if event.crashed else event.batch.group
             if event.crashed:
-                self.crashes.crashed(event.at)
-        elif isinstance(event, RequestSettled) and isinstance(event.ticket.outcome, Done):
-            self.crashes.answered()
-        if self.crashes.open and not was_open:
-            log.warning("degraded: %d batches crashed in a row; only a probe is let in", self.crashes.count)
-        elif was_open and not self.crashes.open:
-            log.warning("no longer degraded: a request was answered")
+                self._rollout.crashed(event.batch.group, event.at)
+        elif self._clean and isinstance(event, RequestSettled):
+            ticket = event.ticket
+            if isinstance(ticket.outcome, Done) and ticket.request.group == self._clean:
+                self._rollout.computed(self._clean, event.at)
+                self._clean = ""
+
+
+def _warmed(policy: Policy) -> WarmUp:
+    """A policy that cannot answer noise is a wrong export, whatever it says."""
+    try:
+        return policy.warm_up(WARM_SIZES)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{policy.export.path}: it does not answer: {error}") from error
 
 
 async def _in_thread(function: Callable[[], T]) -> T:

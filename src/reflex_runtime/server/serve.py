@@ -11,7 +11,7 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import uvicorn
 from prometheus_client import disable_created_metrics
@@ -67,7 +67,7 @@ def loop_factory() -> asyncio.AbstractEventLoop:
 
 def serve(
     config: ServeConfig,
-    export: Export,
+    exports: Mapping[str, Export],
     sock: socket.socket,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Runtime], None] | None = None,
@@ -75,17 +75,18 @@ def serve(
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
-    on_listening: called on the loop once the port answers; on_ready: once the policy is warm or has failed.
+    exports: by slot, see `Runtime`. on_listening: called on the loop once the port answers; on_ready: once the policies
+    are warm or have failed.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(config, export, sock, on_listening, on_ready))
+        return runner.run(_serve(config, exports, sock, on_listening, on_ready))
 
 
 async def _serve(
     config: ServeConfig,
-    export: Export,
+    exports: Mapping[str, Export],
     sock: socket.socket,
     on_listening: Callable[[], None] | None,
     on_ready: Callable[[Runtime], None] | None,
@@ -99,7 +100,7 @@ async def _serve(
         log.error("the device was lost twice; answering what is left and leaving")
         stop.set()
 
-    runtime = Runtime(config, export, give_up)
+    runtime = Runtime(config, exports, give_up)
     app = App(runtime)
     server = _Uvicorn(
         uvicorn.Config(
@@ -153,7 +154,7 @@ async def _drain(config: ServeConfig, runtime: Runtime, app: App, server: uvicor
     await _read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
     app.close()
     runtime.drain()
-    log.info("draining: %d requests are being answered", app.active)
+    log.info("draining: %d requests are being answered", app.door.active)
     if not await _idle(app, min(until, loop.time() + READING_GRACE)):
         app.give_up_reading()
         await _idle(app, until)
@@ -169,7 +170,7 @@ async def _read_what_arrived(server: uvicorn.Server, app: App) -> None:
     until = loop.time() + ARRIVED
     seen, quiet = (-1, -1, -1), 0
     while quiet < _TURNS and loop.time() < until:
-        found = (len(server.server_state.connections), app.asked, app.active)
+        found = (len(server.server_state.connections), app.door.asked, app.door.active)
         quiet = quiet + 1 if found == seen else 0
         seen = found
         await asyncio.sleep(0)
@@ -179,5 +180,5 @@ async def _idle(app: App, until: float) -> bool:
     """Wait until nothing is being answered; False when that took too long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
-            await app.idle.wait()
-    return not app.active
+            await app.door.idle.wait()
+    return not app.door.active

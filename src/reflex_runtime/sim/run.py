@@ -101,6 +101,7 @@ def simulate(
     seed: int = 0,
     blind: bool = False,
     sinks: Sequence[Callable[[Event], None]] = (),
+    outcome: Callable[[Ticket, float], Outcome] | None = None,
 ) -> Run:
     """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
 
@@ -108,8 +109,10 @@ def simulate(
     warmup: seconds at the start that reports leave out.
     blind: hide time limits from the scheduler; answers are still measured by them.
     sinks: called with every event of the scheduler.
+    outcome: what the processor answers for a ticket that was granted so many units; by default Done when that was all
+    it wanted, else another step of the same stage.
     """
-    return _Loop(scheduler, service, duration, warmup, seed, blind, sinks).run(workload)
+    return _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome).run(workload)
 
 
 class _Loop:
@@ -122,8 +125,9 @@ class _Loop:
         seed: int,
         blind: bool,
         sinks: Sequence[Callable[[Event], None]],
+        outcome: Callable[[Ticket, float], Outcome],
     ) -> None:
-        self._scheduler, self._service, self._sinks = scheduler, service, sinks
+        self._scheduler, self._service, self._sinks, self._outcome = scheduler, service, sinks, outcome
         self._seed, self._blind = seed, blind
         self._noise = Random(f"{seed}/device")
         self._clock = JumpingClock()
@@ -188,7 +192,7 @@ class _Loop:
         self._at(now + taken, lambda: self._finish(batch, taken))
 
     def _finish(self, batch: Batch, taken: float) -> None:
-        outcomes = [_outcome(ticket, units) for ticket, units in batch.grants.items()]
+        outcomes = [self._outcome(ticket, units) for ticket, units in batch.grants.items()]
         self._scheduler.complete(batch, outcomes, taken, self._clock.now())
         self._run.batches.append(
             Ran(batch.scheduled_at, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)

@@ -7,7 +7,8 @@ lists them; a test fails on a series that it does not move.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -15,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from reflex_runtime.core.batch import Done, FlushReason
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
-from reflex_runtime.telemetry.series import Counter, Histogram
+from reflex_runtime.telemetry.series import Counter, CounterChild, Histogram
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -26,7 +27,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 
 class Metrics:
     """A sink that keeps every series of the contract.
 
-    Chunks of actions tell their cache outcome and steps through `value.cache` and `value.denoising_steps`.
+    Chunks of actions tell their cache outcome and steps through `value.cache` and `value.denoising_steps`. What was
+    done to them stands in their batch's notes: `clamped`, `held`, `refused`, `rtc`, `steps_spared`, `injected_ms`.
     """
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
@@ -65,7 +67,35 @@ class Metrics:
         self._hit = Counter("reflex_cache_hit_total", "Prefix cache hits", _LABELS, registry=r)
         self._miss = Counter("reflex_cache_miss_total", "Prefix cache misses", _LABELS, registry=r)
         self._steps = Counter("reflex_denoise_steps_total", "Denoise steps, summed over requests", _LABELS, registry=r)
+        self._spared = Counter(
+            "reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out", _LABELS, registry=r
+        )
+        self._guard = Counter(
+            "reflex_guard_total", "Chunks the action guard changed or refused", (*_LABELS, "result"), registry=r
+        )
+        self._rtc = Counter("reflex_rtc_total", "Chunks that continued their episode's last one", _LABELS, registry=r)
+        self._injected = Counter(
+            "reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added", _LABELS, registry=r
+        )
+        self._unrecorded = Counter(
+            "reflex_recording_dropped_total", "Lines missing from the recording, of all slots", _LABELS, registry=r
+        )
+        self._stopped = Gauge(
+            "reflex_recording_failed", "1 when a disk error ended the recording, of all slots", _LABELS, registry=r
+        )
+        self._episodes = Counter(
+            "reflex_episode_outcomes_total", "Episodes by how they ended", (*_LABELS, "success"), registry=r
+        )
+        self._delay = Histogram(
+            "reflex_shadow_delay_seconds", "What served requests waited for a shadow step that ran when they came",
+            _LABELS, buckets=_SECONDS, registry=r,
+        )
+        self._apart = Histogram(
+            "reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", _LABELS,
+            buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), registry=r,
+        )
         self._slots: dict[str, _Slot] = {}
+        self._recording: tuple[Callable[[], float], CounterChild] | None = None
 
     def add_slot(
         self, slot: str, embodiment: str, queue_depth: Callable[[], float], in_flight: Callable[[], float]
@@ -74,7 +104,16 @@ class Metrics:
         labels = (embodiment, slot)
         self._depth.labels(*labels).set_function(queue_depth)
         self._in_flight.labels(*labels).set_function(in_flight)
+        if not self._slots:
+            self._unrecorded.labels(*labels)
+            self._stopped.labels(*labels)
         self._slots[slot] = _Slot(self, labels)
+
+    def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
+        """What is recorded, read at scrape time. One file for all slots: it is told under the first of them."""
+        labels = next(iter(self._slots.values())).labels
+        self._recording = (dropped, self._unrecorded.labels(*labels))
+        self._stopped.labels(*labels).set_function(failed)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchScheduled):
@@ -84,8 +123,23 @@ class Metrics:
         elif isinstance(event, RequestAnswered):
             self._slots[event.slot].answered(event)
 
+    def ended(self, slot: str, success: bool) -> None:
+        """An episode of the slot ended."""
+        self._slots[slot].episodes[success].inc()
+
+    def delayed(self, slot: str, seconds: float) -> None:
+        """A served request waited so long for a step of the shadow."""
+        self._slots[slot].delay.observe(seconds)
+
+    def diverged(self, slot: str, mean: float) -> None:
+        """A shadow chunk was compared: the mean absolute difference, in the robot's units."""
+        self._slots[slot].apart.observe(mean)
+
     def render(self) -> bytes:
         """The text page."""
+        if self._recording is not None:
+            dropped, told = self._recording
+            told.value = float(dropped())
         return generate_latest(self.registry)
 
 
@@ -93,6 +147,7 @@ class _Slot:
     """The children of one slot, looked up once: `labels()` costs more than the observation."""
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
+        self.labels = labels
         self.cost = metrics._cost.labels(*labels)
         self.size = metrics._size.labels(*labels)
         self.flush = {reason: metrics._flush.labels(*labels, reason.value) for reason in FlushReason}
@@ -105,6 +160,15 @@ class _Slot:
         self.hit = metrics._hit.labels(*labels)
         self.miss = metrics._miss.labels(*labels)
         self.steps = metrics._steps.labels(*labels)
+        self.noted = {name: metrics._guard.labels(*labels, name) for name in ("clamped", "held", "refused")} | {
+            "rtc": metrics._rtc.labels(*labels),
+            "steps_spared": metrics._spared.labels(*labels),
+        }
+        self.injected = metrics._injected.labels(*labels)
+        self.episodes = {ok: metrics._episodes.labels(*labels, "true" if ok else "false") for ok in (True, False)}
+        if labels[1] == "shadow":
+            self.delay = metrics._delay.labels(*labels)
+            self.apart = metrics._apart.labels(*labels)
         self._captured: deque[bool] = deque(maxlen=100)
 
     def scheduled(self, event: BatchScheduled) -> None:
@@ -127,6 +191,15 @@ class _Slot:
             self.graph.set(sum(self._captured) / len(self._captured))
         if batch.stage == "denoise":
             self.steps.inc(len(batch))
+        if batch.notes:
+            self._noted(batch.notes)
+
+    def _noted(self, notes: Mapping[str, Any]) -> None:
+        for name, series in self.noted.items():
+            if name in notes:
+                series.inc(notes[name])
+        if "injected_ms" in notes:
+            self.injected.inc(notes["injected_ms"] / 1e3)
 
     def answered(self, event: RequestAnswered) -> None:
         self.requests[event.outcome].inc()

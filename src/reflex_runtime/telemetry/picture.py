@@ -1,9 +1,9 @@
 """The picture of a batch trace: who shared which batch, because a schedule is understood by looking at it.
 
 Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), which
-stage ran (where there are several), why each batch left, predicted against measured time, and how long those that
-entered had waited. Too many batches to draw one by one are averaged, and the picture says so. The same trace gives the
-same bytes.
+stage ran and of which group (where there are several), why each batch left, predicted against measured time, and how
+long those that entered had waited. Too many batches to draw one by one are averaged, and the picture says so. The same
+trace gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -161,9 +161,17 @@ def write_pictures(
     milliseconds, split by units granted. Raises ConfigError when the groups' units cannot share an axis, or a file
     cannot be written.
     """
+    drawing = _prepare(trace, batches, units)
+    return saved(prefix, lambda: _draw(drawing, trace, batches), "; choose another, or --no-picture")
+
+
+def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "") -> tuple[Path, Path]:
+    """Draw in the house's style and save as PREFIX.svg and PREFIX.png; the same figure gives the same bytes.
+
+    Raises ConfigError, with the hint, when a file cannot be written.
+    """
     import matplotlib
 
-    drawing = _prepare(trace, batches, units)
     style: dict[str, Any] = {
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so every machine places text alike
@@ -185,13 +193,12 @@ def write_pictures(
     svg, png = prefix.with_name(prefix.name + ".svg"), prefix.with_name(prefix.name + ".png")
     with matplotlib.rc_context(cast(Any, style)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # ids may be in any script
-        figure = _draw(drawing, trace, batches)
+        figure = draw()
         try:
             figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
             figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
         except OSError as error:
-            why = error.strerror or error
-            raise ConfigError(f"--out={prefix}: cannot be written: {why}; choose another, or --no-picture") from error
+            raise ConfigError(f"--out={prefix}: cannot be written: {error.strerror or error}{hint}") from error
     return svg, png
 
 
@@ -322,8 +329,11 @@ def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Fi
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 6.0), facecolor="white")
-    stages = list(dict.fromkeys(b.stage for b in trace.batches))  # of the trace: a window of it shows the same colours
-    staged = len({b.stage for b in batches}) > 1
+    several = len({b.group for b in trace.batches}) > 1
+    # Of the trace, so that a window of it shows the same colours.
+    known = sorted(trace.batches, key=lambda b: b.group) if several else trace.batches
+    stages = list(dict.fromkeys(_stage(b, several) for b in known))
+    staged = len({_stage(b, several) for b in batches}) > 1
     ratios = (10, 0.8, 0.8, 3, 3) if staged else (10, 0.8, 3, 3)
     heights = {"height_ratios": ratios, "hspace": 0.5 if staged else 0.42}
     box = {"left": 0.075, "right": 0.985, "top": 0.835, "bottom": 0.08}
@@ -337,7 +347,7 @@ def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Fi
     main.set_xlim(-0.6, slots - 0.4)
     marked = _draw_bars(main, drawing, slots)
     if staged:
-        _draw_stages(panels[1], drawing.bars, stages)
+        _draw_stages(panels[1], drawing.bars, stages, several)
     _draw_causes(why, drawing.bars)
     _draw_times(time, drawing.bars)
     _draw_waits(wait, drawing.bars)
@@ -441,11 +451,16 @@ def _draw_bars(axes: Axes, drawing: _Drawing, slots: int) -> bool:
     return marked or bool(small)
 
 
-def _draw_stages(axes: Axes, bars: Sequence[_Bar], stages: Sequence[str]) -> None:
+def _stage(batch: TracedBatch, several: bool) -> str:
+    """Which part of a request it was; with several groups, and of which."""
+    return f"{batch.group} {batch.stage}".strip() if several else batch.stage
+
+
+def _draw_stages(axes: Axes, bars: Sequence[_Bar], stages: Sequence[str], several: bool) -> None:
     from matplotlib.patches import Patch
 
     kinds = {stage: ("", _STAGES[i % len(_STAGES)]) for i, stage in enumerate(stages)}
-    total = _strip(axes, "stage", [Counter(b.stage for b in bar.batches) for bar in bars], kinds)
+    total = _strip(axes, "stage", [Counter(_stage(b, several) for b in bar.batches) for bar in bars], kinds)
     told = [stage for stage in stages if total[stage]]
     handles = [
         Patch(facecolor=kinds[s][1], label=f"{plain(s or 'no stage')} {total[s]:,}") for s in told[: len(_STAGES)]

@@ -7,19 +7,15 @@ feeds and tokens: a batch is a map from request to units, whatever the units are
 
 from __future__ import annotations
 
-import gzip
 import platform
-import threading
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from functools import partial
 from math import inf
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
-from typing import IO, Any, Literal, Self, cast
+from typing import Any, Self
 
 import msgspec
 
@@ -28,6 +24,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.telemetry.lines import LineFile, LineReader, LineWriter, text, utc
 from reflex_runtime.version import __version__
 
 SCHEMA_VERSION = 1
@@ -72,6 +69,7 @@ class Member(msgspec.Struct):
     units: what this batch granted it. asked: what it wanted when it arrived.
     state: `waiting` when it entered from the queue with this batch, `resident` when it stayed from an earlier one.
     age: seconds from its arrival until the batch was scheduled; for one that entered, the time it waited.
+    limit: seconds it was given to be answered in, from its arrival; None without a deadline.
     outcome: `done`, `more` (it stays for another step), or how it ended: `failed`, `cancelled`, …; None if unknown.
     """
 
@@ -82,6 +80,7 @@ class Member(msgspec.Struct):
     asked: float
     state: str
     age: float
+    limit: float | None = None
     outcome: str | None = None
 
 
@@ -133,7 +132,8 @@ class TraceWriter:
     """A sink that writes every batch of one scheduler to `path` when it finishes; `.gz` compresses.
 
     groups: the scheduler's groups, so that the file says what its numbers mean. capacity: most batches waiting to be
-    written; beyond it they are dropped and counted, serving is never held up. clock: the driver's.
+    written; beyond it, and after a disk error, they are dropped and counted; serving is never held up. clock: the
+    driver's.
 
     The sink copies values and returns; a thread of its own does everything else. A disk error ends the trace, is kept
     in `error`, and reaches nobody else. Raises ConfigError at once when the file cannot be opened.
@@ -149,25 +149,30 @@ class TraceWriter:
         if not capacity >= 1:
             raise ConfigError(f"TraceWriter.capacity={capacity!r}: must be >= 1 batches")
         self.path = Path(path)
-        self.error: OSError | None = None
-        self.dropped = 0  # batches that found the queue full
-        self._capacity = capacity
-        self._queue: SimpleQueue[TracedBatch | None] = SimpleQueue()
         self._queued: dict[int, int] = {}  # batch in flight → how many waited behind it
         self._open: TracedBatch | None = None  # finished; the outcomes of its members are the next events
         self._next = 0  # the member whose outcome comes next
-        self._closed = False
         self._origin = clock()
         self._groups = {config.name: _info(config) for config in groups}
         self._header = Header(
-            SCHEMA_VERSION, _utc(), self._origin, __version__, platform.python_version(), self._groups
+            SCHEMA_VERSION, utc(), self._origin, __version__, platform.python_version(), self._groups
         )
         try:
-            file = _open(self.path, "wb")
+            self._file = LineFile(self.path, self.path.suffix == ".gz")
         except OSError as error:
             raise ConfigError(f"TraceWriter.path={str(path)!r}: cannot be written: {error.strerror}") from error
-        self._thread = threading.Thread(target=self._main, args=(file,), name="reflex-trace", daemon=True)
-        self._thread.start()
+        self._written = 0
+        self._lines = LineWriter("reflex-trace", self._start, self._encode, self._finish, capacity, eager=True)
+
+    @property
+    def error(self) -> OSError | None:
+        """The disk error that ended the trace."""
+        return self._lines.error
+
+    @property
+    def dropped(self) -> int:
+        """Batches that are not in the file."""
+        return self._lines.dropped
 
     def __call__(self, event: Event) -> None:
         """Take an event. Costs a copy of a few values per batch and member; never waits."""
@@ -181,12 +186,8 @@ class TraceWriter:
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is queued and the footer. Returns whether all of it reached the file within `timeout` seconds."""
-        if not self._closed:
-            self._flush()
-            self._closed = True
-            self._queue.put(None)
-        self._thread.join(timeout)
-        return not self._thread.is_alive() and self.error is None
+        self._flush()
+        return self._lines.close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -198,10 +199,7 @@ class TraceWriter:
         self._flush()
         batch = event.batch
         queued = self._queued.pop(batch.id, None)
-        if self._closed or self.error is not None:
-            return
-        if self._queue.qsize() >= self._capacity:
-            self.dropped += 1
+        if not self._lines.takes():
             return
         at = batch.scheduled_at
         entered = set(batch.admitted)
@@ -210,7 +208,8 @@ class TraceWriter:
             asked = ticket.request
             state = "waiting" if ticket in entered else "resident"
             age = at - ticket.arrived
-            members.append(Member(ticket.seq, asked.id, str(asked.client), units, asked.wants, state, age))
+            client, limit = str(asked.client), asked.time_limit
+            members.append(Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit))
         info = self._groups.get(batch.group)
         self._open = TracedBatch(
             id=batch.id,
@@ -245,31 +244,20 @@ class TraceWriter:
 
     def _flush(self) -> None:
         if self._open is not None:
-            self._queue.put(self._open)
+            self._lines.put(self._open)
             self._open = None
 
     # -- on the writer's thread ----------------------------------------------------------------------------------------
 
-    def _main(self, file: IO[bytes]) -> None:
-        written = 0
-        try:
-            with file:
-                file.write(_line(self._header))
-                self._settle(file)
-                while (batch := self._queue.get()) is not None:
-                    file.write(_line(_tidy(batch)))
-                    written += 1
-                    self._settle(file)
-                file.write(_line(Footer(_utc(), written, self.dropped)))
-        except OSError as error:
-            self.error = error
-            while not self._queue.empty():
-                self._queue.get()
+    def _start(self) -> tuple[LineFile, bytes]:
+        return self._file, _line(self._header)
 
-    def _settle(self, file: IO[bytes]) -> None:
-        """Let readers see what was written, once nothing else waits. Not when compressing: each flush costs bytes."""
-        if self._queue.empty() and self.path.suffix != ".gz":
-            file.flush()
+    def _encode(self, batch: TracedBatch) -> bytes:
+        self._written += 1
+        return _line(_tidy(batch))
+
+    def _finish(self) -> bytes:
+        return _line(Footer(utc(), self._written, self.dropped))
 
 
 def _info(config: GroupConfig) -> GroupInfo:
@@ -294,6 +282,8 @@ def _tidy(batch: TracedBatch) -> TracedBatch:
         batch.expected = round(batch.expected, 6)
     for member in batch.members:
         member.age = round(member.age, 6)
+        if member.limit is not None:
+            member.limit = round(member.limit, 6)
     return batch
 
 
@@ -302,24 +292,11 @@ def _line(item: Header | TracedBatch | Footer) -> bytes:
         return msgspec.json.encode(item, enc_hook=str) + b"\n"
     except Exception as error:  # callers choose ids, processors write notes: neither may end the trace
         assert isinstance(item, TracedBatch)
-        item.notes = {"unwritable": _text(f"{type(error).__name__}: {error}")}
-        item.partition = _text(item.partition)
+        item.notes = {"unwritable": text(f"{type(error).__name__}: {error}")}
+        item.partition = text(item.partition)
         for member in item.members:
-            member.id, member.client = _text(member.id), _text(member.client)
+            member.id, member.client = text(member.id), text(member.client)
         return msgspec.json.encode(item, enc_hook=str) + b"\n"
-
-
-def _text(value: str) -> str:
-    """Text that UTF-8 can carry."""
-    return value.encode("utf-8", "backslashreplace").decode()
-
-
-def _open(path: Path, mode: Literal["rb", "wb"]) -> IO[bytes]:
-    return cast(IO[bytes], gzip.open(path, mode)) if path.suffix == ".gz" else path.open(mode)
-
-
-def _utc() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -348,71 +325,15 @@ def read_trace(path: str | Path) -> Trace:
     that is not a trace (a torn line with others after it, an empty file, an unknown version) raises TraceError.
     """
     path = Path(path)
-    header: Header | None = None
-    batches: list[TracedBatch] = []
-    footer: Footer | None = None
-    torn: int | None = None
-    decoder = msgspec.json.Decoder(Header | TracedBatch | Footer)
-    for number, line, whole in _lines(path):
-        if not line.strip():
-            continue
-        if torn is not None:
-            raise _bad(path, torn, "not a whole line, and others follow it")
-        if footer is not None:
-            raise _bad(path, number, "comes after the footer")
-        try:
-            if header is None:
-                header = _read_header(line)
-                continue
-            item = decoder.decode(line)
-        except msgspec.ValidationError as error:
-            raise _bad(path, number, f"not a line of a batch trace: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if whole and header is None:
-                raise _bad(path, number, f"not JSON: {error}") from error
-            torn = number
-            continue
-        if isinstance(item, Header):
-            raise _bad(path, number, "a second header")
-        if isinstance(item, Footer):
-            footer = item
-        else:
-            batches.append(item)
-    if header is None:
-        raise _bad(path, torn or 1, "empty, not even a header" if torn is None else "no whole header")
-    return Trace(path, header, batches, footer, torn is not None)
+    decode = msgspec.json.Decoder(Header | TracedBatch | Footer).decode
+    reader: LineReader[Header, TracedBatch] = LineReader(
+        path, Header, Footer, SCHEMA_VERSION, decode, "a batch trace", partial(_bad, path)
+    )
+    batches = list(reader)
+    return Trace(path, reader.header, batches, reader.footer, reader.torn)
 
 
-class _AnyHeader(msgspec.Struct):
-    kind: str = ""
-    schema_version: int = 0
-
-
-def _read_header(line: bytes) -> Header:
-    """The header, its version first: another version may have other keys."""
-    found = msgspec.json.decode(line, type=_AnyHeader)
-    if found.kind != "header":
-        raise msgspec.ValidationError(f"the first line is a {found.kind!r}, not a header")
-    if found.schema_version != SCHEMA_VERSION:
-        raise msgspec.ValidationError(f"schema_version {found.schema_version}; this release reads {SCHEMA_VERSION}")
-    return msgspec.json.decode(line, type=Header)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
-    """(number from 1, line, whether it ended in a newline). A compressed file that was cut off just ends."""
-    number = 0
-    try:
-        with _open(path, "rb") as file:
-            for line in file:
-                number += 1
-                yield number, line, line.endswith(b"\n")
-    except EOFError:
-        return
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise _bad(path, number + 1, f"not readable as gzip: {error}") from error
-    except OSError as error:
-        raise TraceError(f"{path}: {error.strerror or error}", path=str(path)) from error
-
-
-def _bad(path: Path, line: int, what: str) -> TraceError:
+def _bad(path: Path, what: str, line: int | None) -> TraceError:
+    if line is None:
+        return TraceError(f"{path}: {what}", path=str(path))
     return TraceError(f"{path}, line {line}: {what}", path=str(path), line=line)

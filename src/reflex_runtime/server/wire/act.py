@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -54,6 +55,9 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         Literal["urgent", "default", "background"], _says("urgent goes first and at once, background fills free places")
     ] = "default"
     deadline_ms: Annotated[float | None, _says("refused before it runs when it cannot be answered within this")] = None
+    executed: Annotated[
+        int | None, _says("actions of the episode's last chunk executed when this was seen; for --rtc")
+    ] = None
 
 
 class ActJson(_Common, kw_only=True):
@@ -80,7 +84,7 @@ _json = msgspec.json.Decoder(ActJson)
 _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
 _encode_json = msgspec.json.Encoder()
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN = re.compile(r"unknown field `(.*)`")
+_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*)`")
 
 
 def invalid(field: str, message: str) -> InvalidRequest:
@@ -91,14 +95,18 @@ def invalid(field: str, message: str) -> InvalidRequest:
 def decode(body: bytes, packed: bool) -> ActFields:
     """The validated fields, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
     fields: ActFields = _decode_msgpack(body) if packed else _decode_json(body)
-    for name in ("episode_id", "request_id", "robot_id"):
-        value = getattr(fields, name)
-        if value is not None:
-            check_id(name, value)
+    if fields.episode_id is not None:
+        check_id("episode_id", fields.episode_id)
+    if fields.request_id is not None:
+        check_id("request_id", fields.request_id)
+    if fields.robot_id is not None:
+        check_id("robot_id", fields.robot_id)
     if fields.instruction is not None and not _encodable(fields.instruction):
         raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
     if fields.seed is not None and not 0 <= fields.seed < 2**64:
         raise invalid("seed", f"seed={fields.seed}: must be in [0, 2^64)")
+    if fields.executed is not None and not 0 <= fields.executed <= 1_000_000:
+        raise invalid("executed", f"executed={fields.executed}: must be in [0, 1000000]")
     limit = fields.deadline_ms
     if limit is not None and not 0.0 < limit <= 600_000.0:
         raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")
@@ -109,7 +117,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return _json.decode(body)
     except msgspec.ValidationError as error:
-        raise (_invalid(error) if _is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
+        raise (invalid_field(error) if _is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
@@ -120,7 +128,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return msgspec.convert(value, ActJson)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_field(error) from None
     except UnicodeEncodeError:
         raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
 
@@ -140,12 +148,13 @@ def _decode_msgpack(body: bytes) -> ActMsgpack:
     try:
         return _msgpack.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_field(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(f"the body is not msgpack: {error}") from None
 
 
-def _invalid(error: msgspec.ValidationError) -> InvalidRequest:
+def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    """The 422 that msgspec's message makes."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     path = _PATH.search(text)
@@ -217,6 +226,15 @@ def array_of(array: Array, field: str) -> NDArray[Any]:
         raise invalid(field, f"{field}: shape {array.shape} is no array") from None
 
 
+class Timing(msgspec.Struct):
+    """Where the time of a request went."""
+
+    queue_ms: float
+    batch_ms: float
+    total_ms: float
+    age_ms: float
+
+
 class ActAnswer(msgspec.Struct, omit_defaults=False):
     """The 200 body."""
 
@@ -231,10 +249,12 @@ class ActAnswer(msgspec.Struct, omit_defaults=False):
     config_hash: str
     reflex_version: str
     request_id: str
-    timing: dict[str, float]
+    timing: Timing
     batch: dict[str, Any]
     cache: str
     guard: dict[str, Any] | None = None
+    rtc: Mapping[str, Any] | None = None
+    policy_changed: bool = False
     injected: dict[str, Any] | None = None
 
 
@@ -251,6 +271,13 @@ def encode_msgpack(value: Any) -> bytes:
         actions = np.ascontiguousarray(value.actions, dtype="<f4")
         value.actions = {"dtype": "<f4", "shape": list(actions.shape), "data": actions.tobytes()}
     return msgspec.msgpack.encode(value)
+
+
+def schema_of(kind: type) -> dict[str, Any]:
+    """The schema of one body."""
+    _, components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    found: dict[str, Any] = components[kind.__name__]
+    return found
 
 
 def json_schema() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,0 +1,145 @@
+"""`reflex demo --ab`: v1 against v2, a drill half-way, and the report of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from reflex_runtime.demo.tasks import CONTROL_HZ
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reflex_runtime.demo.drill import Drill, Tally
+    from reflex_runtime.demo.run import DemoResult
+    from reflex_runtime.telemetry.trace import TracedBatch
+
+SPLIT: Final = 80
+COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not for demonstrations
+
+
+def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
+    """Exit status 0 when every robot played all its episodes."""
+    from reflex_runtime.cli.demo import draw, progress, serving, show_latency
+    from reflex_runtime.demo.drill import AGAIN, Drill, Tally, even_run
+    from reflex_runtime.demo.exports import export_dir
+    from reflex_runtime.demo.run import run_demo
+
+    total = args.robots * args.episodes
+    run, of_b = even_run(args.robots, args.episodes, SPLIT)
+    a, b, kept = export_dir("v1", args.kind), export_dir("v2", args.kind), args.out / "recordings"
+    options = ["--policy-a", a, "--policy-b", b, "--split", SPLIT, "--no-rtc", "--record", kept]
+    options += ["--probe-cooldown-s", COOLDOWN]
+    before = _recordings(kept)
+    began = time.monotonic()
+
+    def tell(what: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began:5.1f} s[/dim]  {what}", highlight=False, soft_wrap=True)
+
+    drill, tally = Drill(total, tell), Tally()
+
+    @contextlib.contextmanager
+    def server() -> Iterator[str]:
+        with serving(a, trace, args.out / "server.log", [*map(str, options), *args.serve.split()]) as url:
+            tell(f"{args.robots} robots play {total} episodes, {of_b} of them on b (v2), the others on a (v1)")
+            drill.begin(url)
+            try:
+                yield url
+            finally:
+                drill.close()
+
+    with progress(console, total) as on_progress:
+
+        def follow(event: Mapping[str, Any]) -> None:
+            on_progress(event)
+            tally(event)
+            drill(event)
+
+        result = run_demo(
+            server,
+            args.robots,
+            args.episodes,
+            run=run,
+            again=AGAIN,
+            control_hz=CONTROL_HZ,
+            time_limit=60.0 + 5.0 * args.episodes,
+            on_progress=follow,
+        )
+    console.print()
+    _show(console, result, tally, args)
+    show_latency(console, result)
+    _survived(console, drill)
+    for failure in result.failures:
+        console.print(f"[red]{failure}[/red]")
+    if result.calls:
+        console.print()
+        _report(console, sorted(_recordings(kept) - before), args.out / "report")
+        console.print()
+        draw(console, trace, args.out / "batches", around_the_crashes)
+    return 1 if result.failures else 0
+
+
+def around_the_crashes(batches: Sequence[TracedBatch]) -> Sequence[TracedBatch]:
+    """From shortly before the first crash to shortly after the last, as far as single batches can be drawn."""
+    from reflex_runtime.cli.demo import busiest
+
+    crashed = [i for i, batch in enumerate(batches) if batch.crashed]
+    if not crashed:
+        return busiest(batches)
+    first = max(0, crashed[0] - 10)
+    return batches[first : min(first + 120, crashed[-1] + 20)]
+
+
+def _recordings(kept: Path) -> set[Path]:
+    return {path for path in kept.iterdir() if path.is_file()} if kept.is_dir() else set()
+
+
+def _show(console: Console, result: DemoResult, tally: Tally, args: argparse.Namespace) -> None:
+    """Success by task and version."""
+    from rich.table import Table
+
+    table = Table(title=f"episodes solved by {args.robots} robots on {args.kind} policies", title_justify="left")
+    table.add_column("task")
+    columns = {"a": "a: v1", "b": "b: v2", "moved": "moved from b to a"}
+    tasks = list(result.by_task)
+    if tally.cell(tasks, "nobody"):
+        columns["nobody"] = "without an answer"
+    for title in columns.values():
+        table.add_column(title, justify="right")
+    for task in tasks:
+        table.add_row(task, *(tally.cell([task], by) for by in columns))
+    table.add_row("all", *(tally.cell(tasks, by) for by in columns), style="bold")
+    console.print(table)
+
+
+def _survived(console: Console, drill: Drill) -> None:
+    """What the drill cost the robots."""
+    from reflex_runtime.demo.drill import AGAIN
+
+    if drill.failed:
+        robots = ", ".join(sorted(drill.failed))
+        console.print(
+            f"the drill: b failed {drill.failed.total()} calls, of {robots}; at most {drill.most} in a row, and a "
+            f"robot gives up at {AGAIN + 1}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if drill.missing:
+        console.print(f"[yellow]the drill is not complete: {drill.missing}[/yellow]")
+
+
+def _report(console: Console, recordings: list[Path], prefix: Path) -> None:
+    """A against B, as `reflex report` tells it, and its picture."""
+    from reflex_runtime.policies.report import report
+    from reflex_runtime.policies.report_picture import draw_report
+
+    found = report(recordings)
+    console.print(found.text(), markup=False, highlight=False, soft_wrap=True)
+    files = " ".join(str(path) for path in recordings)
+    drawn = draw_report(found, prefix) if found.moments else ()
+    pictures = ", ".join(str(path) for path in drawn) or "none, no episode was played to its end"
+    console.print(f"\nthis is reflex report {files}, pictures: {pictures}", soft_wrap=True)

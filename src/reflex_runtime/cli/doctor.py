@@ -1,0 +1,138 @@
+"""`reflex doctor`: look at an export before a robot does, and say what to do about what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from reflex_runtime.policies.doctor import Check, Diagnosis
+
+WIDE = 120  # columns where the output is no terminal
+_STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
+
+_DESCRIPTION = """\
+Examine an export directory: its files and weights, normalisation, configuration, the graphs' inputs and batch axis,
+the robot's file, text, memory for two versions, the provider; then load it as `reflex serve` would and run it: actions,
+determinism, a batch against its members alone, what --rtc needs; and the clocks of this machine.
+
+A check passes, fails, warns, or is skipped because one that it needs failed. Under what failed or warns stands what was
+expected and what to do.
+"""
+
+_EPILOG = """\
+examples:
+  reflex doctor ./my-export
+  reflex doctor ./my-export --provider cuda --instruction "open the drawer" --rtc-horizon 8
+  reflex doctor ./my-export --format json | jq '.checks[] | select(.status == "fail")'
+
+--format json prints one object:
+  schema_version 1, reflex_version, export_dir, model_id and model_hash (null when the configuration cannot be read),
+  provider, threads, exit_code, counts {pass, fail, warn, skip}, and checks, a list in the order they were made of
+  {id, status, expected, actual, remediation, environment, duration_ms}. Texts are for people and may change; ids,
+  statuses and keys stay. environment is true when what failed is this machine's and not the export's.
+ids:
+  files normalisation config opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
+  determinism batch_parity rtc_boundary clock
+
+exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 all that failed is this machine's
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "doctor",
+        help="examine an export directory before it is served",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="export directory (see docs/exports.md)")
+    add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
+    add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
+    add("--threads", default="1", metavar="N", help="as with serve: ONNX Runtime threads per call (default 1)")
+    add("--instruction", metavar="TEXT", help="one that it has to understand (default: its own vocabulary)")
+    add("--rtc-horizon", metavar="N", help="fail unless it can be served with --rtc and this horizon")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Examine and tell; returns the exit code."""
+    from reflex_runtime.policies.doctor import examine
+    from reflex_runtime.processors.onnx import CPU, CUDA
+
+    if not args.directory.is_dir():
+        raise ConfigError(f"{args.directory}: not found, expected an export directory")
+    threads = _within("--threads", args.threads, 1, 256)
+    horizon = None if args.rtc_horizon is None else _within("--rtc-horizon", args.rtc_horizon, 1, 10_000)
+    if args.instruction is not None and not args.instruction.strip():
+        raise ConfigError("--instruction: is empty, expected words")
+    diagnosis = examine(
+        args.directory,
+        {"cpu": CPU, "cuda": CUDA}.get(args.provider, args.provider),
+        threads,
+        instruction=args.instruction,
+        rtc_horizon=horizon,
+    )
+    if args.format == "json":
+        json.dump(diagnosis.as_dict(), sys.stdout, ensure_ascii=False, indent=2)
+        print()
+    else:
+        _show(Console(highlight=False, width=None if sys.stdout.isatty() else WIDE), diagnosis)
+    return diagnosis.exit_code
+
+
+def _within(flag: str, text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}={text}: must be a whole number in [{low}, {high}]")
+    return value
+
+
+def _show(console: Console, diagnosis: Diagnosis) -> None:
+    export = diagnosis.export
+    name = "" if export is None else f" {export.model_id} ({export.model_hash}),"
+    threads = f"{diagnosis.threads} thread{'s' if diagnosis.threads > 1 else ''}"
+    console.print(Text(f"{diagnosis.path}:{name} {diagnosis.provider}, {threads}"), style="dim", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold", ratio=1)
+    table.add_column(no_wrap=True, justify="right")
+    for check in diagnosis.checks:
+        style = _STYLES[check.finding.status]
+        table.add_row(Text(check.finding.status, style), Text(check.id, style), _told(check), _ms(check.duration))
+    console.print(table)
+    counts = diagnosis.as_dict()["counts"]
+    total = sum(check.duration for check in diagnosis.checks)
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    verdict = {0: "fit to serve", 1: "not fit to serve", 3: "this machine cannot serve it"}[diagnosis.exit_code]
+    console.print(Text(f"{verdict}: {told}, in {total:.1f} s", style="bold"))
+
+
+def _told(check: Check) -> Text:
+    """What was found; where something is to be done, also what was expected and what to do."""
+    found = check.finding
+    if found.status in ("pass", "skip"):
+        return Text(found.actual, style="" if found.status == "pass" else "dim")
+    return Text.assemble(
+        found.actual, ("\nexpected: ", "dim"), found.expected, ("\n→ ", _STYLES[found.status]), found.remediation
+    )
+
+
+def _ms(seconds: float) -> Text:
+    return Text(f"{seconds * 1e3:.0f} ms" if seconds >= 5e-4 else "", style="dim")

@@ -1,0 +1,346 @@
+"""`reflex replay`: run a recording again, through a model or through the scheduler, and say what is different."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.recording import Recording, RecordingError, hardware, read_recording
+
+if TYPE_CHECKING:
+    from reflex_runtime.policies.replay import ModelReplay
+
+_DESCRIPTION = """\
+Run a recording of `reflex serve --record DIR` again.
+
+With --model the recorded requests go through a model once more, and its actions, its cache and the time of its batches
+are compared with what was recorded. With --schedule the recorded arrivals go through the same scheduler in virtual
+time, under the recorded settings and those given here.
+"""
+
+_EPILOG = """\
+examples:
+  reflex replay run.jsonl.gz --model ./v1                      does v1 still answer what it answered?
+  reflex replay run.jsonl.gz --model ./v1 --compose recorded   in the recorded batches: equal to the last bit
+  reflex replay run.jsonl.gz --model ./v2 --slot b --diff actions --fail-on actions --output diff.json
+  reflex replay run.jsonl.gz --schedule --max-batch-cost-ms 50  what half the budget would have done
+
+actions are the same with cosine >= 0.999 and no value off by more than 1e-3, request by request; batches with a median
+time within 5 %, which another machine's may miss with a warning. Models that see images need a recording made with
+--record-images full.
+
+exit codes: 0 fine, 1 the recording cannot be read (file and line are named), 2 bad arguments, or the model cannot be
+loaded, 3 different in what --fail-on names
+"""
+
+_EVERY = 0.5  # seconds between two lines of progress
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the verb `replay`."""
+    parser = subparsers.add_parser(
+        "replay",
+        help="run a recording again, through a model or the scheduler",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("file", type=Path, metavar="FILE", help="the recording, .jsonl or .jsonl.gz")
+    model = parser.add_argument_group("through a model")
+    add = model.add_argument
+    add("--model", type=Path, metavar="DIR", help="the export to run")
+    add("--slot", metavar="SLOT", help="only what this slot answered (default: all, told apart in the output)")
+    add("--diff", default="all", metavar="WHAT", help="what is told: actions, latency, cache or all (default all)")
+    add(
+        "--compose",
+        default="alone",
+        metavar="HOW",
+        help="alone: each request by itself (default); recorded: in the batches it ran in",
+    )
+    add("--n", metavar="N", help="only the first N answered requests, N >= 1")
+    add("--fail-on", metavar="WHAT", help="exit 3 when this differs: actions, latency, cache or all")
+    add("--provider", default="cpu", metavar="NAME", help="cpu, cuda or an ONNX Runtime provider name (default cpu)")
+    add("--threads", default="1", metavar="N", help="ONNX Runtime threads per call, in [1, 256] (default 1)")
+    schedule = parser.add_argument_group("through the scheduler")
+    add = schedule.add_argument
+    add("--schedule", action="store_true", help="re-run the schedule in virtual time")
+    add("--max-batch-cost-ms", metavar="MS", help="another budget, in [10, 10000]")
+    add("--batch-timeout-ms", metavar="MS", help="another longest hold, in [0, 1000]")
+    add("--max-batch-size", metavar="N", help="another size cap, in [1, 4096]")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="write everything that was found to this file")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; returns the exit code."""
+    try:
+        return _run(args)
+    except RecordingError as error:
+        print(f"reflex replay: {error.message}", file=sys.stderr)
+        return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.schedule == (args.model is not None):
+        raise ConfigError("name --model DIR or --schedule, one of the two")
+    if args.schedule:
+        found = _schedule(args)
+    else:
+        found = _model(args)
+    if args.output is not None:
+        try:
+            args.output.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--output={args.output}: cannot be written: {error.strerror}") from error
+        print(f"wrote {args.output}", file=sys.stderr)
+    return 3 if found.get("failed") else 0
+
+
+# -- through a model ---------------------------------------------------------------------------------------------------
+
+
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, served_by
+    from reflex_runtime.policies.replay import DIFFS, replay_model
+    from reflex_runtime.processors.base import Processor
+    from reflex_runtime.processors.onnx import CPU, CUDA
+
+    diffs = DIFFS if args.diff == "all" else (_one_of("--diff", args.diff, DIFFS),)
+    fail_on = (
+        () if args.fail_on is None else DIFFS if args.fail_on == "all" else (_one_of("--fail-on", args.fail_on, DIFFS),)
+    )
+    limit = None if args.n is None else _whole("--n", args.n, 1, 10**12)
+    threads = _whole("--threads", args.threads, 1, 256)
+    _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
+    export = Export.load(args.model)
+    recording = read_recording(args.file)
+    _need_slot(recording, args.slot)
+    _tell_other_model(recording, args.slot, export.model_hash, args.model)
+    guarded = any(line.guard is not None for line in recording.requests)
+
+    def make(slot: str) -> tuple[Policy, Processor]:
+        provider = {"cpu": CPU, "cuda": CUDA}.get(args.provider, args.provider)
+        policy = load_policy(export, slot, provider=provider, threads=threads)
+        return policy, served_by(policy, ActionGuard(export.embodiment, slot)) if guarded else policy
+
+    replay = replay_model(
+        recording,
+        make,
+        compose=args.compose,
+        slots=() if args.slot is None else (args.slot,),
+        limit=limit,
+        progress=_Progress("requests"),
+    )
+    same = _same_hardware(recording.header.hardware)
+    failed = [diff for diff in fail_on if replay.failed(diff, same)]
+    _tell(args, recording, replay, diffs, same)
+    if failed:
+        print(f"reflex replay: different in {', '.join(failed)} (--fail-on {args.fail_on})", file=sys.stderr)
+    return {
+        "file": str(args.file),
+        "model": str(args.model),
+        "model_hash": export.model_hash,
+        "compose": args.compose,
+        "same_hardware": same,
+        "failed": failed,
+        "different": [diff for diff in DIFFS if replay.failed(diff, same)],
+        "left_out": dict(replay.left_out),
+        "all": replay.summary(),
+        "slots": {slot: replay.summary(slot) for slot in sorted({item.slot for item in replay.items})},
+        "items": [_plain(asdict(item)) for item in replay.items],
+    }
+
+
+def _tell(
+    args: argparse.Namespace, recording: Recording, replay: ModelReplay, diffs: Sequence[str], same: bool
+) -> None:
+    print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
+    if not replay.items:
+        print("no answered request to replay")
+    for slot in sorted({item.slot for item in replay.items}):
+        told = replay.summary(slot)
+        print(f"{slot}: {told['requests']} replayed, {args.compose}")
+        if "actions" in diffs:
+            _tell_actions(told["actions"])
+        if "cache" in diffs:
+            changes = ", ".join(f"{kind} {n}" for kind, n in told["cache"]["changes"].items())
+            print(f"  cache    {told['cache']['same']} as recorded" + (f"; {changes}" if changes else ""))
+        if "latency" in diffs:
+            _tell_latency(told["latency"], same, args.compose)
+    if replay.left_out:
+        print("not answered, and left out: " + ", ".join(f"{how} {n}" for how, n in replay.left_out.most_common()))
+
+
+def _tell_actions(told: dict[str, Any]) -> None:
+    print(f"  actions  {told['close']} of {told['compared']} the same, {told['equal']} to the last bit", end="")
+    if told["cosine_min"] is not None:
+        far = "another shape" if told["max_abs"] is None else f"largest difference {told['max_abs']:.3g}"
+        print(f"; least cosine {told['cosine_min']:.6f}, {far}", end="")
+    print()
+    if told["composed"]:
+        print(f"           {told['composed']} of them in the recorded company at every step")
+    for error, n in told["errors"].items():
+        print(f"           {n} not compared: {error[:200]}")
+
+
+def _tell_latency(told: dict[str, Any], same: bool, compose: str) -> None:
+    if told["ratio"] is None:
+        more = "" if compose == "recorded" else ": none ran alone in the recording; see --compose recorded"
+        print(f"  latency  no batch to compare{more}")
+        return
+    shift = told["ratio"] - 1.0
+    within = "within" if abs(shift) <= 0.05 else "beyond"
+    print(
+        f"  latency  {told['batches']} batches, median {told['recorded_ms']:.2f} ms recorded, "
+        f"{told['replayed_ms']:.2f} ms now; ratio {told['ratio']:.3f}, {within} 5 %"
+    )
+    if within == "beyond" and not same:
+        print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
+
+
+def _tell_other_model(recording: Recording, slot: str | None, found: str, model: Path) -> None:
+    asked = [slot] if slot is not None else recording.slots
+    recorded = {recording.header.hash_of(name) for name in asked} - {"", found}
+    if recorded:
+        print(f"reflex replay: note: {model} is {found}, recorded was {', '.join(sorted(recorded))}", file=sys.stderr)
+
+
+def _same_hardware(recorded: Any) -> bool:
+    """Whether what was recorded of the machine is true of this one; what only one of them says does not count."""
+    if not isinstance(recorded, dict):
+        return True
+    return all(recorded.get(key, value) == value for key, value in hardware().items())
+
+
+# -- through the scheduler ---------------------------------------------------------------------------------------------
+
+
+def _schedule(args: argparse.Namespace) -> dict[str, Any]:
+    from reflex_runtime.sim.replay import Changes, recorded_report, replay_measured, replay_schedule, side_by_side
+    from reflex_runtime.sim.report import columns
+
+    cost = _milliseconds("--max-batch-cost-ms", args.max_batch_cost_ms, 10, 10_000)
+    hold = _milliseconds("--batch-timeout-ms", args.batch_timeout_ms, 0, 1000)
+    size = None if args.max_batch_size is None else _whole("--max-batch-size", args.max_batch_size, 1, 4096)
+    recording = read_recording(args.file, images=False)
+    again = replay_measured(recording)
+    reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
+    if cost is not None or hold is not None or size is not None:
+        words = (f"{args.max_batch_cost_ms} ms", f"{args.batch_timeout_ms} ms hold", f"size {size}")
+        name = ", ".join(w for w, value in zip(words, (cost, hold, size), strict=True) if value is not None)
+        reports[name] = replay_schedule(recording, Changes(cost, hold, size))
+    print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
+    rows = side_by_side(reports)
+    print(columns(rows[0], rows[1:]))
+    print(
+        f"with the measured times fed back {again.same:,} of {len(again.batches):,} batches have the recorded members"
+    )
+    first = again.first_difference
+    if first is not None:
+        print(f"the first that has not: batch {first.recorded.id}, {first.recorded.stage or 'one stage'}")
+    return {
+        "file": str(args.file),
+        "failed": [],
+        "reports": {name: _report(report) for name, report in reports.items()},
+        "measured": {
+            "batches": len(again.batches),
+            "same": again.same,
+            "same_cause": again.same_cause,
+            "early": again.early,
+            "unknown": again.unknown,
+            "longest_late_ms": again.late * 1e3,
+            "first_difference": None if first is None else first.recorded.id,
+        },
+    }
+
+
+def _report(report: Any) -> dict[str, Any]:
+    told = asdict(report)
+    del told["clients"]
+    plain: dict[str, Any] = _plain(told)
+    return plain
+
+
+# -- small things ------------------------------------------------------------------------------------------------------
+
+
+def _unfinished(recording: Recording) -> str:
+    if recording.footer is not None:
+        dropped = recording.footer.dropped
+        return f", {dropped} lines dropped" if dropped else ""
+    return ", no footer: the recorder was stopped" + (" and its last line is cut off" if recording.torn else "")
+
+
+def _need_slot(recording: Recording, slot: str | None) -> None:
+    if slot is not None and slot not in recording.slots:
+        raise ConfigError(f"--slot={slot}: not in this recording, which has {', '.join(recording.slots) or 'none'}")
+
+
+def _one_of(flag: str, text: str, choices: Sequence[str], every: bool = True) -> Any:
+    if text not in choices:
+        raise ConfigError(f"{flag}={text}: must be one of {', '.join(choices)}{', all' if every else ''}")
+    return text
+
+
+def _whole(flag: str, text: str, low: int, high: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}={text}: must be a whole number in [{low}, {high}]")
+    return value
+
+
+def _milliseconds(flag: str, text: str | None, low: float, high: float) -> float | None:
+    """Seconds, None when the flag was not given."""
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = low - 1.0
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}={text}: must be in [{low:g}, {high:g}] ms")
+    return value / 1e3
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can carry."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not -1e308 < value < 1e308:
+        return None
+    return value
+
+
+class _Progress:
+    """Says how far it is, on stderr: a line that overwrites itself on a terminal, and one now and then elsewhere."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total:
+            if self._terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            return
+        if now - self._told < (_EVERY if self._terminal else 10 * _EVERY):
+            return
+        self._told = now
+        text = f"{done:,} of {total:,} {self._what}"
+        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
+        print(f"{before}{text}", end=after, file=sys.stderr, flush=True)

@@ -1,0 +1,101 @@
+"""What a robot's program imports: ask a `reflex serve` for actions over HTTP, sync or async, and report how it ended.
+
+    with Client("http://127.0.0.1:8000") as client, client.episode(robot_id="r7") as episode:
+        chunk = episode.act(image=picture, instruction="open the drawer", state=state)
+        …
+        episode.success = True
+
+Errors, by the word the server says (`docs/errors.md`):
+
+    ClientError                 code, status, retry_safe, request_id, retry_after, body
+    ├── Unreachable             no answer: connection refused, reset, broken off
+    │   └── TimedOut            no answer in time
+    ├── BadAnswer               an answer that is none: too large, not parseable, without usable actions
+    └── ServerError             an error the server told; one class per code:
+        ├── InvalidRequest · InvalidJson · Unauthorized · NotFound · MethodNotAllowed · TooLarge · InvalidConfig
+        ├── QueueFull · ClientAtCapacity · TooManyRequests · SloViolated
+        ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
+        └── NotReady · ShuttingDown · Degraded · ProcessorFailed · ProcessorHung · Internal
+
+`Client` and `AsyncClient` share everything that does not wait: a call is a generator (`calls.py`) that says what to
+send and how long to pause; the two classes only do that, each in its own way. The package imports nothing of the rest.
+"""
+
+from reflex_runtime.client.aio import AsyncClient, AsyncEpisode
+from reflex_runtime.client.answers import Chunk
+from reflex_runtime.client.calls import GRACE
+from reflex_runtime.client.errors import (
+    BadAnswer,
+    Cancelled,
+    ClientAtCapacity,
+    ClientError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    Degraded,
+    Internal,
+    InvalidConfig,
+    InvalidJson,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    NotReady,
+    ProcessorFailed,
+    ProcessorHung,
+    QueueFull,
+    ServerError,
+    ShuttingDown,
+    SloViolated,
+    Superseded,
+    TimedOut,
+    TooLarge,
+    TooManyRequests,
+    Unauthorized,
+    Unreachable,
+)
+from reflex_runtime.client.exchange import MAX_ANSWER
+from reflex_runtime.client.requests import Encoding, Picture, Priority, Wire
+from reflex_runtime.client.retries import FIRST_PAUSE, LONGEST_PAUSE, Retries
+from reflex_runtime.client.sync import Client, Episode
+
+__all__ = [
+    "FIRST_PAUSE",
+    "GRACE",
+    "LONGEST_PAUSE",
+    "MAX_ANSWER",
+    "AsyncClient",
+    "AsyncEpisode",
+    "BadAnswer",
+    "Cancelled",
+    "Chunk",
+    "Client",
+    "ClientAtCapacity",
+    "ClientError",
+    "DeadlineExceeded",
+    "DeadlineUnreachable",
+    "Degraded",
+    "Encoding",
+    "Episode",
+    "Internal",
+    "InvalidConfig",
+    "InvalidJson",
+    "InvalidRequest",
+    "MethodNotAllowed",
+    "NotFound",
+    "NotReady",
+    "Picture",
+    "Priority",
+    "ProcessorFailed",
+    "ProcessorHung",
+    "QueueFull",
+    "Retries",
+    "ServerError",
+    "ShuttingDown",
+    "SloViolated",
+    "Superseded",
+    "TimedOut",
+    "TooLarge",
+    "TooManyRequests",
+    "Unauthorized",
+    "Unreachable",
+    "Wire",
+]

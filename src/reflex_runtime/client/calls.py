@@ -1,0 +1,146 @@
+"""Every call as a generator that waits for nothing: the sync and the async client carry out the same one.
+
+A call yields what it wants done next, `Send` or `Pause`, and is sent what came of it: the reply or the error for a
+`Send`, None for a `Pause`. What it returns is the call's result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
+from urllib.parse import quote
+
+from reflex_runtime.client.answers import Chunk, chunk, decoded, refused
+from reflex_runtime.client.errors import BadAnswer, ClientError, Unreachable
+from reflex_runtime.client.exchange import Reply, Send
+from reflex_runtime.client.requests import Encoding, Wire, encoded, observation
+from reflex_runtime.client.retries import Retries
+
+GRACE: Final = 0.5
+"""Seconds beyond its deadline that an answer is waited for: the server is to say itself that it came too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Ask for this many seconds to pass."""
+
+    seconds: float
+
+
+T = TypeVar("T")
+Outcome: TypeAlias = Reply | ClientError | None
+Call: TypeAlias = Generator[Send | Pause, Outcome, T]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """The calls of one client, and how they are made; the arguments are `Client`'s."""
+
+    api_key: str | None
+    timeout: float
+    retries: int
+    wire: Wire
+    encoding: Encoding
+    clock: Callable[[], float]
+    spread: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.timeout < math.inf:
+            raise ValueError(f"timeout={self.timeout!r}: must be seconds > 0")
+        if self.retries < 0:
+            raise ValueError(f"retries={self.retries!r}: must be >= 0")
+        if self.wire not in ("msgpack", "json"):
+            raise ValueError(f"wire={self.wire!r}: must be 'msgpack' or 'json'")
+        if self.encoding not in ("raw", "png", "jpeg"):
+            raise ValueError(f"encoding={self.encoding!r}: must be 'raw', 'png' or 'jpeg'")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ValueError("api_key: must be printable ASCII")
+
+    def act(self, fields: Mapping[str, Any]) -> Call[Chunk]:
+        """POST /act. An attempt after a pause carries what is left of the deadline."""
+        began = self.clock()
+        request = observation(fields, self.wire, self.encoding)
+        reply, attempts = yield from self._ask("POST", "/act", request, self.wire, began, request.get("deadline_ms"))
+        request_id = str(request["request_id"])
+        try:
+            return chunk(reply, request_id, attempts)
+        except BadAnswer as error:
+            error.request_id = request_id
+            raise
+
+    def get(self, path: str) -> Call[dict[str, Any]]:
+        """GET a JSON object; asked again while nobody or only a proxy is there."""
+        reply, _ = yield from self._ask("GET", path, None, "json", self.clock())
+        return decoded(reply)
+
+    def health(self) -> Call[dict[str, Any]]:
+        """GET /health once; 503 is an answer here."""
+        reply = yield from _sent(Send("GET", "/health", self._headers("json"), None, self.timeout))
+        if reply.status not in (200, 503):
+            raise refused(reply)
+        return decoded(reply)
+
+    def post(self, path: str, fields: Mapping[str, Any]) -> Call[dict[str, Any]]:
+        """POST a JSON object."""
+        reply, _ = yield from self._ask("POST", path, fields, "json", self.clock())
+        return decoded(reply) if reply.body else {}
+
+    def outcome(self, episode_id: str, success: bool, reward: float | None) -> Call[dict[str, Any]]:
+        """POST /episodes/{id}/outcome."""
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"reward={reward!r}: must be finite")
+        body: dict[str, Any] = {"success": bool(success)}
+        if reward is not None:
+            body["reward"] = float(reward)
+        return (yield from self.post(f"/episodes/{quote(episode_id, safe='')}/outcome", body))
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        fields: Mapping[str, Any] | None,
+        wire: Wire,
+        began: float,
+        deadline_ms: float | None = None,
+    ) -> Call[tuple[Reply, int]]:
+        """A 2xx reply and the number of attempts, or the last attempt's error."""
+        deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
+        limit = min(self.timeout, deadline + GRACE)
+        retries = Retries(self.retries, began + min(self.timeout, deadline), self.spread)
+        while True:
+            now = self.clock()
+            if fields is not None and deadline_ms is not None and now > began:
+                fields = {**fields, "deadline_ms": max(1e-3, deadline_ms - (now - began) * 1e3)}
+            body = None if fields is None else encoded(fields, wire)
+            try:
+                reply = yield from _sent(Send(method, path, self._headers(wire), body, max(1e-3, began + limit - now)))
+                if 200 <= reply.status < 300:
+                    return reply, retries.made + 1
+                raise refused(reply)
+            except ClientError as error:
+                if method == "GET" and (isinstance(error, Unreachable) or error.status in (502, 503, 504)):
+                    error.retry_safe = True  # it changes nothing
+                if error.request_id is None and fields is not None:
+                    error.request_id = fields.get("request_id")
+                pause = retries.after(error, self.clock())
+                if pause is None:
+                    raise
+            yield Pause(pause)
+
+    def _headers(self, wire: Wire) -> dict[str, str]:
+        kind = f"application/{wire}"
+        headers = {"Content-Type": kind, "Accept": kind}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        return headers
+
+
+def _sent(send: Send) -> Call[Reply]:
+    """The reply to one attempt; raises its error."""
+    came = yield send
+    if isinstance(came, ClientError):
+        raise came
+    assert came is not None, "a Send is answered by a reply or an error"
+    return came

@@ -1,0 +1,60 @@
+"""What an episode knows of itself and how it ends, for both clients; see `BaseEpisode` for what is reported when."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reflex_runtime.client.answers import Chunk
+from reflex_runtime.client.calls import Call, Calls
+from reflex_runtime.client.errors import ClientError
+
+log = logging.getLogger("reflex.client")
+
+
+def new_id() -> str:
+    return f"ep-{uuid.uuid4().hex}"
+
+
+@dataclass(slots=True)
+class BaseEpisode:
+    """One episode, waiting apart.
+
+    success: how it ended. Set it, or call nothing else: an exception in the body makes an unset one False, and one that
+    stays None is not reported, because a success that nobody claimed would be made up. The same goes for an episode
+    that was interrupted (KeyboardInterrupt, a cancelled task): that is not the policy's failure.
+    reward: reported beside it. reported: the server has taken it; a report that fails is logged and raises nothing.
+    changed: the server moved the episode to another policy.
+    """
+
+    client: Any
+    episode_id: str
+    robot_id: str | None = None
+    instruction: str | None = None
+    success: bool | None = None
+    reward: float | None = None
+    reported: bool = field(default=False, init=False)
+    changed: bool = field(default=False, init=False)
+
+    def _ended(self, calls: Calls, error: BaseException | None) -> Call[None]:
+        """The body is over, by this exception or without one: report what there is to report."""
+        if self.success is None and isinstance(error, Exception):
+            self.success = False
+        if self.success is None:
+            return
+        try:
+            yield from calls.outcome(self.episode_id, self.success, self.reward)
+            self.reported = True
+        except ClientError as lost:
+            log.warning("the outcome of episode %s (success=%s) was not taken: %s", self.episode_id, self.success, lost)
+
+    def _carried(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        known = {"episode_id": self.episode_id, "robot_id": self.robot_id, "instruction": self.instruction}
+        return known | dict(fields)
+
+    def _seen(self, chunk: Chunk) -> Chunk:
+        self.changed = self.changed or chunk.policy_changed
+        return chunk

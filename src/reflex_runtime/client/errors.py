@@ -1,0 +1,198 @@
+"""Every way a call can fail, as classes: a robot's program catches what it can act on, by the word the server says.
+
+The words are those of `docs/errors.md`; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+BY_CODE: dict[str, type[ServerError]] = {}
+"""The class of every code, filled as the classes below are made."""
+
+
+class ClientError(Exception):
+    """Base of everything a call raises. retry_safe: asking again cannot make the policy run the request twice."""
+
+    code: str = "client_error"
+    retry_safe: bool = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        status: int | None = None,
+        retry_safe: bool | None = None,
+        request_id: str | None = None,
+        retry_after: float | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.status, self.request_id, self.retry_after = status, request_id, retry_after
+        self.retry_safe = type(self).retry_safe if retry_safe is None else retry_safe
+        self.body: Mapping[str, Any] = body or {}
+
+    def __str__(self) -> str:
+        told = f"{self.code} ({self.status})" if self.status else self.code
+        return f"{told}: {self.message}" + (f" [request {self.request_id}]" if self.request_id else "")
+
+
+class Unreachable(ClientError):
+    """No answer. retry_safe says whether the request may have arrived."""
+
+    code = "unreachable"
+
+
+class TimedOut(Unreachable):
+    """No answer in time; the request may still run."""
+
+    code = "timed_out"
+
+
+class BadAnswer(ClientError):
+    """What came is not what a server of this kind answers."""
+
+    code = "bad_answer"
+
+
+class ServerError(ClientError):
+    """An answer that is not 2xx. Codes without a class of their own raise this one.
+
+    stale: a newer observation should be asked about instead of this one again.
+    """
+
+    code = "server_error"
+    stale: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        BY_CODE[cls.code] = cls
+
+
+class InvalidRequest(ServerError):
+    """A field is missing or wrong; `body["field"]` names it."""
+
+    code = "invalid_request"
+
+
+class InvalidJson(ServerError):
+    """The body is not JSON."""
+
+    code = "invalid_json"
+
+
+class Unauthorized(ServerError):
+    """The key is missing or wrong: `Client(api_key=…)`."""
+
+    code = "unauthorized"
+
+
+class NotFound(ServerError):
+    """No such path: another server, or an older one."""
+
+    code = "not_found"
+
+
+class MethodNotAllowed(ServerError):
+    """The path exists, the method does not."""
+
+    code = "method_not_allowed"
+
+
+class TooLarge(ServerError):
+    """Send JPEG, or smaller pictures."""
+
+    code = "too_large"
+
+
+class InvalidConfig(ServerError):
+    """A setting is wrong; the message names it."""
+
+    code = "invalid_config"
+
+
+class QueueFull(ServerError):
+    """The policy's queue is at capacity."""
+
+    code = "queue_full"
+
+
+class ClientAtCapacity(ServerError):
+    """This robot has as many requests unanswered as it may have."""
+
+    code = "client_at_capacity"
+
+
+class TooManyRequests(ServerError):
+    """As many requests are being answered as may be."""
+
+    code = "too_many_requests"
+
+
+class SloViolated(ServerError):
+    """The latency objective is violated, and most requests are refused until it is met."""
+
+    code = "slo_violated"
+
+
+class DeadlineUnreachable(ServerError):
+    """Refused before it ran, because the answer could not come in time."""
+
+    code, stale = "deadline_unreachable", True
+
+
+class DeadlineExceeded(ServerError):
+    """The deadline passed while it waited."""
+
+    code, stale = "deadline_exceeded", True
+
+
+class Superseded(ServerError):
+    """A newer request of the same robot took its place."""
+
+    code, stale = "superseded", True
+
+
+class Cancelled(ServerError):
+    """The caller left while it waited."""
+
+    code, stale = "cancelled", True
+
+
+class NotReady(ServerError):
+    """The policy is being loaded, or could not be."""
+
+    code = "not_ready"
+
+
+class ShuttingDown(ServerError):
+    """The server was told to stop."""
+
+    code = "shutting_down"
+
+
+class Degraded(ServerError):
+    """The policy crashes; one request at a time is let in to see whether it works again."""
+
+    code = "degraded"
+
+
+class ProcessorFailed(ServerError):
+    """The policy ran and failed."""
+
+    code = "processor_failed"
+
+
+class ProcessorHung(ServerError):
+    """The policy ran and did not come back."""
+
+    code = "processor_hung"
+
+
+class Internal(ServerError):
+    """A fault of the server itself."""
+
+    code = "internal"

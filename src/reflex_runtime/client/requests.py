@@ -1,0 +1,93 @@
+"""The fields of a request as they go over the wire: numpy arrays and pictures as bytes, or as JSON can carry them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Picture = NDArray[np.uint8] | bytes
+"""uint8 [height, width, 3], or a PNG or JPEG file's bytes."""
+
+Wire = Literal["msgpack", "json"]
+Encoding = Literal["raw", "png", "jpeg"]
+Priority = Literal["urgent", "default", "background"]
+
+
+def named(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an `act` by name, out of its locals()."""
+    return {name: value for name, value in found.items() if name != "self"}
+
+
+def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
+    """The fields of POST /act as they go out; ValueError for what no server could take."""
+    sent = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    sent.setdefault("request_id", uuid.uuid4().hex)  # ours, so that every attempt has the same noise
+    images = dict(sent.pop("images", {}))
+    if "image" in sent:
+        sent["image"] = _picture(sent["image"], "image", wire, encoding)
+    if images:
+        sent["images"] = {name: _picture(value, f"images[{name!r}]", wire, encoding) for name, value in images.items()}
+    if "state" in sent:
+        sent["state"] = _state(sent["state"], wire)
+    deadline = sent.get("deadline_ms")
+    if deadline is not None and not 0.0 < deadline <= 600_000.0:
+        raise ValueError(f"deadline_ms={deadline!r}: must be in (0, 600000]")
+    return sent
+
+
+def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:
+    """A body."""
+    if wire == "msgpack":
+        return msgspec.msgpack.encode(dict(fields))
+    return json.dumps(dict(fields)).encode()  # NaN goes out as NaN, and the server names the field
+
+
+def _state(values: Any, wire: Wire) -> Any:
+    state = np.asarray(values)
+    if state.ndim != 1 or state.dtype.kind not in "fiu":
+        raise ValueError(f"state: must be numbers [n], is {state.dtype} {list(state.shape)}")
+    if wire == "json":
+        return state.tolist()
+    with np.errstate(over="ignore"):  # the server names a field that float32 cannot hold
+        return _array(state.astype(np.float32))
+
+
+def _picture(picture: Any, name: str, wire: Wire, encoding: Encoding) -> Any:
+    if isinstance(picture, (bytes, bytearray, memoryview)):
+        data = bytes(picture)
+    else:
+        pixels = np.asarray(picture)
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+            shape = list(pixels.shape)
+            raise ValueError(f"{name}: must be uint8 [height, width, 3] or bytes, is {pixels.dtype} {shape}")
+        if wire == "msgpack" and encoding == "raw":
+            return _array(pixels)
+        jpeg = encoding == "jpeg"
+        data = _compressed(pixels, "JPEG") if jpeg else _compressed(pixels, "PNG", compress_level=1)
+    return data if wire == "msgpack" else base64.b64encode(data).decode()
+
+
+def _compressed(pixels: NDArray[np.uint8], kind: str, **options: Any) -> bytes:
+    import PIL.Image  # here, so that a program that sends raw pictures never loads it
+
+    out = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(out, kind, **options)
+    return out.getvalue()
+
+
+def _array(values: NDArray[Any]) -> dict[str, Any]:
+    """The wire form: dtype, shape and little-endian bytes in C order."""
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return {"dtype": little.dtype.str, "shape": list(little.shape), "data": little.tobytes()}

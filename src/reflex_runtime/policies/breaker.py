@@ -1,0 +1,250 @@
+"""When a slot has crashed too often to be asked, and how it comes back by itself.
+
+Two witnesses: a run of crashes, which is fast when nothing works, and an e-process on the crash rate, which notices a
+slot that fails now and then (a run of five at 20 % takes 3,900 calls). A drained slot is probed, one routing key at a
+time, so that the clean answer which brings it back can happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, isfinite, log
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+
+RATE: Final = 0.01  # a crash rate that is put up with
+ALPHA: Final = 1e-3
+ALTERNATIVES: Final = (3 * RATE, 0.05, 0.1, 0.2, 0.5, 0.9)
+LEAST: Final = 3  # crashes that still weigh, before there may be an alarm
+
+
+class Evidence:
+    """Evidence that calls crash more often than `rate`: a bet that gains at a crash and pays at a clean call.
+
+    One likelihood ratio for each rate in `alternatives`, averaged. As long as calls crash at `rate` or less, whatever
+    the pattern, each is a supermartingale, so that from a fresh start 1/alpha is ever reached with probability alpha.
+
+    Left alone its logarithm goes to minus infinity on a clean slot, and a fault that begins after 100,000 calls would
+    first have to earn all of that back. So every ratio has a **floor at alpha**: M ← max(M·L, alpha). Then
+    M(t) − alpha·t is a supermartingale (Shin, Ramdas and Rinaldo, E-detectors), and by optional stopping the mean
+    number of calls to a false alarm is at least (1/alpha − 1)/alpha: a million calls at alpha = 1/1000, guaranteed for
+    every pattern; within n calls an alarm is false with probability at most alpha·(1 + alpha·n). A floor at 1 (CUSUM)
+    would notice a 20 % rate 16 calls sooner, but guarantees 999 calls only, and at exactly 1 % drains a slot every
+    14,000 calls. A fresh start begins at 1, above the floor: a new version is watched more closely.
+    """
+
+    def __init__(
+        self,
+        rate: float = RATE,
+        alpha: float = ALPHA,
+        alternatives: Sequence[float] = ALTERNATIVES,
+        least: int = LEAST,
+    ) -> None:
+        if not 0.0 < rate < 1.0:
+            raise ConfigError(f"Evidence.rate={rate!r}: must be in (0, 1)")
+        if not 0.0 < alpha < 1.0:
+            raise ConfigError(f"Evidence.alpha={alpha!r}: must be in (0, 1)")
+        if not alternatives or not all(rate < p < 1.0 for p in alternatives):
+            raise ConfigError(f"Evidence.alternatives={alternatives!r}: must be rates in ({rate!r}, 1)")
+        self._least = least
+        self._gain = [log(p / rate) for p in alternatives]
+        self._price = [log((1.0 - p) / (1.0 - rate)) for p in alternatives]
+        self._floor, self._limit = log(alpha), -log(alpha)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: a fresh start."""
+        self._log = [0.0] * len(self._gain)
+        self._at_floor = False
+        self.crashes = 0  # that still weigh: since every ratio was last at the floor
+
+    def crashed(self) -> None:
+        """One call crashed."""
+        self._log = [m + gain for m, gain in zip(self._log, self._gain, strict=True)]
+        self._at_floor = False
+        self.crashes += 1
+
+    def clean(self, calls: int = 1) -> None:
+        """So many calls did not."""
+        if self._at_floor:
+            return
+        floor = self._floor
+        self._log = [max(m + calls * price, floor) for m, price in zip(self._log, self._price, strict=True)]
+        if max(self._log) <= floor:
+            self._at_floor, self.crashes = True, 0
+
+    @property
+    def log_e(self) -> float:
+        """Natural logarithm of the evidence now; never below ln alpha."""
+        top = max(self._log)
+        return top + log(sum(exp(m - top) for m in self._log) / len(self._log))
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether it says so now: 1/alpha is reached, by `least` crashes or more."""
+        return self.crashes >= self._least and self.log_e >= self._limit
+
+
+class _Slot:
+    """State of one slot. Closed: asked as usual. Open: drained; `probe` is the key being served to see if it works."""
+
+    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self.close(0.0)
+
+    def close(self, cooldown: float) -> None:
+        self.count = 0
+        self.evidence.reset()
+        self.opened: float | None = None
+        self.by_rate = False
+        self.cooldown, self.retry_at = cooldown, 0.0
+        self.probe: str | None = None
+        self.why = ""
+
+
+class Breaker:
+    """Decides for one slot, or for two that stand in for each other, whether it is asked. For one thread, pure.
+
+    A slot opens at `max_consecutive` crashes in a row, or when the evidence on its crash rate alarms. An unbroken run
+    alone is left to the counter: whoever allows ten in a row gets ten. 0 disables all of it; crashes are still counted.
+
+    Closing again: while it is open and `cooldown` seconds are over, one key is served there as a probe. Its clean
+    answer closes the slot, and count, evidence and cool-down start afresh; a crash doubles the cool-down, up to
+    `longest`; when nothing comes of it, the next key is the probe after the cool-down. A crash while no probe is out
+    comes from a call that was queued before and proves nothing new. A clean answer of such a call closes a slot that a
+    run opened (the run is over), but not one that the evidence opened: at 20 % most calls are clean.
+    """
+
+    def __init__(
+        self, slots: Sequence[str], max_consecutive: int = 5, cooldown: float = 30.0, longest: float = 480.0
+    ) -> None:
+        if len(slots) not in (1, 2) or len(set(slots)) != len(slots):
+            raise ConfigError(f"Breaker.slots={slots!r}: must be one slot or two different ones")
+        if not max_consecutive >= 0:
+            raise ConfigError(f"Breaker.max_consecutive={max_consecutive!r}: must be >= 0")
+        if not 0.0 <= cooldown <= longest or not isfinite(longest):
+            raise ConfigError(f"Breaker.cooldown={cooldown!r}: must be in [0, longest={longest!r}] s")
+        self.max_consecutive, self.cooldown, self.longest = max_consecutive, cooldown, longest
+        self._slots = {name: _Slot() for name in slots}
+        self._other = dict(zip(slots, reversed(slots), strict=True))
+        self._now = 0.0
+        for slot in self._slots.values():
+            slot.close(cooldown)
+
+    def crashed(self, slot: str, now: float) -> bool:
+        """One call of the slot of which no item succeeded. True when the slot opened by it."""
+        self._now = now
+        state = self._slots[slot]
+        state.count += 1
+        if state.opened is None:
+            state.evidence.crashed()
+            return self._judge(state, now)
+        if state.probe is not None:
+            state.probe = None
+            state.cooldown = min(2.0 * state.cooldown, self.longest)
+            state.retry_at = now + state.cooldown
+        return False
+
+    def answered(self, slot: str, now: float) -> bool:
+        """One clean answer of the slot. True when the slot closed by it.
+
+        The evidence counts crashes among crashes and answers: told once for each clean call it judges calls, told once
+        for each request of a batch it is diluted by the size of the batch.
+        """
+        self._now = now
+        state = self._slots[slot]
+        state.count = 0
+        if state.opened is None:
+            state.evidence.clean()
+            return False
+        if state.by_rate and state.probe is None:
+            return False
+        state.close(self.cooldown)
+        return True
+
+    def place(self, slot: str, key: str, now: float) -> str | None:
+        """Who serves a request of routing key `key` that belongs to `slot`: itself, the other one, or None.
+
+        None is degraded: nobody does. The probe's key keeps its slot until the probe is decided or replaced. With both
+        open each is probed by its own keys.
+        """
+        self._now = now
+        state = self._slots[slot]
+        if state.opened is None:
+            return slot
+        if now >= state.retry_at:
+            state.probe, state.retry_at = key, now + state.cooldown
+            return slot
+        if state.probe == key:
+            return slot
+        other = self._other[slot]
+        return other if self._slots[other].opened is None else None
+
+    def reset(self, slot: str, now: float) -> None:
+        """Close the slot, by order of an operator. ConfigError when there is none of that name."""
+        if slot not in self._slots:
+            raise ConfigError(f"slot={slot!r:.200}: must be one of {', '.join(self._slots)}", field="slot")
+        self._now = now
+        self._slots[slot].close(self.cooldown)
+
+    def count(self, slot: str) -> int:
+        """Crashes of the slot in a row."""
+        return self._slots[slot].count
+
+    @property
+    def verdict(self) -> str:
+        """ok, drain-a, drain-b (`drain-` and the open slot's name), or degraded: no slot is left to ask."""
+        drained = [name for name, state in self._slots.items() if state.opened is not None]
+        if not drained:
+            return "ok"
+        return "degraded" if len(drained) == len(self._slots) else f"drain-{drained[0]}"
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Each slot: ok, drained, or probing while a probe of it is out."""
+        return {
+            name: "ok" if state.opened is None else "drained" if state.probe is None else "probing"
+            for name, state in self._slots.items()
+        }
+
+    def snapshot(self, now: float | None = None) -> dict[str, Any]:
+        """JSON-safe state of each slot, in seconds as of `now`, or of the last input.
+
+        consecutive, log_e; and of an open one why, how long it has been (`open_s`), when the next probe may go
+        (`retry_in_s`) and the present cool-down.
+        """
+        at = self._now if now is None else now
+        verdicts = self.verdicts
+        return {
+            "verdict": self.verdict,
+            "max_consecutive": self.max_consecutive,
+            "slots": {
+                name: {
+                    "verdict": verdicts[name],
+                    "consecutive": state.count,
+                    "log_e": round(state.evidence.log_e, 3),
+                    "why": state.why or None,
+                    "open_s": None if state.opened is None else round(at - state.opened, 3),
+                    "retry_in_s": None if state.opened is None else round(max(0.0, state.retry_at - at), 3),
+                    "cooldown_s": state.cooldown,
+                }
+                for name, state in self._slots.items()
+            },
+        }
+
+    def _judge(self, state: _Slot, now: float) -> bool:
+        if self.max_consecutive == 0:
+            return False
+        evidence = state.evidence
+        if state.count >= self.max_consecutive:
+            state.why = f"{state.count} calls crashed in a row"
+        elif evidence.crashes > state.count and evidence.alarmed:
+            state.by_rate = True
+            state.why = f"crash rate above {RATE:.0%}: {evidence.crashes} crashes, e-value {exp(evidence.log_e):.3g}"
+        else:
+            return False
+        state.opened, state.retry_at = now, now + state.cooldown
+        return True

@@ -1,0 +1,180 @@
+"""Which of two policies is better, with an answer that stays right however often it is looked at.
+
+Success rates watched all day cross any fixed significance level sooner or later. Here each hypothesis is a bet in fair
+odds, so that its wealth reaches 1/alpha with probability at most alpha if the hypothesis is true, whenever one looks.
+The unit is the episode: requests of one episode succeed or fail together.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import floor, sqrt
+from typing import Any, Final, Literal
+
+from reflex_runtime.core.errors import ConfigError
+
+BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # the share of the wealth that is put on the next block
+BLOCKS: Final = 32  # that may wait for the other slot
+_MOST: Final = 1e300  # wealth beyond it says nothing more, and infinity is no JSON
+
+Verdict = Literal["undecided", "a_better", "b_better"]
+
+
+def wilson(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a proportion, 95 % by default; (0, 1) when n is 0.
+
+    ValueError unless 0 <= successes <= n. (E. B. Wilson, 1927; checked against R. G. Newcombe, 1998.)
+    """
+    if not 0 <= successes <= n:
+        raise ValueError(f"wilson: successes={successes!r}: must be in [0, n={n!r}]")
+    if n == 0:
+        return 0.0, 1.0
+    p, square = successes / n, z * z
+    middle = (p + square / (2 * n)) / (1 + square / n)
+    half = z / (1 + square / n) * sqrt(p * (1 - p) / n + square / (4 * n * n))
+    low = 0.0 if successes == 0 else max(0.0, middle - half)
+    return low, 1.0 if successes == n else min(1.0, middle + half)
+
+
+def ratio(split: int) -> tuple[int, int]:
+    """Episodes of (a, b) in one block at a split: its reduced ratio, rounded so that the smaller side is 1.
+
+    (0, 0), no blocks, when one side gets no episodes.
+    """
+    other = 100 - split
+    if not (split and other):
+        return 0, 0
+    n = floor(max(split, other) / min(split, other) + 0.5)
+    return (n, 1) if split >= other else (1, n)
+
+
+class _Wealth:
+    """Six gamblers who bet fixed shares of what they have; together worth their average."""
+
+    def __init__(self) -> None:
+        self.each = [1.0] * len(BETS)
+
+    def bet(self, won: float) -> None:
+        self.each = [min(wealth * (1.0 + share * won), _MOST) for wealth, share in zip(self.each, BETS, strict=True)]
+
+    @property
+    def average(self) -> float:
+        return sum(self.each) / len(BETS)
+
+
+class Comparison:
+    """A against B by episodes that succeeded or not, as a betting test in blocks. Pure, in bounded memory.
+
+    A block holds episodes of both slots in the ratio of the split; d = mean A − mean B lies in [−1, 1] and has mean 0
+    when they are equally good. Three bets see every block: A is better (d), B is better (−d), B is worse by less than
+    `margin` (margin − d). Verdicts are kept once reached. The wealth has no floor: a version that grows worse after
+    thousands of episodes is a matter for the guard.
+
+    alpha: probability of a wrong verdict, of each bet, over all looks. margin: of the success rate. Both in (0, 1).
+
+    When the slots do not alternate in the ratio of the split, at most 32 blocks' worth of one waits for the other; then
+    its oldest episode is left out of the test (not of `counts`), so that a block compares episodes of about the same
+    time. Which ones are left out follows from numbers alone, never from results: the odds stay fair.
+    """
+
+    def __init__(self, split: int, alpha: float = 1e-3, margin: float = 0.05) -> None:
+        if not 0.0 < alpha < 1.0:
+            raise ConfigError(f"Comparison.alpha={alpha!r}: must be in (0, 1)")
+        if not 0.0 < margin < 1.0:
+            raise ConfigError(f"Comparison.margin={margin!r}: must be in (0, 1)")
+        self.alpha, self.margin = alpha, margin
+        self.verdict: Verdict = "undecided"
+        self.not_inferior = False
+        self.blocks = self.left_out = 0  # left_out: episodes, or parts of a block cut short by a new split
+        self._a_better, self._b_better, self._not_inferior = _Wealth(), _Wealth(), _Wealth()
+        self._successes = {"a": 0, "b": 0}
+        self._episodes = {"a": 0, "b": 0}
+        self._waiting: dict[str, deque[bool]] = {"a": deque(), "b": deque()}
+        self._split = -1
+        self.set_split(split)
+
+    @property
+    def split(self) -> int:
+        """Percent of the episodes that a gets."""
+        return self._split
+
+    def set_split(self, split: int) -> None:
+        """Begin a new block in another ratio; what waits for its block is left out. The wealth stays."""
+        if isinstance(split, bool) or not isinstance(split, int) or not 0 <= split <= 100:
+            raise ConfigError(f"Comparison.split={split!r:.200}: must be a whole number in [0, 100]", field="split")
+        if split == self._split:
+            return
+        self._split = split
+        self._size = dict(zip("ab", ratio(split), strict=True))
+        for waiting in self._waiting.values():
+            self.left_out += len(waiting)
+            waiting.clear()
+
+    def add(self, slot: str, success: bool) -> None:
+        """One finished episode of a or b. At split 0 and 100 it is counted only: there is nothing to compare with."""
+        self._episodes[slot] += 1
+        self._successes[slot] += bool(success)
+        size, waiting = self._size, self._waiting
+        if not size[slot]:
+            return
+        waiting[slot].append(bool(success))
+        if len(waiting["a"]) >= size["a"] and len(waiting["b"]) >= size["b"]:
+            self._close(self._mean("a") - self._mean("b"))
+        elif len(waiting[slot]) > BLOCKS * size[slot]:
+            waiting[slot].popleft()
+            self.left_out += 1
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Slot → (successes, episodes), of all that were added."""
+        return {slot: (self._successes[slot], self._episodes[slot]) for slot in ("a", "b")}
+
+    @property
+    def e_a_better(self) -> float:
+        """Evidence that A succeeds more often."""
+        return self._a_better.average
+
+    @property
+    def e_b_better(self) -> float:
+        """Evidence that B succeeds more often."""
+        return self._b_better.average
+
+    @property
+    def e_not_inferior(self) -> float:
+        """Evidence that B's success rate is above A's less `margin`."""
+        return self._not_inferior.average
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-safe: counts with rates and 95 % intervals, the three e-values, what they say, and what was left out."""
+        return {
+            "verdict": self.verdict,
+            "not_inferior": self.not_inferior,
+            "split": self._split,
+            "blocks": self.blocks,
+            "left_out": self.left_out,
+            "waiting": {slot: len(waiting) for slot, waiting in self._waiting.items()},
+            "alpha": self.alpha,
+            "margin": self.margin,
+            "e": {"a_better": self.e_a_better, "b_better": self.e_b_better, "not_inferior": self.e_not_inferior},
+            "slots": {
+                slot: {"successes": k, "episodes": n, "rate": k / n if n else None, "interval": list(wilson(k, n))}
+                for slot, (k, n) in self.counts.items()
+            },
+        }
+
+    def _mean(self, slot: str) -> float:
+        size, waiting = self._size[slot], self._waiting[slot]
+        return sum(waiting.popleft() for _ in range(size)) / size
+
+    def _close(self, d: float) -> None:
+        self.blocks += 1
+        self._a_better.bet(d)
+        self._b_better.bet(-d)
+        self._not_inferior.bet(self.margin - d)
+        enough = 1.0 / self.alpha
+        if self.verdict == "undecided":
+            if self.e_a_better >= enough:
+                self.verdict = "a_better"
+            elif self.e_b_better >= enough:
+                self.verdict = "b_better"
+        self.not_inferior = self.not_inferior or self.e_not_inferior >= enough

@@ -1,0 +1,176 @@
+"""Which of two policies serves an episode: the same one from its first request to its last.
+
+The slot follows from the key alone, so that every process and every restart answers alike. A table of running episodes
+keeps them where they began when the split changes live; what moves them (a drain, a rollback) is told once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+
+BUCKETS: Final = 100
+SLOTS: Final = ("a", "b")
+
+
+def bucket(key: str) -> int:
+    """The bucket of a routing key, in [0, 100): SHA-256 of its UTF-8, first 8 bytes big-endian, modulo 100.
+
+    Takes any text: a lone surrogate, which UTF-8 has no code for, counts as the three bytes it would have.
+    """
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % BUCKETS
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Where one request goes.
+
+    slot: a or b. key: what was hashed. degraded: the request named no episode, so that its neighbours may go elsewhere.
+    cached: the slot came from the table of running episodes. changed: the episode was served by the other slot until
+    now; its client is to be told, on this request's answer, whatever its status.
+    """
+
+    slot: str
+    key: str
+    degraded: bool
+    cached: bool
+    changed: bool = False
+
+
+class _Episode:
+    __slots__ = ("moved", "slot", "used")
+
+    def __init__(self, slot: str, used: float) -> None:
+        self.slot, self.used = slot, used
+        self.moved = False  # since its client was last told
+
+
+class Router:
+    """Sends a share of the episodes to each of two slots. Pure: times are given, seconds that never go back.
+
+    split: percent of the keys that go to a, in [0, 100]; 0 is all to b, 100 all to a.
+    episodes: running episodes remembered; beyond it the longest unused is forgotten. idle: seconds without a request
+        after which an episode is forgotten. One that was forgotten goes where its key says, which is where it was
+        unless the split changed or it was moved meanwhile.
+    """
+
+    def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
+        if not episodes >= 1:
+            raise ConfigError(f"Router.episodes={episodes!r}: must be >= 1")
+        if not idle > 0:
+            raise ConfigError(f"Router.idle={idle!r}: must be > 0 s")
+        self._split = _checked(split)
+        self._capacity, self._idle = episodes, idle
+        self._table: OrderedDict[str, _Episode] = OrderedDict()  # longest unused first
+        self._now = 0.0
+
+    @property
+    def split(self) -> int:
+        """Percent of the keys that go to a."""
+        return self._split
+
+    def set_split(self, split: int) -> None:
+        """Change it for episodes that begin from now on. ConfigError outside [0, 100]."""
+        self._split = _checked(split)
+
+    def route(self, episode_id: str | None, request_id: str, now: float) -> Routing:
+        """The slot of a request. An empty episode_id names no episode, as everywhere in the runtime."""
+        self._forget(now)
+        if not episode_id:
+            return Routing(self._slot_of(request_id), request_id, degraded=True, cached=False)
+        episode = self._table.get(episode_id)
+        if episode is None:
+            slot = self._slot_of(episode_id)
+            self._record(episode_id, _Episode(slot, now))
+            return Routing(slot, episode_id, degraded=False, cached=False)
+        episode.used = now
+        self._table.move_to_end(episode_id)
+        moved, episode.moved = episode.moved, False
+        return Routing(episode.slot, episode_id, degraded=False, cached=True, changed=moved)
+
+    def move(self, routing: Routing, slot: str) -> Routing:
+        """The same request to another slot, and its episode with it from now on.
+
+        `changed` when the episode had begun elsewhere: neither a request that names no episode nor the first of an
+        episode has anything to be told.
+        """
+        _known(slot)
+        if routing.slot == slot:
+            return routing
+        if routing.degraded:
+            return replace(routing, slot=slot)
+        episode = self._table.get(routing.key)
+        if episode is None:  # forgotten since it was routed
+            episode = _Episode(routing.slot, self._now)
+            self._record(routing.key, episode)
+        changed = routing.changed or (routing.cached and episode.slot != slot)
+        episode.slot = slot
+        return replace(routing, slot=slot, changed=changed)
+
+    def untold(self, key: str) -> None:
+        """The answer that was to tell of a move could not: the episode's next one does."""
+        episode = self._table.get(key)
+        if episode is not None:
+            episode.moved = True
+
+    def rollback(self, slot: str, now: float) -> list[str]:
+        """Everything to `slot`, running episodes too. Returns those that moved; each is told at its next request.
+
+        Whatever is kept for a moved episode in its old slot belongs to a policy that no longer serves it.
+        """
+        _known(slot)
+        self._forget(now)
+        self._split = BUCKETS if slot == "a" else 0
+        moved = []
+        for key, episode in self._table.items():
+            if episode.slot != slot:
+                episode.slot, episode.moved = slot, True
+                moved.append(key)
+        return moved
+
+    def __len__(self) -> int:
+        """Episodes remembered."""
+        return len(self._table)
+
+    def snapshot(self) -> dict[str, Any]:
+        """JSON-safe: the split, and how many episodes are remembered in each slot. Takes time in their number."""
+        a = sum(1 for episode in self._table.values() if episode.slot == "a")
+        return {
+            "split": self._split,
+            "episodes": {"a": a, "b": len(self._table) - a},
+            "max_episodes": self._capacity,
+            "idle_s": self._idle,
+        }
+
+    def _slot_of(self, key: str) -> str:
+        return "a" if bucket(key) < self._split else "b"
+
+    def _record(self, key: str, episode: _Episode) -> None:
+        self._table[key] = episode
+        if len(self._table) > self._capacity:
+            self._table.popitem(last=False)
+
+    def _forget(self, now: float) -> None:
+        self._now = now
+        table, since = self._table, now - self._idle
+        while table:
+            key = next(iter(table))
+            if table[key].used > since:
+                return
+            del table[key]
+
+
+def _checked(split: int) -> int:
+    if isinstance(split, bool) or not isinstance(split, int) or not 0 <= split <= BUCKETS:
+        raise ConfigError(f"--split={split!r:.200}: must be a whole number in [0, {BUCKETS}]", field="split")
+    return split
+
+
+def _known(slot: str) -> None:
+    if slot not in SLOTS:
+        raise ConfigError(f"slot={slot!r:.200}: must be a or b", field="slot")

@@ -1,0 +1,166 @@
+"""Real-time chunking: a robot that still executes one chunk gets a next one that continues it.
+
+The new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the robot has not
+executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then falls along a
+schedule up to the horizon (after Black et al., "Real-Time Execution of Action Chunking Flow Policies", 2025; anchored
+here by in-painting along the flow, because an exported graph has no gradient to guide by).
+
+A tail belongs to one (slot, episode): carried to another robot or version it would be a jump, not a continuation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, expm1
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+
+Schedule = Literal["ZEROS", "ONES", "LINEAR", "EXP"]
+EPISODES: Final = 4096  # tails remembered, a chunk of floats each
+
+
+@dataclass(frozen=True, slots=True)
+class Rtc:
+    """How chunks are joined.
+
+    horizon: actions of the new chunk that the old one may reach, >= 1. schedule: how its weight falls between the
+    frozen ones and the horizon: ZEROS at once, ONES not at all, LINEAR, EXP (faster at first).
+    """
+
+    schedule: Schedule = "LINEAR"
+    horizon: int = 10
+
+    def __post_init__(self) -> None:
+        if self.schedule not in get_args(Schedule):
+            raise ConfigError(f"--rtc-schedule={self.schedule}: must be one of {', '.join(get_args(Schedule))}")
+        if not self.horizon >= 1:
+            raise ConfigError(f"--rtc-horizon={self.horizon}: must be >= 1 actions")
+
+    def weights(self, frozen: int, overlap: int, chunk_size: int) -> NDArray[np.float32]:
+        """Weight of the old chunk at each place of the new one, float32 [chunk_size, 1], never rising.
+
+        frozen: places executed before the new chunk arrives. overlap: places the old chunk still covers; beyond both
+        it and the horizon the weight is 0.
+        """
+        end = min(self.horizon, overlap, chunk_size)
+        start = min(frozen, end)
+        weights = np.zeros((chunk_size, 1), np.float32)
+        weights[:start] = 1.0
+        fall = np.linspace(1.0, 0.0, end - start + 2, dtype=np.float32)[1:-1, None]
+        if self.schedule == "ONES":
+            fall = np.ones_like(fall)
+        elif self.schedule == "ZEROS":
+            fall = np.zeros_like(fall)
+        elif self.schedule == "EXP":
+            fall = fall * np.expm1(fall) / np.float32(expm1(1.0))
+        weights[start:end] = fall
+        return weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """What one new chunk is drawn to. In the model's units; arrays are read only.
+
+    target: float32 [chunk_size, action_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
+    report: what the answer says of it, JSON-safe.
+    """
+
+    target: NDArray[np.float32]
+    weights: NDArray[np.float32]
+    report: dict[str, Any]
+
+    def pull(self, x: NDArray[np.float32], noise: NDArray[np.float32], time: float) -> NDArray[np.float32]:
+        """x at flow time `time` (0 noise, 1 action), its anchored places on the straight path from noise to target."""
+        path = np.float32(1.0 - time) * noise + np.float32(time) * self.target
+        return self.weights * path + (np.float32(1.0) - self.weights) * x  # exact where the weight is 0 or 1
+
+
+@dataclass(slots=True)
+class _Tail:
+    actions: NDArray[np.float32]
+    answered: float
+    latency: float
+
+
+class ChunkTails:
+    """The last chunk of each episode of one slot, longest unused forgotten. Read on the loop, written on the device.
+
+    control_hz: actions the robot executes a second, None when unknown: how many it has executed, and will while it
+    waits, then has to be told by the request, and nothing is frozen.
+    """
+
+    def __init__(
+        self, rtc: Rtc, clock: Callable[[], float], control_hz: float | None = None, episodes: int = EPISODES
+    ) -> None:
+        if not episodes >= 1:
+            raise ConfigError(f"ChunkTails.episodes={episodes!r}: must be >= 1")
+        self.rtc, self.control_hz = rtc, control_hz
+        self._clock, self._episodes = clock, episodes
+        self._lock = threading.Lock()
+        self._tails: OrderedDict[str, _Tail] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tails)
+
+    def remember(self, episode: str, actions: NDArray[np.float32], latency: float) -> None:
+        """The episode's newest chunk. actions: float32 [chunk_size, action_dim]; one that is not finite is not kept.
+
+        latency: seconds from its arrival to its end, which the next one will probably take as well.
+        """
+        if not episode or not np.isfinite(actions).all():
+            return
+        with self._lock:
+            self._tails[episode] = _Tail(actions, self._clock(), latency)
+            self._tails.move_to_end(episode)
+            if len(self._tails) > self._episodes:
+                self._tails.popitem(last=False)
+
+    def forget(self, episode: str) -> None:
+        """The episode goes on elsewhere, or anew."""
+        with self._lock:
+            self._tails.pop(episode, None)
+
+    def forget_all(self) -> None:
+        """Every episode goes on elsewhere, or has for a while."""
+        with self._lock:
+            self._tails.clear()
+
+    def anchor(self, episode: str, executed: int | None) -> Anchor | None:
+        """What the episode's next chunk is anchored to; None when it has no last chunk, or nothing of it is left.
+
+        executed: actions of the last chunk that had been executed when this observation was made; when absent, those
+        that fit into the time since it was answered, if the control rate is known.
+        """
+        with self._lock:
+            tail = self._tails.get(episode)
+        if tail is None:
+            return None
+        done = executed
+        if done is None:
+            if self.control_hz is None:
+                return None
+            done = int((self._clock() - tail.answered) * self.control_hz)
+        size = len(tail.actions)
+        overlap = size - done
+        if overlap <= 0:
+            return None
+        frozen = max(0, ceil(tail.latency * self.control_hz)) if self.control_hz else 0
+        target = np.zeros_like(tail.actions)
+        target[:overlap] = tail.actions[done:]
+        weights = self.rtc.weights(frozen, overlap, size)
+        report = {
+            "executed": done,
+            "overlap": overlap,
+            "frozen": int((weights == 1.0).sum()) if self.rtc.schedule != "ONES" else min(frozen, overlap),
+            "delay_ms": round(tail.latency * 1e3, 3),
+            "horizon": self.rtc.horizon,
+            "schedule": self.rtc.schedule,
+        }
+        return Anchor(target, weights, report)

@@ -1,0 +1,251 @@
+"""POST /act, from its body to its answer, without a coroutine: three calls on the loop for every request.
+
+`enter` when the head is there, `run` when the body is, and the batcher's when the ticket has settled. A task and the
+futures it waits for cost more than all of the scheduling. No call raises, every exchange is answered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from functools import partial
+from typing import Any
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Closed, Expired, ReflexError
+from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.core.request import Admission, Priority, Ticket
+from reflex_runtime.policies import ActionChunk, Observation, Policy
+from reflex_runtime.server.errors import CallerLeft, TooManyRequests
+from reflex_runtime.server.exchange import JSON, LEFT, MSGPACK, Door, Exchange, Headers, header_text, too_large
+from reflex_runtime.server.images import Pixels, has_images, images_of
+from reflex_runtime.server.recorded import asked_and_answered
+from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.wire import act as wire
+from reflex_runtime.version import __version__
+
+log = logging.getLogger("reflex.server")
+
+_PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
+
+
+class Act:
+    """Answers observations with chunks of actions."""
+
+    def __init__(self, runtime: Runtime, door: Door) -> None:
+        self.runtime, self.config, self.door = runtime, runtime.config, door
+        self._told: tuple[Admission, dict[str, Any]] | None = None
+
+    def enter(self, exchange: Exchange) -> bool:
+        """Let it in, and True: it goes on with its body. Raises what stands against it."""
+        door = self.door
+        door.enter(exchange)
+        if door.closing:
+            raise Closed("the server is shutting down", retry_after=1.0)
+        limit = self.config.max_concurrent
+        if limit and door.active > limit:
+            raise TooManyRequests(
+                f"{door.active - 1} requests are being answered, at most {limit} may be", retry_after=1.0,
+                concurrent_requests=door.active - 1, max_concurrent=limit,
+            )
+        self.runtime.need_policy()
+        too_large(exchange, self.config.max_body_bytes)
+        return True
+
+    def run(self, exchange: Exchange, body: bytes) -> None:
+        """The body is there: check, prepare and queue it. A caller that hangs up from now on takes it back."""
+        exchange.received = time.monotonic()
+        try:
+            fields = wire.decode(body, exchange.sent_msgpack)
+            exchange.fields = fields
+            if fields.request_id:
+                exchange.request_id = fields.request_id
+            placement = exchange.placement = self.runtime.place(fields.episode_id, exchange.request_id)
+            version = exchange.version = self.runtime.slots[placement.slot].version
+            version.users += 1
+            exchange.scope[LEFT] = partial(self.caller_left, exchange)
+            if has_images(fields):
+                loop = asyncio.get_running_loop()
+                seen = loop.run_in_executor(
+                    self.runtime.workers, self._seen, exchange.request_id, fields, version.policy
+                )
+                seen.add_done_callback(partial(self._prepared, exchange, fields))
+            else:
+                self._submit(exchange, fields, self._observe(version.policy, exchange.request_id, fields, {}))
+        except Exception as error:
+            self.fail(exchange, error)
+
+    def caller_left(self, exchange: Exchange) -> None:
+        """The caller hung up or closed its sending side."""
+        exchange.left = True
+        if exchange.ticket is not None and exchange.ticket.outcome is None:
+            self.runtime.batcher.cancel(exchange.ticket)
+
+    def fail(self, exchange: Exchange, error: Exception) -> None:
+        """Answer with an error; what is none of ours goes into the log, and not into the answer."""
+        if not isinstance(error, ReflexError):
+            log.error("request %s failed", exchange.request_id, exc_info=error)
+            error = ReflexError("internal error; the server's log has the details")
+        self._count(exchange, error.outcome, error.http_status, time.monotonic(), error=error)
+        if exchange.placement is not None:
+            self.runtime.rollout.untold(exchange.placement)
+        exchange.scope.pop(LEFT, None)
+        exchange.fail(error, _routed(exchange))
+        self._leave(exchange)
+
+    def _leave(self, exchange: Exchange) -> None:
+        if exchange.version is not None:
+            exchange.version.users -= 1
+            exchange.version = None
+        self.door.leave(exchange)
+
+    def _seen(self, request_id: str, fields: wire.ActFields, policy: Policy) -> Observation:
+        return self._observe(policy, request_id, fields, images_of(fields))
+
+    def _observe(
+        self, policy: Policy, request_id: str, fields: wire.ActFields, images: dict[str, Pixels]
+    ) -> Observation:
+        return policy.prepare(
+            images=images,
+            instruction=fields.instruction,
+            state=wire.state_of(fields),
+            episode_id=fields.episode_id or "",
+            request_id=request_id,
+            seed=fields.seed,
+            executed=fields.executed,
+        )
+
+    def _prepared(self, exchange: Exchange, fields: wire.ActFields, seen: asyncio.Future[Observation]) -> None:
+        try:
+            if seen.cancelled():
+                raise Closed("the server is shutting down", retry_after=1.0)
+            self._submit(exchange, fields, seen.result())
+        except Exception as error:
+            self.fail(exchange, error)
+
+    def _submit(self, exchange: Exchange, fields: wire.ActFields, observation: Observation) -> None:
+        if exchange.left:
+            raise CallerLeft("the caller left")
+        assert exchange.version is not None
+        request = exchange.version.policy.request(
+            observation,
+            # Whose share it takes: the robot's, else the episode's, else the connection's.
+            client=fields.robot_id or fields.episode_id or exchange.scope.get("client"),
+            priority=_PRIORITIES[fields.priority],
+            time_limit=self._time_limit(exchange, fields),
+        )
+        exchange.ticket = self.runtime.batcher.submit(request, partial(self._settled, exchange))
+
+    def _time_limit(self, exchange: Exchange, fields: wire.ActFields) -> float | None:
+        limit = fields.deadline_ms if fields.deadline_ms is not None else self.config.deadline_ms
+        if not limit:
+            return None
+        left = limit / 1e3 - (time.monotonic() - exchange.started)
+        if left <= 0.0:
+            raise Expired("its deadline passed while it was read")
+        return left
+
+    def _settled(self, exchange: Exchange, ticket: Ticket) -> None:
+        outcome = ticket.outcome
+        if not isinstance(outcome, Done):
+            self.fail(exchange, outcome.error)
+            return
+        now = time.monotonic()
+        try:
+            answer = self._answer(exchange, ticket, outcome.value, now)
+            packed = exchange.wants_msgpack
+            body = wire.encode_msgpack(answer) if packed else wire.encode_json(answer)
+        except Exception as error:
+            self.fail(exchange, error)
+            return
+        self._count(exchange, "ok", 200, now, answer, outcome.value)
+        exchange.scope.pop(LEFT, None)
+        exchange.answer(200, body, MSGPACK if packed else JSON, _routed(exchange))
+        self._leave(exchange)
+        shadow = self.runtime.shadow
+        if shadow is not None and exchange.fields is not None and shadow.takes(exchange.request_id):
+            slot, request_id = ticket.request.group, exchange.request_id
+            shadow.ask(request_id, slot, outcome.value.actions, partial(self._seen, request_id, exchange.fields))
+
+    def _answer(self, exchange: Exchange, ticket: Ticket, chunk: ActionChunk, now: float) -> wire.ActAnswer:
+        assert ticket.admission is not None
+        assert ticket.started is not None
+        if self._told is None or self._told[0] is not ticket.admission:  # those of one batch are told the same of it
+            self._told = (ticket.admission, _described(ticket.admission))
+        total, started = now - exchange.received, ticket.started
+        spent, latency = _ms(total), self.config.inject_latency_ms
+        assert exchange.version is not None
+        mode, model_hash, config_hash = exchange.version.told
+        changed = exchange.placement is not None and exchange.placement.changed
+        return wire.ActAnswer(
+            actions=chunk.actions,
+            num_actions=chunk.actions.shape[0],
+            action_dim=chunk.actions.shape[1],
+            latency_ms=spent,
+            hz=_ms(1e-3 / total) if total > 0 else 0.0,
+            denoising_steps=chunk.denoising_steps,
+            inference_mode=mode,
+            model_hash=model_hash,
+            config_hash=config_hash,
+            reflex_version=__version__,
+            request_id=exchange.request_id,
+            timing=wire.Timing(_ms(started - ticket.arrived), _ms(now - started), spent, spent),
+            batch=self._told[1],
+            cache=chunk.cache,
+            guard=chunk.guard.as_dict() if chunk.guard is not None else None,
+            rtc=chunk.rtc,
+            policy_changed=changed,
+            injected={"latency_ms": latency} if latency else None,
+        )
+
+    def _count(
+        self,
+        exchange: Exchange,
+        outcome: str,
+        status: int,
+        now: float,
+        answer: wire.ActAnswer | None = None,
+        chunk: ActionChunk | None = None,
+        error: ReflexError | None = None,
+    ) -> None:
+        runtime, placement = self.runtime, exchange.placement
+        slot = runtime.served[0] if placement is None else placement.slot
+        detail = None
+        if runtime.recorder is not None and exchange.fields is not None:
+            try:
+                detail = asked_and_answered(exchange, slot, now, answer, chunk, error, self.config.deadline_ms)
+            except Exception:  # the caller gets the answer whatever becomes of the recording
+                log.exception("request %s could not be recorded", exchange.request_id)
+        event = RequestAnswered(now, slot, outcome, status, now - exchange.started, exchange.ticket, detail)
+        runtime.answered(event, now - exchange.received)
+
+
+def _routed(exchange: Exchange) -> Headers | None:
+    """What the headers say of the version that answers; None with one policy, or before it is known."""
+    placement, version = exchange.placement, exchange.version
+    if placement is None or placement.routing is None or version is None:
+        return None
+    routing = placement.routing
+    headers = [
+        (b"x-reflex-policy-slot", placement.slot.encode()),
+        (b"x-reflex-model-version", header_text(version.name)),
+        (b"x-reflex-routing-key", header_text(routing.key)),
+    ]
+    if routing.degraded:
+        headers.append((b"x-reflex-routing-degraded", b"true"))
+    return headers
+
+
+def _described(admission: Admission) -> dict[str, Any]:
+    return {
+        "id": admission.id,
+        "size": admission.size,
+        "reason": admission.reason,
+        "cost_ms": round(admission.cost * 1e3, 3),
+    }
+
+
+def _ms(seconds: float) -> float:
+    """Milliseconds to three places, at a quarter of what `round` costs."""
+    return int(seconds * 1e6 + 0.5) / 1e3

@@ -1,0 +1,447 @@
+"""The schedule of a recording, run again: what the scheduler did, or would have done with other settings.
+
+`replay_measured` feeds the scheduler what it was fed: the same requests, and the measured times of its batches, at the
+recorded instants; the same batches come out. `replay_schedule` takes only the requests from the recording and the
+device from its measured batches, and lets the scheduler decide on a jumping clock: that is how another budget is tried.
+
+The arrivals are fixed: callers who wait for an answer before they ask again would have asked sooner had it come sooner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from random import Random
+from statistics import median
+from typing import Any
+
+from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ConfigError, ProcessorError, Rejected
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.sim.report import Report
+from reflex_runtime.sim.run import Answer, Ran, Run, simulate
+from reflex_runtime.sim.workload import Arrival, Recorded
+from reflex_runtime.telemetry.recording import RanBatch, Recording, Scheduled, Warm
+from reflex_runtime.telemetry.recording import Recorded as Line
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is to be different from the recorded settings; None leaves a setting as it was. Seconds."""
+
+    max_batch_cost: float | None = None
+    batch_timeout: float | None = None
+    max_batch_size: int | None = None
+
+    def of(self, flush: FlushPolicy) -> FlushPolicy:
+        """A recorded flush policy with these changes."""
+        if self.max_batch_cost is not None:
+            flush = replace(flush, max_batch_cost=self.max_batch_cost)
+        if self.max_batch_size is not None:
+            flush = replace(flush, max_batch_size=self.max_batch_size)
+        if self.batch_timeout is not None:  # the hold of every request, or that for expected returns, whichever it has
+            hold = (0.0, self.batch_timeout, self.batch_timeout)
+            if any(flush.hold_max):
+                flush = replace(flush, hold_min=hold, hold_max=hold)
+            else:
+                flush = replace(flush, returns=self.batch_timeout)
+        return flush
+
+
+# -- the scheduler as it was -------------------------------------------------------------------------------------------
+
+
+def scheduler_of(recording: Recording, changes: Changes | None = None) -> Scheduler:
+    """A scheduler with the recorded settings of every slot, its cost models taught what they knew at the first request.
+
+    ConfigError when the recording does not say how its slots were scheduled.
+    """
+    settings = recording.header.groups
+    missing = [slot for slot in recording.slots if slot not in settings]
+    if missing or not settings:
+        raise ConfigError(
+            f"{recording.path}: the header's `groups` do not say how {', '.join(missing) or 'its slots'} were "
+            "scheduled, and a schedule cannot be replayed without"
+        )
+    scheduler = Scheduler([_group(name, told, changes or Changes()) for name, told in settings.items()])
+    for name, warm in recording.header.warm.items():
+        if name in settings:
+            _teach(scheduler.cost_model(name), name, warm)
+    return scheduler
+
+
+def _group(name: str, told: Mapping[str, Any], changes: Changes) -> GroupConfig:
+    cost = told["cost"]
+    if cost is None:
+        raise ConfigError(f"slot {name}: its costs were not learned times, and cannot be replayed")
+    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told["flush"].items()}
+    flush = {key: inf if value is None else value for key, value in flush.items()}
+    return GroupConfig(
+        name=name,
+        flush=changes.of(FlushPolicy(**flush)),
+        capacity=told["capacity"],
+        max_in_flight_per_client=told["max_in_flight_per_client"],
+        weight=told["weight"],
+        latest_only=told["latest_only"],
+        promote_after=told["promote_after"],
+        cost=lambda: TimeCost(tuple(cost["stages"]), cost["affine"], tuple(cost["sizes"])),
+        controller=Planner() if told["planned"] else None,
+    )
+
+
+def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
+    """Let it see the warm-up again."""
+
+    def ticket(i: int) -> Ticket:
+        return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)
+
+    for stage, size, seconds in warm.batches:
+        grants = {ticket(i): 1.0 for i in range(size)}
+        model.observe(Batch(0, slot, "", stage, Cause.IDLE, 0.0, 0.0, 0.0, grants), seconds)
+    for i, share in enumerate(warm.shares):
+        done = ticket(i)
+        done.shared = share
+        model.settled(done)
+
+
+def _request(line: Line) -> Request:
+    asked = line.schedule
+    assert asked is not None
+    return Request(
+        id=line.request.request_id,
+        group=line.slot,
+        partition=asked.partition,
+        client=asked.client,
+        priority=Priority(asked.priority),
+        time_limit=asked.time_limit,
+        shape=asked.shape,
+        cost_class=asked.cost_class,
+        stage=asked.stage,
+        weight=asked.weight,
+        wants=asked.wants,
+    )
+
+
+class _Steps:
+    """What a processor of these stages answers: the next stage, or the rest of the last."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._stages = {name: told["cost"]["stages"] for name, told in recording.header.groups.items()}
+
+    def __call__(self, ticket: Ticket, units: float) -> Outcome:
+        stages = self._stages[ticket.request.group]
+        left = ticket.wants - units
+        if left <= 1e-9:
+            return Done()
+        at = stages.index(ticket.stage)
+        return More(wants=left, stage=stages[min(at + 1, len(stages) - 1)])
+
+
+# -- the same again ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """One recorded batch and what the scheduler formed in its place: tickets as recorded, None when it formed none.
+
+    late: seconds after the recorded instant at which it would have sent it (it was still holding).
+    """
+
+    recorded: RanBatch
+    members: tuple[int, ...] | None
+    stage: str
+    cause: str
+    late: float
+
+    @property
+    def same(self) -> bool:
+        """Whether the same requests ran together in the same stage."""
+        return self.members == tuple(self.recorded.members) and self.stage == self.recorded.stage
+
+
+@dataclass(slots=True)
+class MeasuredReplay:
+    """Every recorded batch, formed again.
+
+    early: how often the scheduler would have sent a batch at a recorded instant at which it had found nothing to send.
+    unknown: batches of requests that are not in the file (a shadow's), passed over.
+    """
+
+    batches: list[Again] = field(default_factory=list)
+    early: int = 0
+    unknown: int = 0
+
+    @property
+    def same(self) -> int:
+        """Batches with the same members and stage."""
+        return sum(b.same for b in self.batches)
+
+    @property
+    def same_cause(self) -> int:
+        """Those of them that also left for the same reason."""
+        return sum(b.same and b.cause == b.recorded.cause for b in self.batches)
+
+    @property
+    def late(self) -> float:
+        """The longest of `Again.late`, in seconds."""
+        return max((b.late for b in self.batches), default=0.0)
+
+    @property
+    def first_difference(self) -> Again | None:
+        """The first batch that is not the same."""
+        return next((b for b in self.batches if not b.same), None)
+
+
+def replay_measured(recording: Recording) -> MeasuredReplay:
+    """Feed the scheduler what it was fed, at the recorded instants; see what it forms.
+
+    Needs the recorded settings and requests (`scheduler_of`). What is missing from the file, because it was dropped or
+    not answered when the process was killed, is missing here too and shows as a difference.
+    """
+    return _Measured(recording).run()
+
+
+class _Measured:
+    def __init__(self, recording: Recording) -> None:
+        self._scheduler = scheduler_of(recording)
+        self._steps = _Steps(recording)
+        self._batches = sorted(recording.batches, key=lambda b: b.at)
+        self._tickets: dict[int, Ticket] = {}
+        self._seqs: dict[Ticket, int] = {}
+        self._last = {seq: b.id for b in self._batches for seq in b.members}
+        self._ended = {e.ticket: e for e in recording.ended}
+        self._inputs = self._in_order(recording)
+        self._known = {r.schedule.ticket for r in recording.requests if r.schedule is not None}
+        self._done = 0
+
+    def run(self) -> MeasuredReplay:
+        """Walk through the recorded batches."""
+        replay = MeasuredReplay()
+        draining = False
+        for recorded in self._batches:
+            if not self._known.intersection(recorded.members):
+                replay.unknown += 1
+                continue
+            for at in recorded.looked:
+                self._apply(at, busy=False)
+                replay.early += self._scheduler.next_batch(at) is not None
+            self._apply(recorded.at, busy=False)
+            if recorded.cause == Cause.DRAIN and not draining:
+                draining = True
+                self._scheduler.close(recorded.at, drain=True)
+            batch, late = self._form(recorded.at)
+            if batch is None:
+                replay.batches.append(Again(recorded, None, "", "", late))
+                continue
+            members = tuple(self._seqs[t] for t in batch.grants)
+            replay.batches.append(Again(recorded, members, batch.stage, batch.cause.value, late))
+            self._apply(recorded.finished, busy=True)
+            outcomes = [self._outcome(recorded, t, units) for t, units in batch.grants.items()]
+            self._scheduler.complete(batch, outcomes, recorded.elapsed, recorded.finished)
+            self._scheduler.take_events()
+        return replay
+
+    def _form(self, at: float) -> tuple[Batch | None, float]:
+        """The batch of an instant; one that is still held is formed nevertheless, and how long it was held is told."""
+        batch = self._scheduler.next_batch(at)
+        wake = self._scheduler.wake_at()
+        if batch is not None or wake == inf:
+            return batch, 0.0
+        return self._scheduler.next_batch(max(at, wake)), max(0.0, wake - at)
+
+    def _in_order(self, recording: Recording) -> list[tuple[float, int, float, Callable[[float, bool], None]]]:
+        """(time, rank, order, action): cancellations before what ends at the same instant, requests as they came."""
+        found: list[tuple[float, int, float, Callable[[float, bool], None]]] = []
+        for line in recording.requests:
+            asked = line.schedule
+            if asked is not None:
+                order = inf if asked.ticket is None else float(asked.ticket)
+                found.append((asked.arrived, 1, order, self._submitter(line, asked)))
+        for end in recording.ended:
+            if end.outcome == "cancelled":
+                found.append((end.at, 0, end.ticket, self._canceller(end.ticket)))
+            elif end.outcome == "expired":
+                found.append((end.at, 2, end.ticket, self._expirer))
+        found.sort(key=lambda entry: entry[:3])
+        return found
+
+    def _submitter(self, line: Line, asked: Scheduled) -> Callable[[float, bool], None]:
+        def submit(now: float, busy: bool) -> None:
+            try:
+                ticket = self._scheduler.submit(_request(line), now)
+            except Rejected:
+                return
+            seq = -1 - line.seq if asked.ticket is None else asked.ticket  # admitted here, refused there
+            self._tickets[seq] = ticket
+            self._seqs[ticket] = seq
+
+        return submit
+
+    def _canceller(self, seq: int) -> Callable[[float, bool], None]:
+        def cancel(now: float, busy: bool) -> None:
+            if seq in self._tickets:
+                self._scheduler.cancel(self._tickets[seq], now)
+
+        return cancel
+
+    def _expirer(self, now: float, busy: bool) -> None:
+        if busy:
+            self._scheduler.next_batch(now)  # forms nothing while a batch runs; what is due takes effect
+
+    def _apply(self, until: float, busy: bool) -> None:
+        while self._done < len(self._inputs) and self._inputs[self._done][0] <= until:
+            at, _, _, action = self._inputs[self._done]
+            action(at, busy)
+            self._done += 1
+
+    def _outcome(self, recorded: RanBatch, ticket: Ticket, units: float) -> Outcome:
+        seq = self._seqs[ticket]
+        if recorded.crashed:
+            return Failed(ProcessorError("it failed when it was recorded"))
+        if self._last.get(seq) == recorded.id:
+            end = self._ended.get(seq)
+            if end is None:
+                return Done()
+            if end.outcome == "failed":
+                return Failed(ProcessorError("it failed when it was recorded"))
+        return self._steps(ticket, units)
+
+
+# -- something else ----------------------------------------------------------------------------------------------------
+
+
+class MeasuredDevice:
+    """A device as fast as the recorded batches were: per slot and stage the median of a size seen at least three times,
+    else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch."""
+
+    def __init__(self, batches: Sequence[RanBatch]) -> None:
+        by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for batch in batches:
+            if not batch.crashed and batch.members:
+                by_stage[batch.slot, batch.stage][len(batch.members)].append(batch.elapsed)
+        if not by_stage:
+            raise ConfigError("the recording holds no batch to learn the device's times from")
+        self._medians = {
+            key: {n: median(seen) for n, seen in sizes.items() if len(seen) >= 3} for key, sizes in by_stage.items()
+        }
+        self._lines = {key: _line(sizes) for key, sizes in by_stage.items()}
+        self._ratios = {
+            key: [seconds / self._usual(key, n) for n, seen in sizes.items() for seconds in seen]
+            for key, sizes in by_stage.items()
+        }
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        key = (batch.group, batch.stage)
+        if key not in self._lines:
+            key = next(iter(self._lines))
+        return self._usual(key, len(batch.grants)) * rng.choice(self._ratios[key])
+
+    def _usual(self, key: tuple[str, str], n: int) -> float:
+        known = self._medians[key].get(n)
+        if known is not None:
+            return known
+        fixed, marginal = self._lines[key]
+        return fixed + marginal * n
+
+
+def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
+    """(fixed, marginal) seconds, neither below zero, of least relative error over the medians of the sizes."""
+    points = [(float(n), median(seen), len(seen)) for n, seen in sizes.items()]
+    w = [count / y**2 for _, y, count in points]
+    total = sum(w)
+    mx = sum(wi * x for wi, (x, _, _) in zip(w, points, strict=True)) / total
+    my = sum(wi * y for wi, (_, y, _) in zip(w, points, strict=True)) / total
+    spread = sum(wi * (x - mx) ** 2 for wi, (x, _, _) in zip(w, points, strict=True))
+    if spread <= 0.0:
+        return my, 0.0
+    slope = sum(wi * (x - mx) * (y - my) for wi, (x, y, _) in zip(w, points, strict=True)) / spread
+    slope = min(max(0.0, slope), my / mx)
+    return my - slope * mx, slope
+
+
+def replay_schedule(recording: Recording, changes: Changes | None = None) -> Report:
+    """What would have come of the recorded requests under the recorded settings with `changes`, in virtual time."""
+    lines = [line for line in recording.requests if line.schedule is not None]
+    if not lines:
+        raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
+    first, last = _span(recording)
+    arrivals = [Arrival(line.schedule.arrived - first, _request(line)) for line in lines if line.schedule]
+    run = simulate(
+        scheduler_of(recording, changes),
+        Recorded(arrivals),
+        MeasuredDevice(recording.batches),
+        duration=last - first + 1e-9,
+        outcome=_Steps(recording),
+    )
+    return Report.of(run)
+
+
+def recorded_report(recording: Recording) -> Report:
+    """What did come of them, in the same words: latency counts from the scheduler's door to the last batch's end."""
+    first, last = _span(recording)
+    finished = {seq: b.finished for b in recording.batches for seq in b.members}
+    ended = {e.ticket: e.at for e in recording.ended}
+    run = Run(0.0, last - first + 1e-9)
+    for line in recording.requests:
+        asked = line.schedule
+        if asked is None:
+            continue
+        end = asked.arrived
+        if asked.ticket is not None:
+            end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
+        limit = inf if asked.time_limit is None else asked.time_limit
+        device = line.cost.measured_ms / 1e3
+        run.answers.append(Answer(_request(line), asked.arrived - first, end - first, line.outcome, limit, device))
+    for b in recording.batches:
+        reason = Cause(b.cause).reason.value
+        run.batches.append(Ran(b.at - first, b.elapsed, len(b.members), b.expected, b.cause, reason))
+    return Report.of(run)
+
+
+def _span(recording: Recording) -> tuple[float, float]:
+    times = [line.schedule.arrived for line in recording.requests if line.schedule is not None]
+    if not times:
+        raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
+    return min(times), max(times)
+
+
+def side_by_side(reports: Mapping[str, Report]) -> list[list[str]]:
+    """Rows of a table, the first its header: one column per report."""
+
+    def ms(seconds: float | None) -> str:
+        return "–" if seconds is None else f"{seconds * 1e3:.1f}"
+
+    def share(value: float | None) -> str:
+        return "–" if value is None else f"{value:.1%}"
+
+    def count(counts: Mapping[str, int], name: str) -> str:
+        return str(counts.get(name, 0))
+
+    told: list[tuple[str, Callable[[Report], str]]] = [
+        ("requests", lambda r: str(round(r.offered * r.span))),
+        ("answered in time", lambda r: share(r.on_time)),
+        ("latency p50, ms", lambda r: ms(r.p50)),
+        ("latency p95, ms", lambda r: ms(r.p95)),
+        ("latency p99, ms", lambda r: ms(r.p99)),
+        ("latency mean, ms", lambda r: ms(r.mean)),
+        ("batches", lambda r: str(sum(r.sizes.values()))),
+        ("batch size, mean", lambda r: "–" if r.batch_size is None else f"{r.batch_size:.2f}"),
+        ("batch size, largest", lambda r: str(max(r.sizes, default=0))),
+        ("device busy", lambda r: share(r.busy)),
+    ]
+    reasons: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
+    for report in reports.values():
+        reasons.update(report.reasons)
+        outcomes.update(report.outcomes)
+    told += [(f"  {name}", lambda r, n=name: count(r.reasons, n)) for name, _ in reasons.most_common()]  # type: ignore[misc]
+    lost = [name for name, _ in outcomes.most_common() if name != "ok"]
+    told += [(f"  {name}", lambda r, n=name: count(r.outcomes, n)) for name in lost]  # type: ignore[misc]
+    return [["", *reports], *([name, *(tell(r) for r in reports.values())] for name, tell in told)]

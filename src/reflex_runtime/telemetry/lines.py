@@ -1,0 +1,339 @@
+"""Files of JSON lines, written by a thread of their own and read back whatever became of them.
+
+The batch trace and the recording share it: serving only appends to a bounded queue. The thread gathers what came in a
+fraction of a second and writes it at once, so that an idle process sleeps and a busy one is woken a few times a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+log = logging.getLogger("reflex.telemetry")
+
+T = TypeVar("T")
+H = TypeVar("H")
+
+GATHER = 0.2  # seconds the thread waits for company after the first line
+FLUSH = 0.5  # seconds of work between flushes; what a killed process loses is this old at most
+PLENTY = 256  # lines that end the wait
+_CHUNK = 1 << 18  # bytes handed to the file at a time
+_TURN = 0.0005  # seconds of work after which the thread lets others have the interpreter: what it adds to their p99
+_BREATH = 0.0001  # seconds for which it does
+
+
+class LineFile:
+    """A file that lines are appended to, compressed or not; what was flushed can be read although it is not closed.
+
+    Raises OSError where the disk does.
+    """
+
+    def __init__(self, path: Path, compress: bool, level: int = 6) -> None:
+        self.path = path
+        self._file = path.open("wb", buffering=0)  # whoever writes gathers already
+        self._deflate = zlib.compressobj(level, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
+
+    def write(self, lines: bytes) -> None:
+        """Append whole lines."""
+        self._write(lines if self._deflate is None else self._deflate.compress(lines))
+
+    def flush(self) -> None:
+        """Let readers see what was written, compressed files too (a few bytes are spent on it)."""
+        if self._deflate is not None:
+            self._write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
+
+    def close(self) -> None:
+        """End the file."""
+        if self._deflate is not None:
+            self._write(self._deflate.flush(zlib.Z_FINISH))
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:  # a disk that fills up takes a part first
+            left = left[self._file.write(left) :]
+
+    def abandon(self) -> None:
+        """Let go of it after an error, without a further one."""
+        with suppress(OSError, ValueError):
+            self._file.close()
+
+
+class LineWriter(Generic[T]):
+    """A bounded queue and the thread that empties it into a `LineFile`.
+
+    start: the file and its first lines; called with the first item, or at once when `eager`. encode: an item as lines.
+    finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
+    capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`.
+
+    A disk error ends the writing, is kept in `error`, and reaches nobody else. cpu: processor seconds the thread has
+    used, as of its last write.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], tuple[LineFile, bytes]],
+        encode: Callable[[T], bytes],
+        finish: Callable[[], bytes],
+        capacity: int,
+        eager: bool = False,
+        gather: float = GATHER,
+    ) -> None:
+        self.error: OSError | None = None
+        self.cpu = 0.0
+        self._full = self._odd = 0  # dropped by callers, without room or file; here, with the file or as unwritable
+        self._start, self._encode, self._finish = start, encode, finish
+        self._capacity, self._eager, self._gather = capacity, eager, gather
+        self._file: LineFile | None = None
+        self._queue: deque[T] = deque()
+        self._told = False  # the thread knows that something is there
+        self._some, self._hurry = threading.Event(), threading.Event()
+        self.closed = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Items that are not in the file: there was no room, they could not be encoded, or the disk failed.
+
+        What stood in the file's buffer when it did is not among them.
+        """
+        return self._full + self._odd
+
+    def put(self, item: T) -> bool:
+        """Queue an item; False when it is not written: the queue is full, or the writing has ended. Never waits."""
+        if not self.takes():
+            return False
+        self._queue.append(item)
+        if not self._told:
+            self._told = True
+            self._some.set()
+        elif len(self._queue) == PLENTY:
+            self._hurry.set()
+        return True
+
+    def takes(self) -> bool:
+        """Whether `put` would take an item now; one without room, or without a file any more, is counted here."""
+        if self.closed:
+            return False
+        if self.error is not None or len(self._queue) >= self._capacity:
+            self._full += 1
+            return False
+        return True
+
+    def close(self, timeout: float) -> bool:
+        """Write what is queued and the end. Returns whether all of it reached the file within `timeout` seconds."""
+        self.closed = True
+        self._hurry.set()
+        self._some.set()
+        self._thread.join(timeout)
+        return not self._thread.is_alive() and self.error is None
+
+    # -- on the thread -------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            closing = False
+            if self._eager:
+                self._begin()
+            while not closing:
+                self._some.wait()
+                self._hurry.wait(self._gather)
+                closing = self.closed
+                self._hurry.clear()
+                self._some.clear()
+                self._told = False
+                if self._queue:
+                    file = self._file or self._begin()
+                    self._empty(file)
+                    file.flush()
+                self.cpu = time.thread_time()
+            if self._file is not None:
+                self._file.write(self._finish())
+                self._file.close()
+        except Exception as error:
+            if not isinstance(error, OSError):
+                log.exception("%s ended", threading.current_thread().name)
+            self.error = error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")
+            self._odd += len(self._queue)
+            self._queue.clear()
+            if self._file is not None:
+                self._file.abandon()
+
+    def _begin(self) -> LineFile:
+        self._file, head = self._start()
+        self._file.write(head)
+        self._file.flush()
+        return self._file
+
+    def _empty(self, file: LineFile) -> None:
+        """Write what is queued, a moment's work at a time: the interpreter is needed elsewhere. A queue that never
+        becomes empty is flushed all the same."""
+        queue, lines, size = self._queue, list[bytes](), 0
+        breath = time.monotonic() + _TURN
+        flush = breath + FLUSH
+        while queue:
+            try:
+                line = self._encode(queue.popleft())
+            except Exception:  # one odd item must not end a file
+                self._odd += 1
+                log.exception("a line could not be written")
+                continue
+            lines.append(line)
+            size += len(line)
+            now = time.monotonic()
+            if size >= _CHUNK or now > flush:
+                file.write(b"".join(lines))
+                lines, size = [], 0
+            if now > flush:
+                file.flush()
+                flush = now + FLUSH
+            if now > breath and not self.closed:
+                time.sleep(_BREATH)
+                breath = time.monotonic() + _TURN
+        file.write(b"".join(lines))
+
+
+class _AnyHeader(msgspec.Struct):
+    kind: str = ""
+    schema_version: int = 0
+
+
+class LineReader(Generic[H, T]):
+    """Reads a file of lines one after another: a header, items, a footer.
+
+    A missing footer, blank lines and a torn last line are what a crash leaves behind, and are accepted. Anything else
+    (a torn line with others after it, an empty file, another version) raises what `bad` makes of (what, line number).
+
+    header, footer: types of the first and the last line. version: the one schema that is read. decode: a line that is
+    not the first; a footer ends the file. what: the file's kind, for errors.
+    After the last item: `footer` as read, or None, and `torn`, whether the last line was cut off and left out.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        header: type[H],
+        footer: type[Any],
+        version: int,
+        decode: Callable[[bytes], Any],
+        what: str,
+        bad: Callable[[str, int | None], Exception],
+    ) -> None:
+        self.footer: Any = None
+        self.torn = False
+        self._header, self._footer = header, footer
+        self._version, self._decode, self._what, self._bad = version, decode, what, bad
+        self._lines = _read(path, bad)
+        self._number = self._torn_at = 0
+        self.header = self._first()
+
+    def __iter__(self) -> Iterator[T]:
+        """The items between header and footer."""
+        for line, _ in self._whole():
+            try:
+                item = self._decode(line)
+            except msgspec.ValidationError as error:
+                raise self._bad(f"not a line of {self._what}: {error}", self._number) from error
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                self._torn_at, self.torn = self._number, True
+                continue
+            if isinstance(item, self._header):
+                raise self._bad("a second header", self._number)
+            if isinstance(item, self._footer):
+                self.footer = item
+            else:
+                yield item
+
+    def _whole(self) -> Iterator[tuple[bytes, bool]]:
+        """Lines that are not blank, none of them after a torn one or the footer."""
+        for number, line, whole in self._lines:
+            self._number = number
+            if not line.strip():
+                continue
+            if self._torn_at:
+                raise self._bad("not a whole line, and others follow it", self._torn_at)
+            if self.footer is not None:
+                raise self._bad("comes after the footer", number)
+            yield line, whole
+
+    def _first(self) -> H:
+        """The header, its version first: another version may have other keys."""
+        for line, whole in self._whole():
+            try:
+                found = msgspec.json.decode(line, type=_AnyHeader)
+                if found.kind != "header":
+                    raise msgspec.ValidationError(f"the first line is a {found.kind!r}, not a header")
+                if found.schema_version != self._version:
+                    known = f"this release reads {self._version}"
+                    raise msgspec.ValidationError(f"schema_version {found.schema_version}; {known}")
+                return msgspec.json.decode(line, type=self._header)
+            except msgspec.ValidationError as error:
+                raise self._bad(f"not a line of {self._what}: {error}", self._number) from error
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                if whole:
+                    raise self._bad(f"not JSON: {error}", self._number) from error
+                raise self._bad("no whole header", self._number) from error
+        raise self._bad("empty, not even a header", 1)
+
+
+def _read(path: Path, bad: Callable[[str, int | None], Exception]) -> Iterator[tuple[int, bytes, bool]]:
+    """(number from 1, line, whether it ended in a newline); `.gz` is decompressed.
+
+    A compressed file that was cut off just ends, after the last byte that can be had.
+    """
+    number, rest = 0, b""
+    try:
+        for part in _parts(path):
+            lines = (rest + part).split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                number += 1
+                yield number, line, True
+    except zlib.error as error:
+        raise bad(f"not readable as gzip: {error}", number + 1) from error
+    except OSError as error:
+        raise bad(error.strerror or str(error), None) from error
+    if rest:
+        yield number + 1, rest, False
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    """The file's bytes, decompressed, some at a time. Decompressed here because `gzip` reads ahead and then loses what
+    it had when a file that was cut off ends."""
+    with path.open("rb") as file:
+        compressed = path.suffix == ".gz"
+        inflate = zlib.decompressobj(31)
+        while data := file.read(_CHUNK):
+            if not compressed:
+                yield data
+                continue
+            while data:
+                yield inflate.decompress(data)
+                data = inflate.unused_data
+                if data:  # another member follows
+                    inflate = zlib.decompressobj(31)
+        if compressed:
+            yield inflate.flush()
+
+
+def utc(seconds: float | None = None, timespec: str = "milliseconds") -> str:
+    """Wall clock as ISO 8601 in UTC; now by default."""
+    at = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(seconds, UTC)
+    return at.isoformat(timespec=timespec).replace("+00:00", "Z")
+
+
+def text(value: str) -> str:
+    """Text that UTF-8 can carry."""
+    return value.encode("utf-8", "backslashreplace").decode()

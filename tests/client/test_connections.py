@@ -1,0 +1,137 @@
+"""Connections: kept, replaced, broken off, too slow, not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from reflex_runtime.client import AsyncClient, BadAnswer, Client, TimedOut, Unreachable
+
+from .callers import Make, Time
+from .stub import ANSWER, PATIENCE, Stub, reply
+
+
+def test_a_connection_is_kept(make: Make) -> None:
+    with Stub([reply(), reply({"state": "ready"}), reply()]) as stub:
+        caller = make(stub.url)
+        caller.act()
+        caller.health()
+        caller.act()
+        assert stub.connections == 1
+
+
+def test_a_connection_that_the_server_closes_is_not_used_again(make: Make) -> None:
+    with Stub([reply(headers={"connection": "close"}), b"", reply(), b"", reply()]) as stub:
+        caller = make(stub.url)
+        for _ in range(3):
+            assert caller.act().attempts == 1
+            assert not stub.script or stub.idle.wait(PATIENCE)
+            stub.idle.clear()
+        assert [seen.connection for seen in stub.seen] == [1, 2, 3]
+
+
+def test_a_connection_that_is_to_be_closed_is_not_used_again(make: Make) -> None:
+    with Stub([reply(headers={"connection": "close"}), reply()]) as stub:
+        caller = make(stub.url)
+        caller.act()
+        caller.act()
+        assert [seen.connection for seen in stub.seen] == [1, 2]
+
+
+def test_what_nobody_asked_for_answers_nothing(make: Make) -> None:
+    late = reply({"error": "timeout", "message": "idle too long"}, 408)  # as proxies say before they close
+    with Stub([reply(ANSWER | {"news": "x" * 100_000}) + late, reply()]) as stub:
+        caller = make(stub.url)
+        caller.act()
+        assert caller.act().attempts == 1
+        assert [seen.connection for seen in stub.seen] == [1, 2]
+
+
+def test_a_kept_connection_that_closes_under_a_request_is_replaced_once(make: Make) -> None:
+    with Stub([reply(), "close", reply()]) as stub:
+        caller, time = make(stub.url), Time()
+        caller.act()
+        chunk = caller.act(request_id="mine")
+        assert chunk.attempts == 1
+        assert time.pauses == []
+        assert [seen.connection for seen in stub.seen] == [1, 1, 2]
+
+
+def test_a_new_connection_that_closes_may_have_run_the_request(make: Make) -> None:
+    with Stub(["close", reply()]) as stub:
+        with pytest.raises(Unreachable, match="before it had answered") as caught:
+            make(stub.url).act(request_id="mine")
+        assert not caught.value.retry_safe
+        assert caught.value.request_id == "mine"
+        assert len(stub.seen) == 1
+
+
+def test_an_answer_that_breaks_off_is_not_asked_again(make: Make) -> None:
+    for cut in (40, len(reply()) - 5):
+        with Stub([reply(), reply()[:cut], b"", reply()]) as stub:
+            caller = make(stub.url)
+            caller.act()
+            with pytest.raises(BadAnswer if cut == 40 and caller.kind == "sync" else Unreachable) as caught:
+                caller.act()
+            assert not caught.value.retry_safe
+            assert len(stub.seen) == 2
+
+
+def test_a_server_that_is_not_there_yet_is_waited_for(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    time, stub = Time(), Stub([reply()], port)
+    time.during = lambda number: stub.__enter__() if number == 3 else None
+    try:
+        assert make(f"http://127.0.0.1:{port}", time).act().attempts == 4
+    finally:
+        stub.__exit__()
+    assert time.pauses == pytest.approx([0.1, 0.2, 0.4])
+
+
+def test_a_server_that_does_not_come_is_an_error_that_says_where(make: Make) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(Unreachable, match=f"cannot connect to http://127.0.0.1:{port}") as caught:
+        make(f"http://127.0.0.1:{port}", retries=1).act()
+    assert caught.value.retry_safe
+
+
+def test_no_answer_in_time(make: Make) -> None:
+    with Stub(["hang"]) as stub:
+        with pytest.raises(TimedOut, match=r"within 0\.05 s") as caught:
+            make(stub.url, timeout=0.05).act()
+        assert not caught.value.retry_safe
+    with Stub(["hang"]) as stub, pytest.raises(TimedOut, match=r"within 0\.501 s"):
+        make(stub.url).act(deadline_ms=1.0)  # the server is given a moment to say itself that it is too late
+
+
+def test_a_cancelled_task_hangs_up() -> None:
+    async def run(stub: Stub) -> None:
+        async with AsyncClient(stub.url) as client:
+            task = asyncio.create_task(client.act())
+            await asyncio.to_thread(stub.asked.wait, PATIENCE)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await asyncio.to_thread(stub.idle.wait, PATIENCE)
+
+    with Stub(["hang"]) as stub:
+        asyncio.run(run(stub))
+
+
+def test_several_at_once_have_a_connection_each() -> None:
+    with Stub([reply()] * 8) as stub, Client(stub.url) as client, ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(lambda i: client.act(state=[i]), range(8)))) == 8
+        assert stub.connections <= 4
+
+    async def together(url: str) -> int:
+        async with AsyncClient(url) as client:
+            return len(await asyncio.gather(*(client.act(state=[i]) for i in range(8))))
+
+    with Stub([reply()] * 8) as stub:
+        assert asyncio.run(together(stub.url)) == 8
+        assert stub.connections == 8

@@ -1,0 +1,102 @@
+"""What goes out: fields, pictures and ids, in msgpack and JSON."""
+
+from __future__ import annotations
+
+import base64
+import io
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+from reflex_runtime.client import AsyncClient, Client
+
+from .callers import Make
+from .stub import PICTURE, Stub, refusal, reply
+
+
+def test_act_sends_msgpack_with_raw_pictures(make: Make) -> None:
+    with Stub([reply(packed=True)]) as stub:
+        make(stub.url + "/robots/", api_key="s3cret").act(
+            image=PICTURE, images={"wrist": PICTURE[:, ::2]}, instruction="öffne", state=[1, 2.5], episode_id="e",
+            robot_id="r", seed=2**63, priority="urgent", deadline_ms=250.0, request_id="mine", executed=3,
+        )  # fmt: skip
+    (seen,) = stub.seen
+    assert (seen.method, seen.path) == ("POST", "/robots/act")
+    assert seen.headers["authorization"] == "Bearer s3cret"
+    assert seen.headers["content-type"] == seen.headers["accept"] == "application/msgpack"
+    fields = seen.fields
+    assert fields.pop("image") == {"dtype": "|u1", "shape": [6, 8, 3], "data": PICTURE.tobytes()}
+    assert fields.pop("images")["wrist"]["data"] == PICTURE[:, ::2].tobytes()
+    assert fields.pop("state") == {"dtype": "<f4", "shape": [2], "data": np.array([1, 2.5], "<f4").tobytes()}
+    assert fields == {
+        "instruction": "öffne", "episode_id": "e", "robot_id": "r", "seed": 2**63, "priority": "urgent",
+        "deadline_ms": 250.0, "request_id": "mine", "executed": 3,
+    }  # fmt: skip
+
+
+def test_numbers_of_numpy_are_numbers(make: Make) -> None:
+    with Stub([reply()]) as stub:
+        make(stub.url).act(seed=np.int64(3), executed=np.int32(8), deadline_ms=np.float32(250.0), request_id="x")
+    assert stub.seen[0].fields == {"seed": 3, "executed": 8, "deadline_ms": 250.0, "request_id": "x"}
+
+
+@pytest.mark.parametrize(("encoding", "kind", "exact"), [("png", "PNG", True), ("jpeg", "JPEG", False)])
+@pytest.mark.parametrize("wire", ["msgpack", "json"])
+def test_pictures_go_out_compressed(make: Make, wire: str, encoding: str, kind: str, exact: bool) -> None:
+    with Stub([reply()]) as stub:
+        make(stub.url, wire=wire, encoding=encoding).act(image=PICTURE, state=np.array([1.0, 2.0]))
+    sent = stub.seen[0].fields["image"]
+    with PIL.Image.open(io.BytesIO(base64.b64decode(sent) if wire == "json" else sent)) as image:
+        assert image.format == kind
+        assert (np.asarray(image) == PICTURE).all() == exact
+
+
+def test_json_carries_raw_pictures_as_png_and_files_as_they_are(make: Make) -> None:
+    with Stub([reply(), reply()]) as stub:
+        caller = make(stub.url, wire="json")
+        caller.act(image=PICTURE)
+        caller.act(image=b"\xff\xd8 a file")
+    assert base64.b64decode(stub.seen[0].fields["image"]).startswith(b"\x89PNG")
+    assert base64.b64decode(stub.seen[1].fields["image"]) == b"\xff\xd8 a file"
+
+
+def test_a_request_id_is_made_and_stays_through_every_attempt(make: Make) -> None:
+    with Stub([refusal(), reply(), reply()]) as stub:
+        caller = make(stub.url)
+        caller.act(state=[1.0])
+        caller.act(state=[1.0])
+    ids = [seen.fields["request_id"] for seen in stub.seen]
+    assert ids[0] == ids[1] != ids[2]
+    assert len(ids[0]) == 32
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"image": PICTURE.astype(np.float32)}, "image: must be uint8"),
+        ({"images": {"w": PICTURE[0]}}, r"images\['w'\]: must be uint8"),
+        ({"state": [[1.0]]}, "state: must be numbers"),
+        ({"state": ["a"]}, "state: must be numbers"),
+        ({"deadline_ms": 0.0}, "deadline_ms=0.0: must be in"),
+    ],
+)
+def test_what_no_server_could_take_is_not_sent(make: Make, fields: dict[str, Any], told: str) -> None:
+    with Stub([]) as stub:
+        with pytest.raises(ValueError, match=told):
+            make(stub.url).act(**fields)
+        assert stub.connections == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": "127.0.0.1:8000"}, {"url": "ftp://x"}, {"url": "http://"}, {"timeout": 0.0}, {"timeout": float("nan")},
+        {"retries": -1}, {"wire": "xml"}, {"encoding": "gif"}, {"api_key": "a\r\nb"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_wrong_settings_are_named(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        kind(**{"url": "http://h"} | options)

@@ -1,0 +1,93 @@
+"""Asking again: what the server said decides, within the call's timeout and deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from reflex_runtime.client import (
+    Cancelled,
+    ClientError,
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    ProcessorFailed,
+    QueueFull,
+    Retries,
+    ShuttingDown,
+    Superseded,
+    Unreachable,
+)
+
+from .callers import Make, Time
+from .stub import Stub, refusal, reply
+
+
+def test_a_refusal_is_asked_again_after_what_the_server_said(make: Make) -> None:
+    with Stub([refusal(after="3"), refusal("not_ready", after="2"), refusal(after=None), reply()]) as stub:
+        time = Time()
+        assert make(stub.url, time).act().attempts == 4
+    assert time.pauses == [3.0, 2.0, 0.4]
+    assert stub.connections == 1
+
+
+def test_attempts_end(make: Make) -> None:
+    with Stub([refusal()] * 3) as stub:
+        time = Time()
+        with pytest.raises(QueueFull):
+            make(stub.url, time, retries=2).act()
+    assert len(stub.seen) == 3
+    assert time.pauses == [1.0, 1.0]
+
+
+def test_a_call_ends_with_its_timeout(make: Make) -> None:
+    with Stub([refusal()] * 9) as stub:
+        time = Time()
+        with pytest.raises(QueueFull):
+            make(stub.url, time, retries=100, timeout=2.5).act()
+    assert time.pauses == [1.0, 1.0]
+
+
+def test_asking_again_stops_at_the_deadline_and_tells_what_is_left_of_it(make: Make) -> None:
+    with Stub([refusal(), refusal(), refusal()]) as stub:
+        time = Time()
+        with pytest.raises(QueueFull):
+            make(stub.url, time).act(deadline_ms=2500.0)
+    assert time.pauses == [1.0, 1.0]
+    assert [seen.fields["deadline_ms"] for seen in stub.seen] == [2500.0, 1500.0, 500.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (refusal("shutting_down", retry_safe=False), ShuttingDown),
+        (refusal("processor_failed", 500, retry_safe=False), ProcessorFailed),
+        (refusal("deadline_exceeded", 504), DeadlineExceeded),
+        (refusal("deadline_unreachable"), DeadlineUnreachable),
+        (refusal("superseded", 409), Superseded),
+        (refusal("cancelled", 499), Cancelled),
+    ],
+)
+def test_what_ran_or_came_too_late_is_not_asked_again(make: Make, answer: bytes, kind: type[ClientError]) -> None:
+    with Stub([answer, reply()]) as stub, pytest.raises(kind):
+        make(stub.url).act()
+    assert len(stub.seen) == 1
+
+
+def test_the_decision_is_pure() -> None:
+    busy, safe = QueueFull("full", retry_safe=True, retry_after=1.0), Unreachable("gone", retry_safe=True)
+    retries = Retries(10, until=100.0, spread=lambda: 0.5)
+    assert retries.after(busy, 0.0) == 1.05, "no less than was said, and a little more"
+    assert [retries.after(safe, 0.0) for _ in range(6)] == pytest.approx([0.21, 0.42, 0.84, 1.68, 2.1, 2.1])
+    assert retries.made == 7
+    assert retries.after(busy, 98.95) is None, "until then the next attempt must have begun"
+    assert retries.after(busy, 98.9) == 1.05
+    assert retries.after(Unreachable("broken off"), 0.0) is None
+    assert Retries(0, until=100.0).after(busy, 0.0) is None
+    assert all(1.0 <= (Retries(1, 100.0).after(busy, 0.0) or 0.0) < 1.1 for _ in range(100))
+
+
+@pytest.mark.parametrize("text", ["Wed, 21 Oct 2026 07:28:00 GMT", "-1", "nan", "inf", ""])
+def test_a_retry_after_that_is_no_number_counts_as_none(make: Make, text: str) -> None:
+    with Stub([refusal(after=text), reply()]) as stub:
+        time = Time()
+        make(stub.url, time).act()
+    assert time.pauses == [0.1]
