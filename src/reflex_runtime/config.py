@@ -95,7 +95,10 @@ class ServeConfig:
     # versions
     policy_a: str = option("", "export of slot a; with --policy-b, two versions side by side", metavar="DIR")
     policy_b: str = option("", "export of slot b", metavar="DIR")
-    split: int = option(50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle", low=0, high=100)
+    split: int = option(
+        50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle",
+        low=0, high=100,
+    )
     shadow_policy: str = option(
         "", "export that is asked the same as the served one when the device has time; nobody sees its answers",
         metavar="DIR",
