@@ -7,9 +7,12 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from reflex_runtime.telemetry.trace import read_trace
 
 from .harness import PATIENCE, STATE, Server
 from .pair import Pair, admin, episodes, rollout, two, until, version_of
@@ -61,6 +64,26 @@ def test_v6_b_raising_on_every_call_is_nothing_to_the_callers_of_a(pair: Pair) -
         assert server.wait_log("drain: b crashes: drain-b")
         assert "5 calls crashed in a row" in of(server, "b")["why"]
         assert server.metrics()("reflex_requests_total", policy_slot="b", outcome="failed") == 5
+
+
+def test_v6_the_verdict_stands_in_headers_metrics_and_trace(pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    options = ("--inject-fault", "b:raise:1", "--max-consecutive-crashes", "1", "--trace", str(file), *LONG)
+    with two(pair, *options) as server:
+        on_a, on_b = episodes("a", 1)[0], episodes("b", 2)
+        before = server.act(episode_id=on_a)
+        assert "x-reflex-verdict" not in before.headers
+        assert server.metrics()("reflex_slot_drained") == 0
+        server.act(episode_id=on_b[0])
+        after = server.act(episode_id=on_b[1])
+        assert after.headers["x-reflex-verdict"] == "drain-b"
+        seen = server.metrics()
+        assert [seen("reflex_slot_drained", policy_slot=slot) for slot in "ab"] == [0, 1]
+        assert admin(server, "reset", slot="b").status == 200
+        assert server.metrics()("reflex_slot_drained") == 0
+        assert server.stop() == 0
+    verdicts = [batch.notes.get("verdict") for batch in read_trace(file).batches]
+    assert verdicts == [None, "drain-b", "drain-b"]
 
 
 def test_v6_a_failed_batch_counts_once_however_many_were_in_it(pair: Pair) -> None:

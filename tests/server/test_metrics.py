@@ -44,6 +44,7 @@ GAUGES = {
     "reflex_policy_runtime_queue_depth",
     "reflex_in_flight_requests",
     "reflex_recording_failed",
+    "reflex_slot_drained",
 }
 OF_A_SHADOW = {"reflex_shadow_delay_seconds", "reflex_shadow_divergence"}  # there only with one
 MOVED: dict[str, str] = {
@@ -68,6 +69,7 @@ MOVED: dict[str, str] = {
         "test_e3_injected_latency_shows_in_the_answer_the_trace_and_the_metrics",
     "reflex_episode_outcomes_total": "test_the_first_word_about_an_episode_counts",
     "reflex_recording_dropped_total": "test_t3_a_disk_error_ends_the_recording_and_nothing_else",
+    "reflex_slot_drained": "test_v6_the_verdict_stands_in_headers_metrics_and_trace",
     "reflex_recording_failed": "test_t3_a_disk_error_ends_the_recording_and_nothing_else",
     "reflex_shadow_delay_seconds": "test_v10_what_a_shadow_step_costs_who_comes_meanwhile_is_told",
     "reflex_shadow_divergence": "test_v10_divergence_is_nothing_against_itself_and_something_against_another",

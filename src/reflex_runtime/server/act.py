@@ -234,6 +234,8 @@ def _routed(exchange: Exchange) -> Headers | None:
     ]
     if routing.degraded:
         headers.append((b"x-reflex-routing-degraded", b"true"))
+    if placement.verdict != "ok":
+        headers.append((b"x-reflex-verdict", placement.verdict.encode()))
     return headers
 
 

@@ -41,10 +41,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request is answered. routing: None with one slot."""
+    """Where a request is answered. routing: None with one slot. verdict: of the breaker, when it was placed."""
 
     slot: str
     routing: Routing | None = None
+    verdict: str = "ok"
 
     @property
     def changed(self) -> bool:
@@ -123,7 +124,7 @@ class Rollout:
                 routing = self.router.move(routing, found)
                 if routing.changed and episode_id:
                     self._on_moved((episode_id,))
-            placement = Placement(found, routing)
+            placement = Placement(found, routing, self.breaker.verdict)
         if episode_id:
             self._remember(episode_id, placement.slot)
         return placement

@@ -94,6 +94,8 @@ class Runtime:
         for slot, export in exports.items():
             name = export.embodiment.name or "unknown"
             self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot))
+            if slot in self.served:
+                self.metrics.add_verdict(slot, partial(self._drained, slot))
         self._batcher: Batcher | None = None
         self._loading = 0  # policies being loaded beside the others
         self._watch_until: dict[str, float] = {}
@@ -377,6 +379,9 @@ class Runtime:
                 for episode in episodes:
                     tails.forget(episode)
 
+    def _drained(self, slot: str) -> bool:
+        return self.rollout.breaker.verdicts[slot] != "ok"
+
     def _queued(self, slot: str) -> float:
         return self._batcher.scheduler.queued(slot) if self._batcher is not None else 0.0
 
@@ -401,6 +406,9 @@ class _Verdict:
             self._clean = "" if event.crashed else event.batch.group
             if event.crashed:
                 self._rollout.crashed(event.batch.group, event.at)
+            verdict = self._rollout.breaker.verdict
+            if verdict != "ok":
+                event.batch.notes["verdict"] = verdict  # for the trace: its sink comes after this one
         elif self._clean and isinstance(event, RequestSettled):
             ticket = event.ticket
             if isinstance(ticket.outcome, Done) and ticket.request.group == self._clean:

@@ -49,6 +49,7 @@ class Metrics:
         )
         self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", _LABELS, registry=r)
         self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", _LABELS, registry=r)
+        self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", _LABELS, registry=r)
         self._wait = Histogram(
             "reflex_queue_wait_seconds", "Arrival to the first batch", _LABELS, buckets=_SECONDS, registry=r
         )
@@ -108,6 +109,10 @@ class Metrics:
             self._unrecorded.labels(*labels)
             self._stopped.labels(*labels)
         self._slots[slot] = _Slot(self, labels)
+
+    def add_verdict(self, slot: str, drained: Callable[[], bool]) -> None:
+        """Whether the slot is drained, read at scrape time."""
+        self._drained.labels(*self._slots[slot].labels).set_function(drained)
 
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
         """What is recorded, read at scrape time. One file for all slots: it is told under the first of them."""
