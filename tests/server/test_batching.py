@@ -196,7 +196,8 @@ def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: P
 
 
 def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
-    with Server(tiny, "--max-queue", "64", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+    held = 2500  # ms in which all 400 have to arrive, on a machine with other work too
+    with Server(tiny, "--max-queue", "64", "--inject-latency-ms", str(held)) as server, busy(server):
         answers = server.at_once(numbered(400))
     served = [i for i, a in enumerate(answers) if a.status == 200]
     refused = [a for a in answers if a.status != 200]
@@ -204,7 +205,7 @@ def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
     assert all(right(answers[i], i) for i in served)
     assert {(a.status, a.code, a.headers["retry-after"]) for a in refused} == {(503, "queue_full", "1")}
     # From the sending of each; a client that reads 400 sockets on one core is part of it.
-    assert np.median([a.seconds for a in refused]) < SLOW / 1e3 / 2
+    assert np.median([a.seconds for a in refused]) < held / 1e3 / 2
 
 
 def test_refusals_are_quick(tiny: Path) -> None:
@@ -263,7 +264,7 @@ def test_b16_closing_the_sending_side_while_queued_is_answered_499(tiny: Path) -
 
 
 def test_b17_deadlines(tiny: Path, file: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "300", "--max-batch-size", "1", "--trace", str(file)) as server:
+    with Server(tiny, "--inject-latency-ms", "700", "--max-batch-size", "1", "--trace", str(file)) as server:
         # passed while it waited: 504. The estimate still believes the warm-up, so it was admitted.
         with busy(server):
             late = server.act(deadline_ms=50, request_id="late")
@@ -277,7 +278,7 @@ def test_b17_deadlines(tiny: Path, file: Path) -> None:
         assert refused.seconds < 0.25
         # could be met when it came, not any more when the device was free: shed
         with busy(server):
-            with server.burst(numbered(1, deadline_ms=450)) as burst:
+            with server.burst(numbered(1, deadline_ms=800)) as burst:
                 burst.send()
                 shed = burst.answers()[0]
         assert (shed.status, shed.code) == (503, "deadline_unreachable")
