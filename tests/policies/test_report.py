@@ -274,3 +274,39 @@ def test_the_command_prints_text_or_json_and_draws(tmp_path: Path, capsys: pytes
     assert "--margin=0: must be in (0, 100)" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "gone.jsonl")]) == 1
     assert np.isfinite(told["slots"]["a"]["latency_ms"]["p99"])
+
+
+# -- which policy is meant ---------------------------------------------------------------------------------------------
+
+
+def test_a_load_begins_the_slot_and_the_comparison_anew(tmp_path: Path) -> None:
+    day = Day(tmp_path)
+    for i in range(60):
+        day.episode("ab"[i % 2], i % 2 == 1)
+    day.recorder.note("decision", action="load", why="slot b is now v3", numbers={"slot": "b", "version": "arm-c@cccc"})
+    late = day.episode("b", None)
+    day.recorder.note("outcome", episode_id=late, slot="b", success=True, counted=False)  # it had begun before
+    for i in range(10):
+        day.episode("ab"[i % 2], False)
+    found = report([day.close()])
+    assert (found.slots["b"].successes, found.slots["b"].finished) == (0, 5)
+    assert (found.slots["a"].successes, found.slots["a"].finished) == (0, 35)
+    assert found.comparison is not None
+    assert found.comparison.blocks == 5
+    assert found.slots["b"].models == ["arm-b@bbbb", "arm-c@cccc"]
+    text = found.text()
+    assert "arm-c@cccc" in text
+    assert "arm-b@bbbb" not in text.split("timeline")[0]
+    assert "success and comparison count from the last load" in text
+
+
+def test_recordings_of_other_models_in_a_slot_are_not_added_up(tmp_path: Path) -> None:
+    swapped = [POLICIES[0] | {"slot": "b"}, POLICIES[1] | {"slot": "a"}]
+    files = []
+    for policies in (POLICIES, swapped):
+        day = Day(tmp_path, policies=policies)
+        day.episode("a", True)
+        files.append(day.close())
+    with pytest.raises(ConfigError, match=r"slot [ab] is model \w+ in .* and \w+ in .*: report them apart"):
+        report(files)
+    assert report(files[:1]).slots["a"].finished == 1

@@ -282,7 +282,10 @@ def test_v12_a_swapped_in_policy_that_keeps_its_guard_stays(pair: Pair) -> None:
             lambda: server.at_once(numbered(10)),
         )
         assert version_of(server.act(seed=1), 1) == "v2"
-        assert kinds(server) == ["load"]
+        assert kinds(server) == ["load", "guard"]
+        kept = rollout(server)["changes"][-1]
+        assert kept["why"] == "prod has kept its guard"
+        assert kept["numbers"]["answers"] >= 30  # fewer answers are no verdict: it was watched until then
 
 
 def test_v13_a_new_policy_starts_with_a_clean_slate(pair: Pair) -> None:

@@ -94,6 +94,11 @@ class GuardWatch:
         """One answer: a 200 with its latency in seconds, or one that failed by the model's fault (no latency then)."""
         self._answers.append((ok, latency))
 
+    @property
+    def enough(self) -> bool:
+        """Whether it has seen the answers it needs to judge."""
+        return len(self._answers) >= self.least
+
     def tripped(self) -> str | None:
         """Why, with figures, or None."""
         for why, bad, n, allowed in self._offences():

@@ -7,13 +7,14 @@ report of the night says what the server knew at every moment of it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.comparison import Comparison, wilson
 from reflex_runtime.telemetry.recording import Header, Note, Recorded, RecordingError, RecordingReader
 
@@ -26,11 +27,13 @@ class SlotReport:
     """One slot. latencies: of answered requests, milliseconds, ascending once the report is made.
 
     started: episodes seen. successes, finished: of the outcomes told. clamped, held: answers the guard changed.
-    errors: by slug. outcomes: every request once.
+    errors: by slug. outcomes: every request once. loaded: when the last of `models` came in, 0.0 where it was there
+    from the start; successes and finished count from then, the rest from the beginning.
     """
 
     slot: str
     models: list[str] = field(default_factory=list)
+    loaded: float = 0.0
     requests: int = 0
     latencies: list[float] = field(default_factory=list)
     started: set[str] = field(default_factory=set)
@@ -176,7 +179,9 @@ class Report:
         def row(name: str, tell: Any) -> None:
             rows.append((name, [tell(slot) for slot in self.slots.values()]))
 
-        row("model", lambda s: ", ".join(dict.fromkeys(s.models)) or "–")
+        row("model", lambda s: s.models[-1] if s.models else "–")
+        if any(s.loaded for s in self.slots.values()):
+            row("  loaded (UTC)", lambda s: _clock(s.loaded) if s.loaded else "–")
         row("requests", lambda s: f"{s.requests:,}")
         row("  answered", lambda s: f"{len(s.latencies):,}")
         row("episodes", lambda s: f"{len(s.started):,}, {s.finished:,} with an outcome")
@@ -207,8 +212,10 @@ class Report:
             + (", decided" if found.not_inferior else ""),
             f"  {found.blocks:,} blocks of episodes compared, {found.left_out:,} episodes left out of the test",
         ]
+        if any(s.loaded for s in self.slots.values()):
+            lines.append("  success and comparison count from the last load, everything else from the beginning")
         if self.mixed:
-            lines.append(f"  {self.mixed:,} episodes were answered by both and count for neither")
+            lines.append(f"  {self.mixed:,} episodes were answered by two policies and count for neither")
         return "\n".join(lines)
 
 
@@ -226,6 +233,7 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
     notes: list[Note] = []
     for path in files:
         notes += _read(path, found)
+    _check_models(headers)
     _tell_models(found, headers.values())
     for slot in found.slots.values():
         slot.latencies.sort()
@@ -266,6 +274,20 @@ def _read(path: Path, found: Report) -> list[Note]:
     return notes
 
 
+def _check_models(headers: Mapping[Path, Header]) -> None:
+    """ConfigError when a slot was served by different models in different files: their sum would be about nobody."""
+    seen: dict[str, tuple[str, Path]] = {}
+    for path, header in headers.items():
+        policies = {p.slot: p.model_hash for p in header.policies or ()} or {"prod": header.model_hash}
+        for slot, model in policies.items():
+            first, where = seen.setdefault(slot, (model, path))
+            if model != first:
+                raise ConfigError(
+                    f"slot {slot} is model {first} in {where.name} and {model} in {path.name}: report them apart, one "
+                    f"pair of versions at a time"
+                )
+
+
 def _tell_models(found: Report, headers: Iterable[Header]) -> None:
     for header in headers:
         for policy in header.policies or ():
@@ -300,7 +322,7 @@ def _follow(found: Report, notes: Sequence[Note]) -> None:
 def _ended(found: Report, at: float, owners: set[str], fields: dict[str, Any]) -> None:
     """One episode's outcome; the first that was told counts, and that of an episode two slots answered for none."""
     name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
-    if len(owners - {"shadow"}) > 1:
+    if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
         found.mixed += 1
         return
     if name not in found.slots:
@@ -330,6 +352,8 @@ def _decided(found: Report, at: float, fields: dict[str, Any]) -> None:
     if found.comparison is not None and isinstance(split, int) and 0 <= split <= 100:
         found.comparison.set_split(split)
     action = str(fields.get("action") or fields.get("what") or "decision")
+    if action == "load" and everything.get("slot") in found.slots:
+        _loaded(found, at, found.slots[everything["slot"]], str(everything.get("version", "?")))
     told = [str(fields["why"])] if fields.get("why") else []
     if split is not None:
         told.append(f"split {split}")
@@ -337,6 +361,17 @@ def _decided(found: Report, at: float, fields: dict[str, Any]) -> None:
         told.append(str(fields["slot"]))
     rest = {key: value for key, value in fields.items() if key not in ("timestamp", "action", "what")}
     found.timeline.append(Event(at, action, "; ".join(told), rest))
+
+
+def _loaded(found: Report, at: float, slot: SlotReport, version: str) -> None:
+    """Another policy in a slot: what was known of the one before says nothing of it."""
+    slot.finished = slot.successes = 0
+    slot.models.append(version)
+    slot.loaded = at
+    if found.comparison is not None:
+        before = found.comparison
+        found.comparison = Comparison(before.split, before.alpha, before.margin)
+    _remember(found, at)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

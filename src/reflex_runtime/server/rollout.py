@@ -245,10 +245,17 @@ class Rollout:
         if self._guard is not None:
             self._watched[slot] = GuardWatch(self._guard)
 
-    def unwatch(self, slot: str) -> None:
-        """Long enough."""
-        self._watched.pop(slot, None)
+    def watched_enough(self, slot: str) -> bool:
+        """Whether the guard has seen what it needs to judge, or looks at the slot no more."""
+        watch = self._watched.get(slot)
+        return watch is None or watch.enough
+
+    def unwatch(self, slot: str, now: float | None = None) -> None:
+        """Long enough. now: the slot has kept its guard, and that is told."""
+        watch = self._watched.pop(slot, None)
         self._drained.discard(slot)
+        if watch is not None and now is not None:
+            self.changed(now, "guard", f"{slot} has kept its guard", watch.numbers())
 
     # -- time ----------------------------------------------------------------------------------------------------------
 

@@ -250,7 +250,8 @@ class Runtime:
             self._watch_until[slot] = now + Ramp.every_of(self.config.ramp_every)
         if self.shadow is not None and slot == SHADOW:
             self.shadow.resume()
-        self.rollout.changed(now, "load", f"slot {slot} is now {version.name}", {"path": str(export.path)})
+        numbers = {"slot": slot, "version": version.name, "path": str(export.path)}
+        self.rollout.changed(now, "load", f"slot {slot} is now {version.name}", numbers)
         return version
 
     def _fits(self, holder: Slot, export: Export) -> None:
@@ -347,11 +348,12 @@ class Runtime:
             back = self.slots[slot].go_back()
             if back is not None:
                 self.rollout.exchanged(slot, now)
-                self.rollout.changed(now, "load", f"slot {slot} is {back.name} again: the guard tripped", {})
+                numbers = {"slot": slot, "version": back.name}
+                self.rollout.changed(now, "load", f"slot {slot} is {back.name} again: the guard tripped", numbers)
         for slot, until in list(self._watch_until.items()):
-            if now >= until:
+            if now >= until and self.rollout.watched_enough(slot):
                 del self._watch_until[slot]
-                self.rollout.unwatch(slot)
+                self.rollout.unwatch(slot, now)
                 self.slots[slot].settle()
         for slot, holder in self.slots.items():
             if holder.loaded > 1:
