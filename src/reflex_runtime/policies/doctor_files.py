@@ -108,8 +108,9 @@ def check_normalisation(patient: Patient) -> Finding:
     if problems:
         return failed(
             expected, some(problems),
-            "write the statistics of the training data there, in the order of the dimensions; of a dimension that "
-            "never varied set std to 1.0",
+            "if the graph has another number of dimensions, the dimension in the configuration is wrong; else write "
+            "the statistics of the training data there, in the order of the dimensions; of one that never varied set "
+            "std to 1.0",
         )
     if doubts:
         return warned(
@@ -149,7 +150,11 @@ def check_config(patient: Patient) -> Finding:
     try:
         patient.loaded = export = Export.load(patient.root)
     except ConfigError as error:
-        return failed(expected, error.message, "correct the key that is named there; docs/exports.md explains each")
+        return failed(
+            expected, error.message,
+            "copy the file that is named there into the directory again, or correct the key; docs/exports.md explains "
+            "each",
+        )
     return passed(
         expected,
         f"{export.model_id}, {export.export_kind}, {export.num_denoising_steps} steps, chunk of {export.chunk_size} x "
