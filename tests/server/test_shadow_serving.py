@@ -57,6 +57,22 @@ def test_v10_divergence_is_nothing_against_itself_and_something_against_another(
         assert server.get("/health").json["slots"]["shadow"] == {"verdict": "ok", "why": None}
 
 
+def test_v10_divergence_stands_in_the_trace(pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with with_shadow(pair, pair.v2, "--trace", str(file)) as server:
+        ask(server, 4)
+        until(lambda: told(server)["compared"] == 4)
+        assert server.stop() == 0
+    trace = read_trace(file)
+    assert trace.footer is not None
+    assert trace.footer.batches == len(trace.batches) == 8
+    assert len(trace.divergences) == 4
+    for i, found in enumerate(sorted(trace.divergences, key=lambda d: d.request_id)):
+        apart = np.abs(_answer(i, "v1") - _answer(i, "v2"))
+        assert (found.slot, found.mean) == ("prod", pytest.approx(apart.mean(), abs=1e-5))
+        assert found.per_joint == pytest.approx(apart.mean(axis=0), abs=1e-5)
+
+
 def _answer(i: int, version: str) -> Any:
     from .pair import WEIGHTS_OF
 

@@ -43,7 +43,7 @@ from reflex_runtime.server.slots import PROVIDERS, SHADOW, Slot, check_alike, fa
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.recorder import Recorder
 from reflex_runtime.telemetry.recording import warmed
-from reflex_runtime.telemetry.trace import TraceWriter
+from reflex_runtime.telemetry.trace import Divergence, TraceWriter
 
 log = logging.getLogger("reflex.server")
 
@@ -372,6 +372,8 @@ class Runtime:
     def _compared(self, request_id: str, slot: str, found: Difference) -> None:
         if self.recorder is not None:
             self.recorder.note("shadow", request_id=request_id, slot=slot, **asdict(found))
+        if self.trace is not None:
+            self.trace.diverged(Divergence(request_id, slot, **asdict(found)))
 
     def _moved(self, episodes: Sequence[str]) -> None:
         """They go on elsewhere: what they had carried over would be a jump there."""

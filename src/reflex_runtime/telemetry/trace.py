@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -117,6 +117,20 @@ class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
         return [m for m in self.members if m.state == "waiting"]
 
 
+class Divergence(msgspec.Struct, frozen=True, tag_field="kind", tag="divergence"):
+    """How far a shadow's chunk was from the one `slot` answered the request with, in the robot's units.
+
+    mean, largest: of the absolute differences. per_joint, per_step: means.
+    """
+
+    request_id: str
+    slot: str
+    mean: float
+    largest: float
+    per_joint: tuple[float, ...]
+    per_step: tuple[float, ...]
+
+
 class Footer(msgspec.Struct, frozen=True, tag_field="kind", tag="footer"):
     """Last line of a trace that was closed. dropped: batches that ran and are not in the file."""
 
@@ -183,6 +197,10 @@ class TraceWriter:
             self._queued[event.batch.id] = event.queued
         elif isinstance(event, BatchFinished):
             self._finished(event)
+
+    def diverged(self, found: Divergence) -> None:
+        """A line about a shadow's answer, which is known only after its batch is written."""
+        self._lines.put(found)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Write what is queued and the footer. Returns whether all of it reached the file within `timeout` seconds."""
@@ -252,9 +270,11 @@ class TraceWriter:
     def _start(self) -> tuple[LineFile, bytes]:
         return self._file, _line(self._header)
 
-    def _encode(self, batch: TracedBatch) -> bytes:
+    def _encode(self, item: TracedBatch | Divergence) -> bytes:
+        if isinstance(item, Divergence):
+            return _line(item)
         self._written += 1
-        return _line(_tidy(batch))
+        return _line(_tidy(item))
 
     def _finish(self) -> bytes:
         return _line(Footer(utc(), self._written, self.dropped))
@@ -287,7 +307,7 @@ def _tidy(batch: TracedBatch) -> TracedBatch:
     return batch
 
 
-def _line(item: Header | TracedBatch | Footer) -> bytes:
+def _line(item: Header | TracedBatch | Divergence | Footer) -> bytes:
     try:
         return msgspec.json.encode(item, enc_hook=str) + b"\n"
     except Exception as error:  # callers choose ids, processors write notes: neither may end the trace
@@ -311,6 +331,7 @@ class Trace:
     batches: list[TracedBatch]
     footer: Footer | None
     torn: bool
+    divergences: Sequence[Divergence] = ()
 
     @property
     def groups(self) -> Mapping[str, GroupInfo]:
@@ -325,12 +346,18 @@ def read_trace(path: str | Path) -> Trace:
     that is not a trace (a torn line with others after it, an empty file, an unknown version) raises TraceError.
     """
     path = Path(path)
-    decode = msgspec.json.Decoder(Header | TracedBatch | Footer).decode
-    reader: LineReader[Header, TracedBatch] = LineReader(
+    decode = msgspec.json.Decoder(Header | TracedBatch | Divergence | Footer).decode
+    reader: LineReader[Header, TracedBatch | Divergence] = LineReader(
         path, Header, Footer, SCHEMA_VERSION, decode, "a batch trace", partial(_bad, path)
     )
-    batches = list(reader)
-    return Trace(path, reader.header, batches, reader.footer, reader.torn)
+    batches: list[TracedBatch] = []
+    divergences: list[Divergence] = []
+    for line in reader:
+        if isinstance(line, Divergence):
+            divergences.append(line)
+        else:
+            batches.append(line)
+    return Trace(path, reader.header, batches, reader.footer, reader.torn, divergences)
 
 
 def _bad(path: Path, what: str, line: int | None) -> TraceError:
