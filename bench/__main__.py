@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, machine, models, serving, soak, versions
+from bench import core, feeds, machine, models, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "small", "alone", "closed", "arriving", "soak", "versions")
+CASES = ("core", "feeds", "small", "alone", "closed", "arriving", "soak", "versions")
 USUAL = CASES[:-2]  # the others are asked for by name
 
 
@@ -40,6 +40,7 @@ def main() -> int:
         heavy = models.write_export(Path(root, "heavy"), heavy=True)
         cases: dict[str, Callable[[], list[Row]]] = {
             "core": lambda: core.core(scale),
+            "feeds": lambda: feeds.feeds(scale),
             "small": lambda: serving.small(tiny, scale),
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),

@@ -7,15 +7,24 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from prometheus_client import CollectorRegistry
+
 import reflex_runtime.policies.observation
 import reflex_runtime.server.errors  # noqa: F401 - both bring their codes
-from reflex_runtime.config import ServeConfig, flag
+from reflex_runtime.config import FeedsConfig, ServeConfig, flag
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.feeds.series import FeedSeries
+from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
 ABSTRACT = {"rejected", "dropped", "trace_unreadable", "recording_unreadable", "demo_server_failed"}
+ABSTRACT |= {"source_lost", "sink_failed"}
+
+
+def _nothing() -> RuntimeSnapshot:
+    return RuntimeSnapshot(state="new", uptime=0.0, feeds={}, coordinators={})
 
 
 def page(name: str) -> str:
@@ -42,11 +51,11 @@ def _range(field: Any, kind: Any) -> str:
     return "on or off" if kind in (bool, bool | None) else "any number of times" if meta["repeat"] else "text"
 
 
-def settings_table() -> str:
-    """The rows of docs/settings.md, from the fields themselves. To renew the page, paste what this returns."""
-    hints = get_type_hints(ServeConfig)
+def settings_table(kind: type[Any] = ServeConfig) -> str:
+    """The rows of settings.md or feeds.md, from the fields themselves. To renew a page, paste what this returns."""
+    hints = get_type_hints(kind)
     rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
-    for field in fields(ServeConfig):
+    for field in fields(kind):
         cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), field.metadata["help"])
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -56,6 +65,15 @@ def test_settings_md_has_every_setting_as_it_is() -> None:
     assert settings_table() in page("settings.md"), "the table is now:\n" + settings_table()
 
 
+def test_feeds_md_has_every_setting_as_it_is() -> None:
+    assert settings_table(FeedsConfig) in page("feeds.md"), "the table is now:\n" + settings_table(FeedsConfig)
+
+
+def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds.md"), re.MULTILINE))
+    assert {reason: rows.get(reason) for reason in DROPS} == DROPS
+
+
 # -- metrics.md --------------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +81,8 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     text = page("metrics.md")
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     registered = {}
-    for family in Metrics().registry.collect():
+    feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
+    for family in [*Metrics().registry.collect(), *feeds]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)
     for name, family in registered.items():

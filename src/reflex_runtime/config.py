@@ -175,6 +175,64 @@ class ServeConfig:
         return _sizes(self.cuda_graphs) if self.cuda_graphs else ()
 
 
+@dataclass(frozen=True, slots=True)
+class FeedsConfig:
+    """Everything `reflex feeds` can be told."""
+
+    # the processor
+    processor: str = option(
+        "", "your processor: module:name of a class, of a function that makes one, or of one that is ready",
+        metavar="MODULE:NAME",
+    )
+    onnx: str = option("", "an ONNX model of pictures as the processor; shapes is the bundled one", metavar="FILE")
+    score: float = option(0.5, "with --onnx: boxes below this score are left out", low=0, high=1, metavar="SCORE")
+    provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name")
+    threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256)
+    startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
+    # batching
+    max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096)
+    max_latency_ms: float = option(
+        50.0, "longest that a frame waits for company on a free processor; not at all once every live feed is in",
+        low=0, high=60_000, unit="ms",
+    )
+    queue_capacity: int = option(0, "frames waiting for the processor; 0 is four batches", low=0, high=1_000_000)
+    response_timeout_s: float = option(
+        5.0, "what a feed waits for its answer beyond the latency", low=0.01, high=3600, unit="s"
+    )
+    watchdog_s: float = option(
+        60.0, "a batch running longer is reported and its feeds are released; 0 is off", low=0, high=3600, unit="s"
+    )
+    # the feeds
+    realtime: bool = option(False, "play files at their own pace, as if they were cameras: the newest frame wins")
+    loop: bool = option(False, "start files over when they end; needs --realtime")
+    max_age_ms: float = option(
+        1000.0, "live: a frame older than this is dropped, not computed", low=1, high=3_600_000, unit="ms"
+    )
+    restarts: int = option(
+        0, "live: how often, in all, a lost source is opened again before the feed is given up; 0 is without end",
+        low=0, high=1_000_000,
+    )
+    read_timeout_s: float = option(
+        5.0, "a camera silent for this long is taken for lost", low=0.1, high=600, unit="s"
+    )
+    duration_s: float = option(
+        0.0, "stop this long after the start of the feeds; 0 runs until every feed is over", low=0, high=1e9, unit="s"
+    )
+    # results
+    results: str = option("", "write every result to FILE as a JSON line; - is standard output", metavar="FILE")
+    annotate: str = option("", "write each feed to DIR as a video with what was found drawn on it", metavar="DIR")
+    trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+    # watching
+    table: bool | None = option(
+        None, "a live table on standard error; by default where that is a terminal, elsewhere a line per feed every 5 s"
+    )
+    port: int = option(-1, "port for /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535)
+    host: str = option("127.0.0.1", "address to bind for them")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
 def flag(name: str) -> str:
     """The command-line flag of a field."""
     return "--" + name.replace("_", "-")
@@ -239,42 +297,58 @@ def _suffix(f: Field[Any]) -> str:
     return f" (default {default}{unit}{bounds})"
 
 
-def load(kind: type[C], section: str, file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> C:
-    """Build the settings from all sources; every error says where the value came from."""
+def load(
+    kind: type[C],
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    beside: tuple[str, ...] = (),
+) -> C:
+    """Build the settings from all sources; every error says where the value came from.
+
+    beside: other names that the file may have at its top, which are somebody else's to read.
+    """
     hints = get_type_hints(kind)
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for key, value in (_table(file, section) if file is not None else {}).items():
+    for key, value in (_table(file, section, beside) if file is not None else {}).items():
         name = key.replace("-", "_")
         if name not in names:
             raise ConfigError(f"{file}: [{section}] {key}: no such setting")
-        values[name] = _convert(value, hints[name], f"{file}: [{section}] {key}")
+        values[name] = convert(value, hints[name], f"{file}: [{section}] {key}")
     for name in names:
         text = environ.get("REFLEX_" + name.upper())
         if text is not None:
-            values[name] = _convert(text, hints[name], "REFLEX_" + name.upper())
+            values[name] = convert(text, hints[name], "REFLEX_" + name.upper())
     for name in names & flags.keys():
-        values[name] = _convert(flags[name], hints[name], flag(name))
+        values[name] = convert(flags[name], hints[name], flag(name))
     return kind(**values)
 
 
-def _table(file: Path, section: str) -> dict[str, Any]:
+def read_toml(file: Path) -> dict[str, Any]:
+    """The file's tables; ConfigError when it cannot be read."""
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config={file}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config={file}: not TOML: {error}") from error
-    stray = next((name for name in tables if name != section), None)
+
+
+def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
+    tables = read_toml(file)
+    stray = next((name for name in tables if name != section and name not in beside), None)
     if stray is not None:  # a misspelt table must not pass for defaults
-        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]")
+        others = "".join(f" and {name}" for name in beside)
+        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]{others}")
     found = tables.get(section, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: [{section}] must be a table")
     return found
 
 
-def _convert(value: Any, kind: Any, where: str) -> Any:
+def convert(value: Any, kind: Any, where: str) -> Any:
     """A value of the field's type from TOML, a flag or an environment string."""
     try:
         if kind in (bool, bool | None):
@@ -295,7 +369,7 @@ def _convert(value: Any, kind: Any, where: str) -> Any:
                 raise ValueError
             return str(value)
         return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
             kind, "text"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.config import FeedsConfig, ServeConfig
 
 TESTS = Path(__file__).parent.parent
 IDS = [
@@ -17,6 +17,7 @@ IDS = [
     *(f"E{i}" for i in range(1, 5)),
     *(f"V{i}" for i in range(1, 14)),
     *(f"T{i}" for i in range(1, 8)),
+    *(f"F{i}" for i in range(1, 15)),
 ]
 
 # Where each option is shown to do something, against a running server unless it is about starting one.
@@ -71,6 +72,33 @@ EFFECT = {
     "inject_fault": "test_e4_raise_and_nan_strike_a_share_of_requests_and_the_same_ones_again",
 }
 
+# The same of `reflex feeds`, each against a run of the command.
+FEEDS_EFFECT = {
+    "processor": "test_f14_processor_is_imported_from_beside_you_and_answers",
+    "onnx": "test_f14_onnx_runs_a_model_and_score_says_what_is_left_out",
+    "score": "test_f14_onnx_runs_a_model_and_score_says_what_is_left_out",
+    "provider": "test_f14_provider_is_the_one_onnx_runtime_is_asked_for",
+    "threads": "test_f14_threads_are_onnx_runtimes_own",
+    "startup_timeout_s": "test_f14_startup_timeout_s_bounds_the_start_of_the_processor",
+    "max_batch_size": "test_f14_max_batch_size_bounds_a_call",
+    "max_latency_ms": "test_f14_max_latency_ms_is_how_long_company_is_waited_for",
+    "queue_capacity": "test_f14_queue_capacity_bounds_what_waits_and_cameras_hear_of_it",
+    "response_timeout_s": "test_f14_response_timeout_s_is_what_a_feed_waits",
+    "watchdog_s": "test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds",
+    "realtime": "test_f14_realtime_plays_a_file_as_a_camera_sends_it",
+    "loop": "test_f14_loop_starts_a_file_over",
+    "max_age_ms": "test_f14_max_age_ms_drops_what_is_too_old_to_be_worth_it",
+    "restarts": "test_f14_restarts_is_how_often_a_camera_is_tried_again",
+    "read_timeout_s": "test_f14_read_timeout_s_is_how_long_a_camera_may_be_silent",
+    "duration_s": "test_f14_duration_s_ends_it",
+    "results": "test_f14_results_go_to_a_file_which_is_written_anew_or_to_standard_output",
+    "annotate": "test_f14_annotate_and_trace_write_where_they_were_told",
+    "trace": "test_f14_annotate_and_trace_write_where_they_were_told",
+    "table": "test_f14_table_is_forced_or_forbidden",
+    "port": "test_f14_port_and_host_are_where_metrics_and_health_answer",
+    "host": "test_f14_port_and_host_are_where_metrics_and_health_answer",
+}
+
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
@@ -88,3 +116,8 @@ def test_every_rule_has_a_test(rule: str, names: set[str]) -> None:
 def test_h10_every_option_has_an_effect_that_a_test_shows(names: set[str]) -> None:
     assert set(EFFECT) == {field.name for field in fields(ServeConfig)}
     assert set(EFFECT.values()) <= names
+
+
+def test_f14_every_option_of_feeds_has_an_effect_that_a_test_shows(names: set[str]) -> None:
+    assert set(FEEDS_EFFECT) == {field.name for field in fields(FeedsConfig)}
+    assert set(FEEDS_EFFECT.values()) <= names

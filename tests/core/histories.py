@@ -57,6 +57,7 @@ class GroupSpec:
     cap: int = 0
     weight: float = 1.0
     latest_only: bool = False
+    share_room: bool = False
     promote_after: float = 1.0
     pool: float | None = None
 
@@ -68,6 +69,7 @@ class GroupSpec:
             max_in_flight_per_client=self.cap,
             weight=self.weight,
             latest_only=self.latest_only,
+            share_room=self.share_room,
             promote_after=self.promote_after,
             cost=self.cost,
             resources=None if self.pool is None else UnitPool(self.pool),
@@ -82,6 +84,7 @@ class GroupSpec:
             self.cap,
             self.weight,
             self.latest_only,
+            self.share_room,
             self.promote_after,
             self.pool,
         )
@@ -306,6 +309,9 @@ class Play:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
+        if self.scheduler.stands and not self.oracle.quiet:  # it says that the last arrival changed nothing
+            self.scheduler.expire(self.now)
+            assert self.oracle.next_batch(self.now) is None
         events = self.scheduler.take_events()
         settled = sorted((e.ticket.seq, outcome_of(e.ticket)) for e in events if isinstance(e, RequestSettled))
         assert settled == sorted(self.oracle.settled)
@@ -368,6 +374,8 @@ STEPS = FlushPolicy.every_step(8, 4)
 SCENARIOS: dict[str, Scenario] = {
     "greedy": Scenario((counted(FlushPolicy(max_batch_size=3)),)),
     "by_size": Scenario((counted(FlushPolicy.by_size(3, 6 * TICK)),)),
+    "by_size_live": Scenario((counted(FlushPolicy.by_size(3, 9 * TICK, live=5 * TICK)),), clients=4),
+    "by_size_live_several": Scenario((counted(FlushPolicy.by_size(3, 9 * TICK, live=4 * TICK)),), max_batches=2),
     "by_size_several": Scenario((counted(FlushPolicy.by_size(2, 6 * TICK)),), max_batches=3),
     "by_priority": Scenario(
         (counted(FlushPolicy.by_priority(4, 2, TICK, 4 * TICK, 2 * TICK), promote_after=6 * TICK),)
@@ -391,6 +399,8 @@ SCENARIOS: dict[str, Scenario] = {
         device=lambda b: (2 + len(b)) * TICK,
     ),
     "caps": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=4, cap=2),)),
+    "share_room": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=5, share_room=True),), clients=4),
+    "share_room_caps": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=4, share_room=True, cap=3),)),
     "latest_only": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=3, latest_only=True, cap=1),)),
     "tokens": Scenario((tokens(STEPS),), wants=(1.0, 3.0, 7.0, 12.0), more=True, streams=True, holds=True),
     "tokens_threshold_several": Scenario(

@@ -289,6 +289,12 @@ MUTANTS = [
         "fill.dearest > budget * (1.0 + 1e-9)",
         "fill.dearest >= budget",
     ),
+    M("core/group.py", "who has one more waiting gives way", "counts.get(client, 0) + 2", "counts.get(client, 0) + 1"),
+    M("core/group.py", "the oldest gives way", "next(reversed(queue.tickets)) for queue", "queue.head for queue"),
+    M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
+    M("core/live.py", "only those in the batch are waited for", "if c not in members", "if c in members"),
+    M("core/live.py", "who is gone is waited for", "at + self._window for c", "at + 2 * self._window for c"),
+    M("core/group.py", "an answer does not make a client live", "self.live.seen(client.key, now)", "pass"),
     M("core/flush.py", "the target is one more", "if waiting >= self.target", "if waiting > self.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
     # how much

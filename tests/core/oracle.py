@@ -43,6 +43,7 @@ class Seen:
     held: bool = False
     abandoned: bool = False
     cancelled: bool = False
+    settled_at: float | None = None
     result: str = ""
 
     @property
@@ -180,6 +181,7 @@ class World:
     cap: int = 0
     weight: float = 1.0
     latest_only: bool = False
+    share_room: bool = False
     promote_after: float = 1.0
     pool: float | None = None  # units of memory
     device_time: float = 0.0
@@ -274,8 +276,13 @@ class Oracle:
         replaced = self.waiting(w.name, client=request.client) if w.latest_only else []
         if self.closed:
             return "shutting_down"
+        displaced = None
         if len(self.waiting(w.name)) - len(replaced) >= w.capacity:
-            return "queue_full"
+            counts = {c: len(self.waiting(w.name, client=c)) for c in self.clients(w.name)}
+            most = max(counts.values())
+            if not w.share_room or replaced or most < counts.get(request.client, 0) + 2:
+                return "queue_full"
+            displaced = max((t for t in self.waiting(w.name) if counts[t.client] == most), key=lambda t: t.seq)
         if w.cap and len(self.unsettled(w.name, client=request.client)) - len(replaced) >= w.cap:
             return "client_at_capacity"
         if w.pool is not None and request.wants > w.pool:
@@ -284,6 +291,8 @@ class Oracle:
             return "deadline_unreachable"
         for old in replaced:
             self.settle(old, "superseded")
+        if displaced is not None:
+            self.settle(displaced, "queue_full")
         if not self.unsettled(w.name):
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
             busy = [p.device_time for p in peers if p is not w and self.unsettled(p.name)]
@@ -369,6 +378,7 @@ class Oracle:
         if ticket.state == "resident" or (ticket.state == "running" and ticket.has_place and result != "ok"):
             w.left.append(ticket)
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
+        ticket.settled_at = self.now
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
         if not self.unsettled(w.name, client=ticket.client):
@@ -571,6 +581,13 @@ class Oracle:
         enough = len(members) >= w.flush.target
         longest = w.flush.hold_min if enough else w.flush.hold_max
         until = min(t.arrived + longest[t.tier] for t in self.waiting(w.name, partition))
+        if w.flush.live > 0 and until > self.now:
+            inside = {t.client for t, _ in members}
+            others = [t for t in self.all if t.request.group == w.name and t.client not in inside]
+            seen = max((t.arrived if t.settled_at is None else t.settled_at for t in others), default=-inf)
+            if seen + w.flush.live <= self.now:
+                w.was_held[partition] = False
+            until = min(until, seen + w.flush.live if seen + w.flush.live > self.now else -inf)
         deadlines = [t.deadline for t in self.unsettled(w.name, partition) if t.state != "running"]
         seconds, sigma = w.meter.seconds(members, w.flush.max_batch_cost)
         if until > self.now and min(deadlines) < inf and seconds > 0.0:

@@ -66,6 +66,7 @@ def test_h12_codes_and_statuses() -> None:
         "Expired": ("deadline_exceeded", 504),
         "Shed": ("deadline_unreachable", 503),
         "Superseded": ("superseded", 409),
+        "Displaced": ("queue_full", 503),
         "Drained": ("shutting_down", 503),
         "ProcessorError": ("processor_failed", 500),
         "ResultCountMismatch": ("processor_failed", 500),

@@ -10,6 +10,7 @@ import pytest
 from reflex_runtime.core.batch import Cause, FlushReason
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import RequestAbandoned
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
 from reflex_runtime.core.scheduler import Scheduler
@@ -238,6 +239,70 @@ def test_f6_a_full_batch_goes_at_once_and_a_partial_one_after_max_latency() -> N
     assert len(take(scheduler, 0.050)) == 2
 
 
+def with_live_feeds(*feeds: str, at: float = 0.0) -> Scheduler:
+    """Every feed has been answered at `at`; a hold is long, a feed counts as live for a second."""
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 5.0, live=1.0), cost=UnitCost)
+    for feed in feeds:
+        ask(scheduler, at, client=feed)
+    finish(scheduler, take(scheduler, at), at)
+    return scheduler
+
+
+def test_f6_a_batch_with_every_live_feed_goes_at_once() -> None:
+    scheduler = with_live_feeds("a", "b")
+    ask(scheduler, 0.1, client="b")
+    assert scheduler.next_batch(0.1) is None
+    ask(scheduler, 0.2, client="a")
+    batch = take(scheduler, 0.2)
+    assert (len(batch), batch.cause) == (2, Cause.IDLE)  # not for the time, although it was held
+
+
+def test_f6_a_feed_not_seen_for_the_window_is_not_waited_for() -> None:
+    scheduler = with_live_feeds("a", "b")
+    ask(scheduler, 0.1, client="b")
+    assert scheduler.next_batch(0.1) is None
+    assert scheduler.wake_at() == 1.0  # "a" was answered at 0
+    batch = take(scheduler, 1.0)
+    assert (len(batch), batch.cause) == (1, Cause.TIMEOUT)
+    ask(scheduler, 1.1, client="b")
+    finish(scheduler, batch, 1.1)
+    assert len(take(scheduler, 1.1)) == 1  # nobody else is live
+
+
+def test_f6_the_lone_feed_is_never_held_and_max_latency_still_bounds_the_rest() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 0.050, live=1.0), cost=UnitCost)
+    ask(scheduler, 0.0, client="a")
+    finish(scheduler, take(scheduler, 0.0), 0.0)
+    ask(scheduler, 0.1, client="b")
+    assert scheduler.next_batch(0.1) is None
+    due = scheduler.wake_at()
+    assert due == pytest.approx(0.150)
+    assert len(take(scheduler, due)) == 1
+
+
+def test_an_abandoned_ticket_says_so_once() -> None:
+    scheduler = scheduler_of()
+    ticket = ask(scheduler)
+    for now in (1.0, 2.0):
+        scheduler.abandon(ticket, now)
+    told = [e for e in scheduler.take_events() if isinstance(e, RequestAbandoned)]
+    assert told == [RequestAbandoned(1.0, ticket)]
+    assert scheduler.next_batch(3.0) is None
+    scheduler.abandon(ticket, 4.0)  # settled: nobody waited for it any more anyway
+    assert not any(isinstance(e, RequestAbandoned) for e in scheduler.take_events())
+
+
+def test_expire_settles_what_is_due_and_forms_nothing() -> None:
+    scheduler = scheduler_of()
+    ask(scheduler, 0.0, time_limit=1.0)
+    assert scheduler.expires_at() == 1.0
+    scheduler.expire(0.5)
+    assert not scheduler.idle
+    scheduler.expire(1.0)
+    assert scheduler.idle
+    assert scheduler.expires_at() == inf
+
+
 def adaptive() -> Scheduler:
     return scheduler_of(flush=FlushPolicy.by_priority(8, target=2), cost=UnitCost)
 
@@ -318,6 +383,7 @@ def test_wake_at_is_now_after_an_input_to_a_free_device() -> None:
         ({"max_batch_size": 0}, "max_batch_size=0"),
         ({"target": 0}, "target=0"),
         ({"returns": -0.1}, "returns=-0.1"),
+        ({"live": -0.1}, r"live=-0.1: must be in \[0, 3600\]"),
         ({"hold_min": (0.0, -1.0, 0.0)}, "hold_min=-1.0"),
         ({"hold_max": (0.0, 0.0, 3601.0)}, "hold_max=3601.0"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
+    Displaced,
     Expired,
     InFlightCapReached,
     ProcessorError,
@@ -421,6 +423,43 @@ def test_b22_a_newer_request_replaces_the_waiting_older_one() -> None:
     assert (outcome_of(old), old.outcome.error.http_status) == ("superseded", 409)
     finish(scheduler, batch, 0.01)
     assert list(take(scheduler, 0.01).grants) == [new]
+
+
+def crowded(**config: Any) -> Scheduler:
+    """The device runs three of "c" and the queue of 4 is full: three of "a", one of "b"."""
+    scheduler = scheduler_of(capacity=4, share_room=True, flush=FlushPolicy(max_batch_size=8), **config)
+    ask_many(scheduler, 3, client="c")
+    assert len(take(scheduler, 0.0)) == 3
+    for i, client in enumerate("aaba"):
+        ask(scheduler, id=f"{client}{i}", client=client)
+    scheduler.take_events()
+    return scheduler
+
+
+def test_f7_who_has_most_waiting_gives_way_in_a_full_queue() -> None:
+    scheduler = crowded()
+    ticket = ask(scheduler, 1.0, client="d")
+    assert ticket.state is TicketState.WAITING
+    (settled,) = [e.ticket for e in scheduler.take_events() if isinstance(e, RequestSettled)]
+    assert settled.id == "a3"  # the newest of the one with most
+    assert isinstance(settled.outcome.error, Displaced)
+    assert scheduler.queued("default") == 4
+
+
+def test_f7_nobody_gives_way_to_who_has_nearly_as_much() -> None:
+    scheduler = crowded()
+    ask(scheduler, 1.0, client="b")  # 3 against 1: now it is 2 and 2
+    for client in ("a", "b"):
+        with pytest.raises(QueueFull):
+            ask(scheduler, 2.0, client=client)
+    assert sum(isinstance(e, RequestSettled) for e in scheduler.take_events()) == 1
+
+
+def test_f7_who_is_refused_for_another_reason_displaces_nobody() -> None:
+    scheduler = crowded(max_in_flight_per_client=3)
+    with pytest.raises(InFlightCapReached):
+        ask(scheduler, 2.0, client="c")
+    assert not any(isinstance(e, RequestSettled) for e in scheduler.take_events())
 
 
 def test_b22_what_runs_is_not_replaced() -> None:

@@ -13,7 +13,7 @@ import reflex_runtime.server.slots
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 
 from .harness import STATE
 from .test_startup import said
@@ -59,7 +59,7 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         return call
 
     async def main() -> None:
-        runtime = Runtime(ServeConfig(cuda_graphs="1,3"), {"prod": Export.load(tiny)})
+        runtime = PolicyRuntime(ServeConfig(cuda_graphs="1,3"), {"prod": Export.load(tiny)})
         await runtime.start()
         assert runtime.state == "ready", runtime.error
         assert runtime.policy.describe()["captured_sizes"] == [1, 3]

@@ -22,17 +22,17 @@ from .test_batching import busy, numbered, observe, queued, right
 
 @contextlib.contextmanager
 def gated(tiny: Path, tmp_path: Path, function: str) -> Iterator[tuple[Server, int]]:
-    """A server whose `Runtime.FUNCTION` waits until a byte is written to a pipe; (server, the pipe)."""
+    """A server whose `PolicyRuntime.FUNCTION` waits until a byte is written to a pipe; (server, the pipe)."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     before = f"""
-from reflex_runtime.server.runtime import Runtime
-inner = Runtime.{function}
+from reflex_runtime.server.runtime import PolicyRuntime
+inner = PolicyRuntime.{function}
 def wait(self):
     with open({str(gate)!r}, "rb") as pipe:
         pipe.read(1)
     return inner(self)
-Runtime.{function} = wait
+PolicyRuntime.{function} = wait
 """
     with Server(tiny, before=before, until="listening on") as server:
         pipe = os.open(gate, os.O_RDWR)

@@ -17,7 +17,7 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
 from reflex_runtime.server.http import HttpProtocol
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 
 from .harness import PATIENCE, STATE, Server, encode
 
@@ -28,7 +28,7 @@ def with_app(tiny: Path, check: Callable[[App], Coroutine[Any, Any, None]], **op
     """Run `check` with an application in this process."""
 
     async def main() -> None:
-        runtime = Runtime(ServeConfig(**options), {"prod": Export.load(tiny)})
+        runtime = PolicyRuntime(ServeConfig(**options), {"prod": Export.load(tiny)})
         await runtime.start()
         try:
             async with asyncio.timeout(PATIENCE):

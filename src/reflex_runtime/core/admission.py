@@ -9,16 +9,16 @@ from reflex_runtime.core.request import Ticket
 RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 
 
-def admit(group: Group, ticket: Ticket, closed: bool, replaces: int, now: float) -> None:
+def admit(group: Group, ticket: Ticket, closed: bool, replaces: int, now: float, displaces: bool = False) -> None:
     """Return if the ticket may enter, else raise the `Rejected` that says why.
 
-    replaces: waiting tickets of the same client that it would supersede.
+    replaces: waiting tickets of the same client that it would supersede. displaces: whether somebody else makes room.
     """
     request = ticket.request
     config = group.config
     if closed:
         raise Closed("the server is shutting down", retry_after=RETRY_FLOOR)
-    if group.queued - replaces >= config.capacity:
+    if group.queued - replaces >= config.capacity and not displaces:
         raise QueueFull(
             "policy runtime queue at capacity",
             retry_after=max(RETRY_FLOOR, group.drain_time()),

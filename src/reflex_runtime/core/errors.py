@@ -4,7 +4,7 @@
     ├── Rejected            never entered the queue: a retry is safe
     │   ├── QueueFull · InFlightCapReached · TooLate · TooLarge · Closed
     ├── Dropped             entered, left without a result: a retry is safe
-    │   ├── Cancelled · Expired · Shed · Superseded · Drained
+    │   ├── Cancelled · Expired · Shed · Superseded · Displaced · Drained
     ├── ProcessorError      ran and failed: a retry may run it a second time
     │   ├── ResultCountMismatch · NonFiniteResult · ProcessorHung · CutShort
     ├── WaitTimeout         the caller stopped waiting; the request may still run
@@ -111,6 +111,12 @@ class Superseded(Dropped):
     """A newer request of the same client replaced it."""
 
     code, http_status, outcome = "superseded", 409, "superseded"
+
+
+class Displaced(Dropped):
+    """The queue was full, and a client with fewer requests waiting took its place."""
+
+    code, http_status, outcome = "queue_full", 503, "shed"
 
 
 class Drained(Dropped):

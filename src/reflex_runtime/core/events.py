@@ -44,6 +44,13 @@ class RequestProgressed(NamedTuple):
     value: Any
 
 
+class RequestAbandoned(NamedTuple):
+    """A caller stopped waiting (its WaitTimeout); the ticket keeps its place until it is answered or formed."""
+
+    at: float
+    ticket: Ticket
+
+
 class RequestSettled(NamedTuple):
     """A ticket reached its end: `ticket.outcome` is a Done, or a Failed with the error."""
 
@@ -81,6 +88,13 @@ class SchedulerPaused(NamedTuple):
     until: float
 
 
+class DeviceLost(NamedTuple):
+    """The device was given up and nothing more runs (added to the stream by drivers, not by the core)."""
+
+    at: float
+    error: ReflexError
+
+
 class RequestAnswered(NamedTuple):
     """A server answered a request (added to the stream by servers, not by the core).
 
@@ -102,9 +116,11 @@ Event = (
     | RequestRejected
     | RequestPreempted
     | RequestProgressed
+    | RequestAbandoned
     | RequestSettled
     | BatchScheduled
     | BatchFinished
     | SchedulerPaused
+    | DeviceLost
     | RequestAnswered
 )

@@ -29,6 +29,8 @@ class FlushPolicy:
         company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs
         in latency is at most hold_max; 0 sends at once.
     target: how many to wait for; never how many may go.
+    live: seconds since it last asked or was answered for which a client counts as live. A batch that holds every live
+        client has nobody to wait for and goes at once. 0 knows nobody: holds end by the clock alone.
     returns: longest hold, in seconds, for clients that were answered a moment ago and are expected back; counted from
         max(oldest arrival, device free). 0 switches it off.
     shed: refuse before they run those requests with a deadline that cannot be met any more, and choose the set of
@@ -40,6 +42,7 @@ class FlushPolicy:
     hold_min: Tiers = (0.0, 0.0, 0.0)
     hold_max: Tiers = (0.0, 0.0, 0.0)
     target: int = 1
+    live: float = 0.0
     returns: float = 0.0
     shed: bool = False
 
@@ -47,6 +50,7 @@ class FlushPolicy:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
         _check("max_batch_size", self.max_batch_size, 1, 1_000_000)
         _check("target", self.target, 1, 1_000_000)
+        _check("live", self.live, 0.0, 3600.0)
         _check("returns", self.returns, 0.0, 60.0)
         for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
             for value in tiers:
@@ -66,10 +70,10 @@ class FlushPolicy:
         )
 
     @classmethod
-    def by_size(cls, max_batch_size: int, max_latency: float) -> Self:
-        """Send at a count, or when the oldest has waited `max_latency` seconds."""
+    def by_size(cls, max_batch_size: int, max_latency: float, live: float = 0.0) -> Self:
+        """Send at a count, or when the oldest has waited `max_latency` seconds, or when every live client is in."""
         hold = (0.0, max_latency, max_latency)
-        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold)
+        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, live=live)
 
     @classmethod
     def by_priority(

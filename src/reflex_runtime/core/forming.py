@@ -441,6 +441,11 @@ class Former:
             return -inf
         heads = self.partition.heads()
         until = self.policy.due_at(heads, len(filled.grants))
+        if self.policy.live > 0.0 and until > self.now:
+            others = self.group.live.others_until({t.request.client for t in filled.grants})
+            if others <= self.now:  # nobody is left to wait for: it leaves for that, and not for the time
+                self.partition.was_held = False
+            until = min(until, others)
         if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:
             until = max(until, self._expected_returns(filled, heads))
         tightest = self.partition.deadlines.first()

@@ -11,7 +11,8 @@ from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.order import Client, Clients, Partition
+from reflex_runtime.core.live import Live
+from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
 from reflex_runtime.core.request import BACKGROUND, URGENT, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
@@ -30,6 +31,8 @@ class GroupConfig:
     gap_chance: for groups of weight 0: a batch starts only when nobody of the other groups is likely to ask before it
         ends, with this probability at the rate they have been asking; 0 does not care. Bounds what they ever wait for.
     latest_only: a newer request of a client replaces its waiting older ones.
+    share_room: whether the full queue is shared too: a client then takes the newest place of whoever has most waiting,
+        if that is at least two more than it has itself. Otherwise whoever asks most often has the room.
     promote_after: seconds after which background work counts as default; half its time limit when that is set.
     cost, resources, controller: made once per group.
     """
@@ -41,6 +44,7 @@ class GroupConfig:
     weight: float = 1.0
     gap_chance: float = 0.0
     latest_only: bool = False
+    share_room: bool = False
     promote_after: float = 1.0
     cost: Callable[[], CostModel] = TimeCost
     resources: Resources | None = None
@@ -73,6 +77,13 @@ class Group:
         self.cost = config.cost()
         self.clients = Clients()
         self.returns = Returns()
+        self.live = Live(config.flush.live)
+        flush = config.flush
+        self._counts_only = (  # batches leave by size and time alone
+            (flush.returns, flush.shed, flush.max_batch_cost, flush.hold_min) == (0.0, False, inf, flush.hold_max)
+            and config.controller is None
+            and config.resources is None
+        )
         self.partitions: OrderedDict[Hashable, Partition] = OrderedDict()
         self.active: dict[Hashable, Partition] = {}  # partitions with unsettled tickets
         self.queued = 0
@@ -105,6 +116,7 @@ class Group:
         if partition is None:
             partition = self.active[request.partition] = self.partition(request.partition)
         self.returns.arrived(request.client, now)
+        self.live.seen(request.client, now)
         partition.unsettled[ticket] = None
         partition.tiers[ticket.tier].append(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
@@ -120,6 +132,43 @@ class Group:
         self.queued += 1
         self.unsettled += 1
 
+    def stays_held(self, ticket: Ticket, epoch: int, now: float) -> bool:
+        """Whether the hold decided at input `epoch` stands although this ticket arrived; False: decide anew.
+
+        Answered where it costs little, which is the usual wait for a count or a time; most arrivals change nothing
+        about that, and nobody needs to be woken up for them.
+        """
+        policy = self.config.flush
+        if len(self.active) > 1 or not self._counts_only:
+            return False
+        partition = self.active[ticket.request.partition]
+        until = partition.hold_until
+        if partition.hold_epoch != epoch or until <= now or now + policy.hold_max[ticket.tier] < until:
+            return False
+        if partition.waiting >= policy.max_batch_size or partition.room is not None or partition.residents:
+            return False
+        if policy.live <= 0.0:
+            return True
+        members = {queue.client.key for tier in partition.tiers for queue in tier.queues()}
+        return self.live.others_until(members) >= until
+
+    def to_displace(self, client: Hashable) -> Ticket | None:
+        """With the queue full: the newest ticket of the client with most waiting, if this one may take its place.
+
+        Looks at every client that waits; of several with as many, the one who came last gives way.
+        """
+        waiting: dict[Hashable, list[ClientQueue]] = {}
+        for partition in self.active.values():
+            for tier in partition.tiers:
+                for queue in tier.queues():
+                    waiting.setdefault(queue.client.key, []).append(queue)
+        counts = {key: sum(len(queue.tickets) for queue in queues) for key, queues in waiting.items()}
+        most = max(counts.values(), default=0)
+        if most < counts.get(client, 0) + 2:
+            return None
+        longest = [queue for key, queues in waiting.items() if counts[key] == most for queue in queues]
+        return max((next(reversed(queue.tickets)) for queue in longest), key=lambda ticket: ticket.seq)
+
     def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
         """A ticket settled; it has already stopped waiting."""
         if partition.residents:
@@ -131,6 +180,7 @@ class Group:
         client: Client = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
+        self.live.seen(client.key, now)
         if answered and client.unsettled == 0:
             self.returns.answered(client.key, now)
 

@@ -26,6 +26,7 @@ from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
+    Displaced,
     Drained,
     Expired,
     ProcessorError,
@@ -38,6 +39,7 @@ from reflex_runtime.core.events import (
     BatchFinished,
     BatchScheduled,
     Event,
+    RequestAbandoned,
     RequestPreempted,
     RequestProgressed,
     RequestQueued,
@@ -102,20 +104,26 @@ class Scheduler:
 
     def submit(self, request: Request, now: float) -> Ticket:
         """Admit a request, or raise the `Rejected` that says why not."""
+        held_since = self._epoch if self._decided == self._epoch else -1
         self._input(now)
         group = self._groups.get(request.group)
         if group is None:
             raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
         ticket = Ticket(request, self._tickets, now)
         replaced = self._replaced(group, request) if group.config.latest_only else []
+        displaced = None
+        if group.config.share_room and not replaced and group.queued >= group.config.capacity:
+            displaced = group.to_displace(request.client)
         try:
-            admit(group, ticket, self._closed, len(replaced), now)
+            admit(group, ticket, self._closed, len(replaced), now, displaced is not None)
         except Rejected as error:
             self._events.append(RequestRejected(now, request, error))
             raise
         self._tickets += 1
         for old in replaced:
             self._drop(old, Superseded("a newer request of the same client replaced it"))
+        if displaced is not None:
+            self._drop(displaced, Displaced("the queue is full, and a client with fewer requests took its place"))
         if group.unsettled == 0:
             self._lift(group)
         if self._yields and group.config.weight > 0.0:
@@ -124,6 +132,8 @@ class Scheduler:
         if ticket.deadline < inf:
             self._expiry.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
+        if held_since >= 0 and not replaced and displaced is None and group.stays_held(ticket, held_since, now):
+            group.active[request.partition].hold_epoch = self._decided = self._epoch
         return ticket
 
     def cancel(self, ticket: Ticket, now: float) -> None:
@@ -140,6 +150,7 @@ class Scheduler:
         if ticket.state is not SETTLED and not ticket.abandoned:
             ticket.abandoned = True
             self._abandoned.append(ticket)
+            self._events.append(RequestAbandoned(self._now, ticket))
 
     def hold(self, ticket: Ticket, now: float) -> None:
         """A resident gets no grants until resumed; it keeps its memory and is preempted first."""
@@ -211,17 +222,31 @@ class Scheduler:
             self._looked.append(self._now)
         return None
 
+    def expire(self, now: float) -> None:
+        """Let what is due take effect without forming a batch: for a driver whose device is busy."""
+        self._now = max(self._now, now)
+        self._apply_due()
+
     def wake_at(self) -> float:
         """When to call `next_batch` again if no input comes first; inf: not at all.
 
         Exact once `next_batch` returned None; straight after an input to a free device it is the time of that input.
         """
-        times = [top[0]] if (top := self._expiry.first()) is not None else []
+        times = [self.expires_at()]
         times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
         times += [p.paused_until for g in self._groups.values() for p in g.active.values() if p.paused_until > -inf]
         if len(self._in_flight) < self._max_batches:
             times.append(self._hold if self._decided == self._epoch else self._now)
         return min(times, default=inf)
+
+    @property
+    def stands(self) -> bool:
+        """Whether `wake_at` still is what the last `next_batch` left: no input since could make a batch possible."""
+        return self._decided == self._epoch
+
+    def expires_at(self) -> float:
+        """The earliest deadline of what waits; inf when none has one."""
+        return top[0] if (top := self._expiry.first()) is not None else inf
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""

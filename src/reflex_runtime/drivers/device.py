@@ -6,7 +6,8 @@ how results get back.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
 second time the device itself is given up (`on_fatal`): what is left is answered with errors, and nothing is admitted.
-A thread lost to an expendable group costs that group alone: it is not asked again.
+A thread lost to an expendable group costs that group alone: it is not asked again. Where processors belong to their
+thread for good, there is no replacement: a thread that hangs is waited for, and one that dies ends the device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Device:
     on_fatal: called once, from any thread, when the device is given up.
     expendable: groups nobody waits for. A batch of theirs is given up much earlier (see `limit_of`); a thread lost to
         one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
-    hung: batches given up for their time. fatal: whether the device was given up.
+    one_thread: whether no other thread may ever call the processors. A batch that hangs is answered for all the same,
+        and what comes of it late is dropped.
+    hung: batches given up for their time. fatal: whether the device was given up; lost: why.
     """
 
     RESTARTS = 1
@@ -54,6 +57,7 @@ class Device:
         on_fatal: Callable[[], None] | None = None,
         name: str = "reflex-device",
         expendable: Collection[str] = (),
+        one_thread: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -67,14 +71,18 @@ class Device:
         self._bell = threading.Lock()  # held but for the moment between a ring and the thread waking up
         self._bell.acquire()
         self._waiting = False
+        self._sleeps_until = inf
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()  # the thread in charge has left its loop, or there is none any more
         self._generation = 0
         self._restarts = 0
+        self._one_thread = one_thread
+        self._late = False  # the thread still runs a batch that was answered for already
         self._running: tuple[Batch, float] | None = None
         self.hung = 0
         self.fatal = False
+        self.lost: ProcessorError | None = None
 
     # -- callers -------------------------------------------------------------------------------------------------------
 
@@ -93,7 +101,7 @@ class Device:
         with self._lock:
             ticket = self.scheduler.submit(request, self.clock())
             ticket.waiter = waiter
-            if wake:
+            if wake and self._waiting and not (self.scheduler.stands and ticket.deadline >= self._sleeps_until):
                 self._ring()
         return ticket
 
@@ -118,13 +126,18 @@ class Device:
     def expire(self) -> None:
         """Let what is due take effect while the device is busy; a free device sees to it itself."""
         with self._lock:
-            if self._running is not None:
-                self.scheduler.next_batch(self.clock())  # forms nothing: one batch at a time
+            if self.busy:
+                self.scheduler.expire(self.clock())
 
     def wake_at(self) -> float:
         """When the scheduler has something due."""
         with self._lock:
             return self.scheduler.wake_at()
+
+    def expires_at(self) -> float:
+        """The earliest deadline of what waits."""
+        with self._lock:
+            return self.scheduler.expires_at()
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
@@ -136,6 +149,21 @@ class Device:
         """When the batch now running was started; None when the device is free."""
         running = self._running
         return None if running is None else running[1]
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread is in a processor, with a batch that somebody waits for or not."""
+        return self._running is not None or self._late
+
+    @property
+    def name(self) -> str:
+        """The name of the thread in charge, or of the last one."""
+        return self._name if self._thread is None else self._thread.name
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread in charge, or the last one, still exists."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def current(self) -> bool:
@@ -170,7 +198,11 @@ class Device:
             if self.clock() - since < limit:
                 return since + limit
             self.hung += 1
-            self._lose(ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit))
+            error = ProcessorHung(f"the processor did not come back within {limit:g} s", limit_s=limit)
+            if self._one_thread:
+                self._cut_short(error)
+            else:
+                self._lose(error)
         self._tell_lost()
         return None
 
@@ -180,6 +212,7 @@ class Device:
         With the scheduler closed for draining it gives everything, closed otherwise nothing. Whatever is left when the
         time is over settles here, a batch that still runs as CutShort: nobody waits for a stopped device.
         """
+        until = time.monotonic() + timeout
         with self._lock:
             self._stopping = True
             self._ring()
@@ -194,8 +227,13 @@ class Device:
                 self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
         self._notify()
         if ended and thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)  # it has left its loop; what is left are the processors' own `stop`
+            thread.join(max(0.0, until - time.monotonic()))  # what is left are the processors' own `stop`
         return ended
+
+    def join(self, timeout: float) -> None:
+        """After `stop`: wait for the thread itself, which still stops its processors."""
+        if self._thread is not None and not self.current:
+            self._thread.join(timeout)
 
     def give_up(self, error: ProcessorError) -> None:
         """Fail the batch that still runs and start no other: for a stop that cannot wait for it."""
@@ -242,6 +280,8 @@ class Device:
                     return None
                 now = self.clock()
                 news = outcomes is not None
+                if self._late:  # somebody answered for it meanwhile
+                    self._late, outcomes = False, None
                 if outcomes is not None:
                     assert self._running is not None
                     batch, since = self._running
@@ -278,7 +318,7 @@ class Device:
         delay = wake - self.clock()
         if delay <= 0.0:
             return
-        self._waiting = True
+        self._waiting, self._sleeps_until = True, wake
         self._lock.release()
         try:
             rung = self._bell.acquire(timeout=-1.0 if wake == inf else min(delay, threading.TIMEOUT_MAX))
@@ -318,7 +358,7 @@ class Device:
             self.stopped |= {group}
             self.scheduler.pause(group, inf, self.clock())
             self._restarts -= 1
-        if self._restarts < self.RESTARTS:
+        if self._restarts < self.RESTARTS and not self._one_thread:
             self._restarts += 1
             try:
                 self._spawn()
@@ -326,7 +366,7 @@ class Device:
             except RuntimeError:
                 log.exception("the device thread could not be replaced")
         self._generation += 1
-        self.fatal = True
+        self.fatal, self.lost, self._late = True, error, False
         self.scheduler.close(self.clock(), drain=False)
         self._ended.set()
 
@@ -338,11 +378,15 @@ class Device:
 
     def _cut_short(self, error: ProcessorError) -> None:
         """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
-        if self._running is None:
-            return
+        if self._running is not None:
+            self._answer_running(error)
+            self._late = self._one_thread  # it is still that thread which stops the processors
+            self._generation += not self._one_thread
+
+    def _answer_running(self, error: ProcessorError) -> None:
+        assert self._running is not None
         batch, since = self._running
         self._running = None
-        self._generation += 1
         now = self.clock()
         try:
             self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)

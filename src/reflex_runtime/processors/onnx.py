@@ -92,6 +92,7 @@ class OnnxSession:
     """One graph. Its first axis is the batch axis of every input and output.
 
     path: the .onnx file; external data lies beside it.
+    metadata: what the file says of itself, by key.
     inputs, outputs: what is expected; a name, type or size that differs is a ConfigError. Inputs must be all of the
         graph's, outputs may be some of them and are then the only ones computed. None expects nothing.
     provider: the execution provider, never another one silently. threads: intra-op threads; one by default, because
@@ -124,6 +125,7 @@ class OnnxSession:
         self._session, self._ort = _open(path, provider, threads, bool(captured_sizes))
         self.inputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_inputs())}
         self.outputs = {p.name: p for p in (_port(path, arg) for arg in self._session.get_outputs())}
+        self.metadata: dict[str, str] = dict(self._session.get_modelmeta().custom_metadata_map)
         if inputs is not None:
             _match(path, "input", inputs, self.inputs)
             unknown = sorted(set(self.inputs) - {spec.name for spec in inputs})

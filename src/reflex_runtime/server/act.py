@@ -21,7 +21,7 @@ from reflex_runtime.server.errors import CallerLeft, TooManyRequests
 from reflex_runtime.server.exchange import JSON, LEFT, MSGPACK, Door, Exchange, Headers, header_text, too_large
 from reflex_runtime.server.images import Pixels, has_images, images_of
 from reflex_runtime.server.recorded import asked_and_answered
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.version import __version__
 
@@ -33,7 +33,7 @@ _PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "backgrou
 class Act:
     """Answers observations with chunks of actions."""
 
-    def __init__(self, runtime: Runtime, door: Door) -> None:
+    def __init__(self, runtime: PolicyRuntime, door: Door) -> None:
         self.runtime, self.config, self.door = runtime, runtime.config, door
         self._told: tuple[Admission, dict[str, Any]] | None = None
 

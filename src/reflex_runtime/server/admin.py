@@ -18,7 +18,7 @@ import msgspec
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.server.errors import Conflict, InvalidJson
 from reflex_runtime.server.exchange import Exchange
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.slots import SHADOW
 from reflex_runtime.server.wire import act as wire
 
@@ -67,7 +67,7 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """Answers operators. Each method takes an exchange and its body, and answers it."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime = runtime
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = False

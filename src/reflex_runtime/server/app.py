@@ -35,7 +35,7 @@ from reflex_runtime.server.errors import (
 )
 from reflex_runtime.server.exchange import LEFT, Door, Exchange, Headers, Reply, Scope, is_loopback, too_large
 from reflex_runtime.server.http import BROKEN
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
@@ -52,9 +52,9 @@ ACT, OUTCOME = "/act", "/episodes/{id}/outcome"
 
 
 class App:
-    """The application around one `Runtime`."""
+    """The application around one `PolicyRuntime`."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime = runtime
         self.config = runtime.config
         self.door = Door()

@@ -66,7 +66,7 @@ class Budget(Planner):
         return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
 
-class Runtime:
+class PolicyRuntime:
     """The served policies. `start` returns when they are ready or have failed; `place` says who answers a request.
 
     exports: by slot, served ones first: prod, or a and b, and perhaps shadow.

@@ -21,7 +21,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
 from reflex_runtime.server.http import HttpProtocol
-from reflex_runtime.server.runtime import Runtime
+from reflex_runtime.server.runtime import PolicyRuntime
 
 log = logging.getLogger("reflex.server")
 
@@ -70,13 +70,13 @@ def serve(
     exports: Mapping[str, Export],
     sock: socket.socket,
     on_listening: Callable[[], None] | None = None,
-    on_ready: Callable[[Runtime], None] | None = None,
+    on_ready: Callable[[PolicyRuntime], None] | None = None,
 ) -> tuple[int, bool]:
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
-    exports: by slot, see `Runtime`. on_listening: called on the loop once the port answers; on_ready: once the policies
-    are warm or have failed.
+    exports: by slot, see `PolicyRuntime`. on_listening: called on the loop once the port answers; on_ready: once the
+    policies are warm or have failed.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
@@ -89,7 +89,7 @@ async def _serve(
     exports: Mapping[str, Export],
     sock: socket.socket,
     on_listening: Callable[[], None] | None,
-    on_ready: Callable[[Runtime], None] | None,
+    on_ready: Callable[[PolicyRuntime], None] | None,
 ) -> tuple[int, bool]:
     stop = asyncio.Event()
     fatal = False
@@ -100,7 +100,7 @@ async def _serve(
         log.error("the device was lost twice; answering what is left and leaving")
         stop.set()
 
-    runtime = Runtime(config, exports, give_up)
+    runtime = PolicyRuntime(config, exports, give_up)
     app = App(runtime)
     server = _Uvicorn(
         uvicorn.Config(
@@ -144,7 +144,7 @@ async def _serve(
     return EXIT_FAILED if fatal or runtime.state == "warmup_failed" else EXIT_OK, clean
 
 
-async def _drain(config: ServeConfig, runtime: Runtime, app: App, server: uvicorn.Server) -> bool:
+async def _drain(config: ServeConfig, runtime: PolicyRuntime, app: App, server: uvicorn.Server) -> bool:
     """Refuse what is new, finish what was received, answer the rest, and only then let connections close.
 
     Returns whether every thread of the runtime ended.

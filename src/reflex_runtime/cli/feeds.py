@@ -1,0 +1,366 @@
+"""`reflex feeds NAME=SOURCE …`: many cameras and videos on one processor, watched in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reflex_runtime.config import FeedsConfig, add_options, environment, load
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+
+if TYPE_CHECKING:
+    from reflex_runtime.cli.feeds_asked import FeedSpec
+    from reflex_runtime.cli.feeds_board import Board
+    from reflex_runtime.drivers.batch_processor import BatchProcessor
+    from reflex_runtime.drivers.coordinator import BatchCoordinator
+    from reflex_runtime.feeds.runtime import Runtime, StopReport
+    from reflex_runtime.feeds.sinks import JsonLines
+    from reflex_runtime.feeds.source import Source
+    from reflex_runtime.telemetry.trace import TraceWriter
+
+_EPILOG = """\
+sources:
+  video.mp4                          a file: every frame is answered, none is dropped
+  rtsp://user:secret@camera/stream   a camera: the newest frame wins; also rtsps, http, https and /dev/video0
+  shapes:seed=3,fps=15               moving shapes, for trying it out; markers:feed=1,fps=15; chaos:seed=7
+
+examples:
+  reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
+  reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
+  reflex feeds --config cameras.toml --port 9000
+
+cameras.toml:
+  [feeds]
+  onnx = "detector.onnx"
+  max_batch_size = 8
+  [[feed]]
+  name = "door"
+  source = "rtsp://10.0.0.7/live"
+  max_age_ms = 300             # also per feed: realtime, loop, restarts, read_timeout_s
+
+Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
+Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
+Exit status: 0 when every feed came to its end or was stopped by you; 1 when something is missing: a feed was given up,
+the processor was lost, a file has frames without an answer, or results could not be written; 2 for a wrong option or a
+processor that does not start; 130 for a second Ctrl-C, or one during the start. See docs/feeds.md.
+"""
+
+_OVER = ("ended", "failed", "stopped")
+_LOST, _READER_GONE = "lost", "reader gone"
+_BROKEN_PIPE = 141  # what a shell says of a program whose reader left
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "feeds",
+        help="run many cameras and videos on one processor",
+        description="Run many cameras and videos on one processor: their frames share its calls, and results go "
+        "back to the right feed in order.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("feeds", nargs="*", metavar="NAME=SOURCE", help="a feed: its name, and where it comes from")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
+    add_options(parser, FeedsConfig)
+    parser.set_defaults(run=run)
+    parser.parse_known_args = partial(_feeds_anywhere, parser.parse_known_args)
+
+
+def _feeds_anywhere(parse: Callable[..., Any], args: Any = None, namespace: Any = None) -> Any:
+    """Take feeds also after options: argparse takes those that stand together."""
+    found, rest = parse(args, namespace)
+    found.feeds = [*found.feeds, *(text for text in rest if not text.startswith("-"))]
+    return found, [text for text in rest if text.startswith("-")]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, start, watch, stop, sum up."""
+    from reflex_runtime.cli.feeds_asked import check_outputs, processor_of, source_of_spec, specs_of
+
+    config = load(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
+    specs = specs_of(args.feeds, args.config, config)
+    sources = {spec.name: source_of_spec(spec) for spec in specs}
+    check_outputs(config, specs)
+    if config.table and config.results == "-" and sys.stdout.isatty() and sys.stderr.isatty():
+        raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
+    return _Session(config, specs, sources, processor_of(config)).run()
+
+
+class _Session:
+    """One run, from the start of the processor to the last word."""
+
+    def __init__(
+        self, config: FeedsConfig, specs: Sequence[FeedSpec], sources: Mapping[str, Source], processor: BatchProcessor
+    ) -> None:
+        from reflex_runtime.cli.feeds_asked import batching_of
+        from reflex_runtime.cli.feeds_board import Board
+        from reflex_runtime.feeds.runtime import Runtime
+
+        self._config = config
+        self._specs = specs
+        self._sources = sources
+        self._processor = processor
+        self._batching = batching_of(config, len(specs))
+        self._runtime: Runtime = Runtime()
+        on_screen = config.results == "-" and sys.stdout.isatty()  # then there is no room for a table
+        self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
+        self._results: JsonLines | None = None
+        self._trace: TraceWriter | None = None
+        self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
+        self._waiting = False  # the main thread looks at the news
+        self._signal = 0
+        self._events = self._runtime.events()
+        self._faults = False  # a stage or a sink failed
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        handlers = _signals(self._signalled)
+        with handlers:
+            try:
+                status, clean = self._run()
+            except KeyboardInterrupt:
+                when = "without waiting" if self._waiting else "before it had started"
+                logging.warning("stopped by %s %s", signal.Signals(self._signal).name, when)
+                _leave(128 + self._signal)
+        if not clean:
+            _leave(status)
+        return status
+
+    def _run(self) -> tuple[int, bool]:
+        """The exit status, and whether every thread ended."""
+        from reflex_runtime.cli.feeds_asked import refused
+
+        with ExitStack() as closing:
+            coordinator = self._coordinator(closing)
+            self._add_feeds(coordinator)
+            if self._config.port >= 0:
+                closing.enter_context(self._status(coordinator))
+            watcher = threading.Thread(target=self._watch, args=(coordinator,), name="reflex-feeds-watch", daemon=True)
+            watcher.start()
+            self._say_what_starts(coordinator)
+            try:
+                self._start(refused)
+                with self._board:
+                    why = self._wait()
+            finally:
+                report = self._runtime.stop()
+                watcher.join(2.0)
+        if why in signal.Signals.__members__:
+            logging.info("stopped by %s", why)
+        self._board.summary()
+        complete = self._complete(coordinator, report)
+        self._say_what_was_written()
+        return (_BROKEN_PIPE if why == _READER_GONE else 0 if complete else 1), not report.detached
+
+    # -- building ------------------------------------------------------------------------------------------------------
+
+    def _coordinator(self, closing: ExitStack) -> BatchCoordinator:
+        from reflex_runtime.telemetry.trace import TraceWriter
+
+        sinks: list[Callable[[Any], None]] = []
+        if self._config.trace:
+            self._trace = TraceWriter(self._config.trace, [self._batching.group(self._processor.id)])
+            closing.callback(self._trace.close)
+            sinks.append(self._trace)
+        return self._runtime.coordinator(self._processor, self._batching, sinks)
+
+    def _add_feeds(self, coordinator: BatchCoordinator) -> None:
+        from reflex_runtime.cli.feeds_asked import annotated
+        from reflex_runtime.feeds.pipeline import Pipeline
+        from reflex_runtime.feeds.sinks import AnnotatedVideo
+
+        config = self._config
+        lines = self._results = self._lines()
+        for spec in self._specs:
+            sinks: list[Callable[[Any], None]] = [] if lines is None else [lines]
+            if config.annotate:
+                sinks.append(AnnotatedVideo(annotated(config, spec.name)))
+            source = self._sources[spec.name]
+            self._runtime.feed(
+                spec.name,
+                source,
+                Pipeline(batch=coordinator),
+                sinks,
+                max_age=spec.config.max_age_ms / 1e3,
+                restarts=(spec.config.restarts or None) if source.live else None,
+            )
+
+    def _lines(self) -> JsonLines | None:
+        from reflex_runtime.feeds.sinks import JsonLines
+
+        if not self._config.results:
+            return None
+        if self._config.results == "-":
+            return JsonLines(_Output(sys.stdout, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
+        open(self._config.results, "wb").close()  # also a run without a result leaves none of the run before
+        return JsonLines(self._config.results)
+
+    def _status(self, coordinator: BatchCoordinator) -> ExitStack:
+        from prometheus_client import CollectorRegistry
+
+        from reflex_runtime.feeds.series import FeedSeries
+        from reflex_runtime.feeds.status import StatusServer, health_of
+
+        registry = CollectorRegistry()
+        FeedSeries(self._runtime.snapshot, registry)
+        server = StatusServer(
+            self._config.host,
+            self._config.port,
+            registry,
+            lambda: health_of(self._runtime.snapshot(), {coordinator.id: coordinator.lost}),
+        )
+        server.start()
+        closing = ExitStack()
+        closing.callback(server.stop)
+        host = f"[{server.host}]" if ":" in server.host else server.host
+        logging.info("http://%s:%d/metrics and /health", host, server.port)
+        return closing
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _start(self, refused: Callable[[FeedsConfig, Exception], ConfigError]) -> None:
+        try:
+            self._runtime.start()
+        except ProcessorError as error:
+            raise refused(self._config, error) from error
+        self._waiting = True
+        if self._signal:  # it came in between
+            raise KeyboardInterrupt
+
+    def _wait(self) -> str:
+        """Why it stops: a signal's name, or what there is no more."""
+        self._look()  # feeds may have ended before anybody watched
+        try:
+            return self._news.get(timeout=self._config.duration_s or None)
+        except Empty:
+            return "time"
+
+    def _watch(self, coordinator: BatchCoordinator) -> None:
+        """Say what happens, and notice the end. On a thread of its own."""
+        from reflex_runtime.feeds.consume import FeedStageError
+        from reflex_runtime.telemetry.health import StageError
+
+        lost = False
+        for event in self._events:
+            if isinstance(event, FeedStageError):
+                self._faults = True
+            if isinstance(event, StageError) and event.coordinator:  # of every feed; once is enough
+                if not lost:
+                    logging.error("%s died and answers no more: %s", coordinator.id, event.error)
+                lost = True
+                self._news.put(_LOST)
+            else:
+                self._board.tell(event)
+            self._look()
+
+    def _look(self) -> None:
+        if all(feed.state in _OVER for feed in self._runtime.snapshot().feeds.values()):
+            self._news.put("over")
+
+    def _signalled(self, number: int) -> None:
+        """In the main thread, between any two of its steps: nothing here may wait for it."""
+        again, self._signal = self._signal, number
+        if again or not self._waiting:
+            raise KeyboardInterrupt
+        self._news.put(signal.Signals(number).name)
+
+    # -- what is said --------------------------------------------------------------------------------------------------
+
+    def _say_what_starts(self, coordinator: BatchCoordinator) -> None:
+        feeds, batching = len(self._specs), self._batching
+        number, wait = f"{feeds} feed{'s'[: feeds != 1]}", f"{1e3 * batching.max_latency:g} ms"
+        most = batching.max_batch_size
+        logging.info("starting: %s on %s, batches of at most %d frames or %s", number, coordinator.id, most, wait)
+
+    def _complete(self, coordinator: BatchCoordinator, report: StopReport) -> bool:
+        """Whether nothing is missing; says what is, unless it was said when it happened."""
+        complete = not self._faults and coordinator.lost is None and report.clean
+        for name, feed in self._runtime.snapshot().feeds.items():
+            failed = feed.drops.get("failed", 0)
+            if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
+                logging.error("%s: %d of %d frames have no answer: %s", name, failed, feed.frames, feed.error)
+                complete = False
+            complete = complete and feed.state != "failed" and not feed.sink_errors
+        if self._results is not None and self._results.lost:
+            logging.error("--results=%s: %d results are not in it", self._config.results, self._results.lost)
+            self._results = None
+        if self._trace is not None and (self._trace.error is not None or self._trace.dropped):
+            why = f": {self._trace.error.strerror}" if self._trace.error is not None else ""
+            logging.error("--trace=%s: %d batches are not in it%s", self._config.trace, self._trace.dropped, why)
+            self._trace, complete = None, False
+        return complete
+
+    def _say_what_was_written(self) -> None:
+        from reflex_runtime.cli.feeds_asked import annotated
+
+        config = self._config
+        videos = [annotated(config, spec.name) for spec in self._specs] if config.annotate else []
+        made = [str(path) for path in videos if path.is_file()]
+        written = [
+            f"results: {config.results}" if self._results is not None and config.results != "-" else "",
+            f"videos: {', '.join(made) if len(made) <= 4 else f'{len(made)} in {config.annotate}'}" if made else "",
+            f"trace: {config.trace} (reflex trace {config.trace})" if self._trace is not None else "",
+        ]
+        if any(written):
+            logging.info("wrote %s", "; ".join(filter(None, written)))
+
+
+def _leave(status: int) -> NoReturn:
+    """Out, without waiting for threads that may never end."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class _Output:
+    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left, and what comes after is
+    thrown away: there is nobody to read it."""
+
+    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
+        self._file, self._tty, self._gone = stream.fileno(), stream.isatty(), gone
+
+    def isatty(self) -> bool:
+        return bool(self._tty)
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode("utf-8", "replace"))
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                raise
+            self._gone()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+class _signals:  # noqa: N801 - reads as a verb
+    """While it is entered, SIGINT, SIGTERM and SIGHUP call `stop(number)`."""
+
+    def __init__(self, stop: Callable[[int], None]) -> None:
+        self._stop = stop
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
+        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, lambda n, _: self._stop(n))
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

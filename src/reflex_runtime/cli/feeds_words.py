@@ -1,0 +1,151 @@
+"""What is said of a run of `reflex feeds`, in words: a health event, an error, a feed, each as one line."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import traceback
+from pathlib import Path
+
+from reflex_runtime.feeds.consume import FeedStageError
+from reflex_runtime.feeds.snapshot import FeedSnapshot
+from reflex_runtime.telemetry.health import (
+    BatchError,
+    BatchInFlightExceeded,
+    BatchSubmissionRejected,
+    BatchTimeout,
+    FeedConnected,
+    FeedDisconnected,
+    FeedEnded,
+    FeedFailed,
+    FeedFrozen,
+    HealthEvent,
+    StageError,
+    ThreadDetached,
+)
+
+LONGEST = 1000  # characters of what somebody else said
+
+
+def in_one_line(text: object) -> str:
+    """A text of somebody else's as one line without control characters."""
+    words = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST])
+    return " ".join(words.split())
+
+
+def told(error: BaseException) -> str:
+    """An exception as one line: its class, what it says, and where in which file it was raised."""
+    words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
+    passed = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")  # on the way to it
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
+    return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
+
+
+def words_of(event: HealthEvent) -> tuple[int, str]:
+    """(level, text) of a health event for the log."""
+    level, text = _words_of(event)
+    return level, in_one_line(f"{event.source}: {text}")
+
+
+def _words_of(event: HealthEvent) -> tuple[int, str]:
+    match event:
+        case FeedConnected():
+            return logging.INFO, "connected"
+        case FeedEnded():
+            return logging.INFO, "came to its end"
+        case FeedFrozen():
+            return logging.WARNING, "connected, but sends nothing"
+        case FeedDisconnected(error=error, retry_in=None):
+            return logging.ERROR, error
+        case FeedDisconnected(error=error, retry_in=seconds):
+            return logging.WARNING, f"{error}; trying again in {seconds:.1f} s"
+        case FeedFailed(error=error):
+            return logging.ERROR, f"given up: {error}"
+        case BatchSubmissionRejected(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} refused, the queue of {c} was full"
+        case BatchInFlightExceeded(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} refused, {c} had not answered the one before"
+        case BatchTimeout(count=n, coordinator=c):
+            return logging.WARNING, f"{frames(n)} not answered by {c} in time"
+        case BatchError(count=n, error=error):
+            return logging.ERROR, f"{n} batch{'es' if n > 1 else ''} failed: {error}"
+        case FeedStageError(count=n, error=error) if n > 1:
+            return logging.ERROR, f"{error} ({n} times)"
+        case StageError(error=error):
+            return logging.ERROR, error
+        case ThreadDetached(name=name):
+            return logging.ERROR, f"thread {name} did not end and is left behind"
+        case _:
+            return logging.INFO, type(event).__name__
+
+
+def line_of(feed: FeedSnapshot) -> str:
+    """How a feed is doing, in a line."""
+    age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
+    return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{_dropped(drops(feed))}"
+
+
+def line_of_all(feeds: list[FeedSnapshot]) -> str:
+    """How many feeds are doing, in a line."""
+    answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
+    counts: dict[str, int] = {}
+    for feed in feeds:
+        for reason, count in feed.drops.items():
+            counts[reason] = counts.get(reason, 0) + count
+    return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}"
+
+
+def states(feeds: list[FeedSnapshot]) -> str:
+    """12 feeds: 10 running, 2 reconnecting."""
+    each: dict[str, int] = {}
+    for feed in feeds:
+        each[feed.state] = each.get(feed.state, 0) + 1
+    return f"{len(feeds)} feed{'s'[: len(feeds) != 1]}: " + ", ".join(f"{n} {name}" for name, n in each.items())
+
+
+def state(feed: FeedSnapshot) -> str:
+    """What a feed is doing; of a file how far it is, and how long the rest takes at the rate of now."""
+    done = feed.frames - feed.waiting
+    if not feed.total or feed.mode != "file" or feed.state != "running":
+        return feed.state
+    left = f" {clock((feed.total - done) / feed.fps)}" if feed.fps and feed.total > done else ""
+    return f"{min(100, 100 * done // feed.total)} %{left}"
+
+
+def progress(feed: FeedSnapshot) -> str:
+    """Frames answered; of a file also how many there are."""
+    return f"{feed.processed}/{feed.total}" if feed.total and feed.mode == "file" else str(feed.processed)
+
+
+def drops(feed: FeedSnapshot) -> str:
+    """Frames that were not answered, by reason."""
+    return _drops(dict(feed.drops))
+
+
+def frames(count: int) -> str:
+    """1 frame, 2 frames."""
+    return f"{count} frame{'s'[: count != 1]}"
+
+
+def seconds(value: float | None) -> str:
+    """A time as a person reads it."""
+    if value is None:
+        return ""
+    if value < 0.0095:
+        return f"{1e3 * value:.1f} ms"
+    return f"{1e3 * value:.0f} ms" if value < 1.0 else f"{value:.1f} s" if value < 99.95 else f"{value:.0f} s"
+
+
+def clock(value: float) -> str:
+    """Seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def _drops(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
+
+
+def _dropped(text: str) -> str:
+    return f", dropped: {text}" if text else ""

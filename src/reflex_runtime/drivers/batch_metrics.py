@@ -1,0 +1,324 @@
+"""What a coordinator did, in figures: a fold over its events, and the frozen picture of it that callers get.
+
+Every submission is counted once, as it was refused or as it ended, so that in every snapshot, per feed and summed,
+
+    submitted == rejected + in_flight_exceeded + closed + processed + failed + dropped + pending
+
+The meter stands on the path of every item: an event is a dictionary look-up and a few additions. Percentiles are over
+the last 512 values; counts, means and buckets are over all of them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from math import ceil, inf
+from types import MappingProxyType
+from typing import Any
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Closed, Dropped, InFlightCapReached
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestAbandoned,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
+from reflex_runtime.core.request import Ticket
+
+WINDOW = 512  # values that percentiles are taken from
+FEEDS = 4096  # feeds with figures of their own; a value costs 32 bytes in the window: 64 MB at the very most
+BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, inf)  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long something took, in seconds; None where nothing was measured.
+
+    mean: over all `count` values. p50, p95, p99: nearest rank over the last 512. total: their sum. buckets: how many
+    values fell into each of `BOUNDS` (upper bounds, inclusive; not cumulative).
+    """
+
+    count: int = 0
+    mean: float | None = None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    total: float = field(default=0.0, repr=False)
+    buckets: tuple[int, ...] = field(default=(0,) * len(BOUNDS), repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """count, mean and percentiles, JSON-safe."""
+        return {"count": self.count, "mean": self.mean, "p50": self.p50, "p95": self.p95, "p99": self.p99}
+
+
+class Times:
+    """Collects durations. Not thread-safe: its owner calls it under a lock, or on one thread."""
+
+    __slots__ = ("buckets", "count", "total", "window")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self.buckets = [0] * len(BOUNDS)
+        self.window: deque[float] = deque(maxlen=WINDOW)
+
+    def add(self, seconds: float) -> None:
+        """Count a duration."""
+        self.count += 1
+        self.total += seconds
+        self.buckets[bisect_left(BOUNDS, seconds)] += 1
+        self.window.append(seconds)
+
+    def take(self) -> Callable[[], Timing]:
+        """What is known now, copied. The result sorts and divides, and needs no lock."""
+        return partial(_timing, self.count, self.total, tuple(self.buckets), list(self.window))
+
+
+def _timing(count: int, total: float, buckets: tuple[int, ...], window: list[float]) -> Timing:
+    if not count:
+        return Timing()
+    ranked = sorted(window)
+    p50, p95, p99 = (ranked[ceil(share * len(ranked)) - 1] for share in (0.5, 0.95, 0.99))
+    return Timing(count, total / count, p50, p95, p99, total, buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counters:
+    """What became of submissions.
+
+    submitted: all of them. rejected: refused, the queue was full (or the request could not run here). closed: refused,
+    nothing is admitted any more. in_flight_exceeded: refused, the feed had as many in flight as it may. processed:
+    answered. failed: ran and failed. dropped: left without having run, such as after `timed_out` or at the stop.
+    pending: neither refused nor ended yet. timed_out: callers that stopped waiting; their items end like any other.
+    """
+
+    submitted: int = 0
+    rejected: int = 0
+    in_flight_exceeded: int = 0
+    closed: int = 0
+    processed: int = 0
+    failed: int = 0
+    dropped: int = 0
+    timed_out: int = 0
+    pending: int = 0
+
+
+COUNTERS = tuple(f.name for f in fields(_Counters))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedBatchMetrics(_Counters):
+    """One feed's share. latency: from its submission to its answer, of what was processed."""
+
+    latency: Timing = Timing()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure, JSON-safe."""
+        return {name: getattr(self, name) for name in COUNTERS} | {"latency": self.latency.as_dict()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMetrics(_Counters):
+    """A coordinator's figures at one moment.
+
+    batches_dispatched: batches formed. batch_sizes: how many of them had each size. fill_ratio: their items over what
+    they could have held; None before the first. formation: from the arrival of a batch's oldest item until it was
+    formed. processing: of the calls that came back, or were given up. consecutive_errors: batches in a row of which
+    nothing came. feeds: by feed; those idle for longest are left out beyond 4096, and stay in the sums.
+    """
+
+    batches_dispatched: int = 0
+    processing: Timing = Timing()
+    formation: Timing = Timing()
+    batch_sizes: Mapping[int, int] = field(default_factory=dict)
+    fill_ratio: float | None = None
+    consecutive_errors: int = 0
+    feeds: Mapping[str, FeedBatchMetrics] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure, JSON-safe."""
+        return {name: getattr(self, name) for name in COUNTERS} | {
+            "batches_dispatched": self.batches_dispatched,
+            "processing": self.processing.as_dict(),
+            "formation": self.formation.as_dict(),
+            "batch_sizes": {str(size): count for size, count in self.batch_sizes.items()},
+            "fill_ratio": self.fill_ratio,
+            "consecutive_errors": self.consecutive_errors,
+            "feeds": {name: feed.as_dict() for name, feed in self.feeds.items()},
+        }
+
+
+class _Feed:
+    """Counters of one feed. seen: when it last submitted something that was admitted, or was first seen."""
+
+    __slots__ = (
+        "closed",
+        "dropped",
+        "failed",
+        "in_flight_exceeded",
+        "latency",
+        "processed",
+        "queued",
+        "rejected",
+        "seen",
+        "timed_out",
+    )
+
+    def __init__(self, now: float) -> None:
+        self.queued = self.rejected = self.in_flight_exceeded = self.closed = 0
+        self.processed = self.failed = self.dropped = self.timed_out = 0
+        self.seen = now
+        self.latency = Times()
+
+    @property
+    def pending(self) -> int:
+        return self.queued - self.processed - self.failed - self.dropped
+
+    def counters(self) -> dict[str, int]:
+        refused = self.rejected + self.in_flight_exceeded + self.closed
+        return {
+            "submitted": self.queued + refused,
+            "rejected": self.rejected,
+            "in_flight_exceeded": self.in_flight_exceeded,
+            "closed": self.closed,
+            "processed": self.processed,
+            "failed": self.failed,
+            "dropped": self.dropped,
+            "timed_out": self.timed_out,
+            "pending": self.pending,
+        }
+
+
+class BatchMeter:
+    """A sink that keeps the figures of one coordinator. A feed is the `client` of a request.
+
+    It is called with one event at a time. `snapshot` and `take` are for whoever holds the lock under which it is
+    called: then every figure is of the same moment.
+    max_batch_size: what a batch can hold, for the fill ratio.
+    """
+
+    events = frozenset(
+        {RequestQueued, RequestRejected, RequestAbandoned, RequestSettled, BatchScheduled, BatchFinished}
+    )
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._feeds: dict[Any, _Feed] = {}
+        self._limit = FEEDS
+        self._forgotten = dict.fromkeys(COUNTERS, 0)
+        self._batches = self._errors_in_a_row = 0
+        self._sizes: dict[int, int] = {}
+        self._processing, self._formation = Times(), Times()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            at, ticket = event
+            client = ticket.request.client
+            feed = self._feeds.get(client) or self._feed(client, at)
+            feed.queued += 1
+            feed.seen = at
+        elif isinstance(event, RequestSettled):
+            self._settled(event.at, event.ticket)
+        elif isinstance(event, BatchScheduled):
+            self._scheduled(event)
+        elif isinstance(event, BatchFinished):
+            self._processing.add(event.elapsed)
+            self._errors_in_a_row = self._errors_in_a_row + 1 if event.crashed else 0
+        elif isinstance(event, RequestRejected):
+            self._rejected(event)
+        elif isinstance(event, RequestAbandoned):
+            self._feed(event.ticket.request.client, event.at).timed_out += 1
+
+    def snapshot(self) -> BatchMetrics:
+        """The figures now."""
+        return self.take()()
+
+    def take(self) -> Callable[[], BatchMetrics]:
+        """The figures now, copied in a few microseconds a feed; the result works them out and needs no lock."""
+        feeds = [(name, feed.counters(), feed.latency.take()) for name, feed in self._feeds.items()]
+        return partial(
+            _metrics,
+            feeds,
+            dict(self._forgotten),
+            (self._batches, self._errors_in_a_row, self._max_batch_size),
+            dict(self._sizes),
+            (self._processing.take(), self._formation.take()),
+        )
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _settled(self, now: float, ticket: Ticket) -> None:
+        client = ticket.request.client
+        feed = self._feeds.get(client) or self._feed(client, now)
+        outcome = ticket.outcome
+        if type(outcome) is Done:
+            feed.processed += 1
+            feed.latency.add(now - ticket.arrived)
+        elif isinstance(outcome.error, Dropped):
+            feed.dropped += 1
+        else:
+            feed.failed += 1
+
+    def _rejected(self, event: RequestRejected) -> None:
+        feed = self._feed(event.request.client, event.at)
+        if isinstance(event.error, InFlightCapReached):
+            feed.in_flight_exceeded += 1
+        elif isinstance(event.error, Closed):
+            feed.closed += 1
+        else:
+            feed.rejected += 1
+
+    def _scheduled(self, event: BatchScheduled) -> None:
+        batch = event.batch
+        size = len(batch.grants)
+        self._batches += 1
+        self._sizes[size] = self._sizes.get(size, 0) + 1
+        self._formation.add(batch.scheduled_at - min([ticket.arrived for ticket in batch.grants]))
+
+    # -- feeds ---------------------------------------------------------------------------------------------------------
+
+    def _feed(self, client: Any, now: float) -> _Feed:
+        feed = self._feeds.get(client)
+        if feed is None:
+            if len(self._feeds) >= self._limit:
+                self._forget()
+            feed = self._feeds[client] = _Feed(now)
+        return feed
+
+    def _forget(self) -> None:
+        """Make room for a quarter more: the feeds idle for longest go, many at a time so that it is rare."""
+        idle = [name for name, feed in self._feeds.items() if not feed.pending]
+        idle.sort(key=lambda name: self._feeds[name].seen)
+        for name in idle[: FEEDS // 4]:
+            for counter, count in self._feeds.pop(name).counters().items():
+                self._forgotten[counter] += count
+        self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)  # what is pending is never forgotten
+
+
+def _metrics(
+    feeds: list[tuple[Any, dict[str, int], Callable[[], Timing]]],
+    forgotten: dict[str, int],
+    batches: tuple[int, int, int],
+    sizes: dict[int, int],
+    times: tuple[Callable[[], Timing], Callable[[], Timing]],
+) -> BatchMetrics:
+    dispatched, errors, max_batch_size = batches
+    sums = {name: sum(counters[name] for _, counters, _ in feeds) + forgotten[name] for name in COUNTERS}
+    items = sum(size * count for size, count in sizes.items())
+    return BatchMetrics(
+        **sums,
+        batches_dispatched=dispatched,
+        processing=times[0](),
+        formation=times[1](),
+        batch_sizes=MappingProxyType(dict(sorted(sizes.items()))),
+        fill_ratio=items / (dispatched * max_batch_size) if dispatched else None,
+        consecutive_errors=errors,
+        feeds=MappingProxyType({str(name): FeedBatchMetrics(**c, latency=t()) for name, c, t in feeds}),
+    )

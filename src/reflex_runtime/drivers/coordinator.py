@@ -1,0 +1,463 @@
+"""The thread driver: many feeds submit frames, one thread forms batches over them and runs a processor it owns alone.
+
+    class Detector:
+        id = "detector"
+        def on_start(self): ...
+        def process(self, entries): ...        # one result per entry
+        def on_stop(self): ...
+
+    with BatchCoordinator(Detector(), BatchConfig(max_batch_size=8, max_latency=0.02)) as handle:
+        boxes = handle.submit_and_wait("cam1", frame)        # from any thread; shares a call with other feeds
+
+A submission never waits for room: it is refused, the frame is dropped and the feed goes on. What is admitted is
+answered exactly once, whatever the processor does. A feed is a client of the scheduler: first in, first out within
+itself, fair shares between feeds, and at most `max_in_flight_per_feed` frames in the system.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from itertools import count
+from math import inf
+from types import TracebackType
+from typing import Any
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import (
+    Closed,
+    ConfigError,
+    InFlightCapReached,
+    ProcessorError,
+    QueueFull,
+    Rejected,
+    WaitTimeout,
+)
+from reflex_runtime.core.events import DeviceLost, Event, RequestSettled
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.batch_metrics import BatchMeter, BatchMetrics
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
+from reflex_runtime.drivers.device import Clock, Device
+
+log = logging.getLogger("reflex.coordinator")
+
+Sink = Callable[[Event], None]
+
+GRACE = 2.0  # seconds that a thread which is late to start gets before it is left behind
+KNOWN_FEEDS = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
+
+
+class _Waiter:
+    """A blocked caller. Its lock is held until the answer is there."""
+
+    __slots__ = ("lock",)
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+class _Pending(Future[Any]):
+    """A caller's future. Cancelling it takes the frame back unless it already runs."""
+
+    take_back: Callable[[], None] | None = None
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled and self.take_back is not None:
+            take_back, self.take_back = self.take_back, None
+            take_back()
+        return cancelled
+
+
+class BatchHandle:
+    """Where feeds submit. Any thread may call it; see the errors of `submit_and_wait`."""
+
+    def __init__(self, coordinator: BatchCoordinator) -> None:
+        self._coordinator = coordinator
+
+    @property
+    def lost(self) -> ProcessorError | None:
+        """Why the coordinator's thread died, if it did; nothing is answered any more then."""
+        return self._coordinator.lost
+
+    def submit(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any = None,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
+    ) -> Future[Any]:
+        """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
+
+        The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
+        callbacks run on the coordinator's thread and must be quick. Cancelling it takes the frame back.
+        """
+        future = _Pending()
+        coordinator = self._coordinator
+        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, future)
+        future.take_back = lambda: coordinator.cancel(ticket)
+        return future
+
+    def submit_and_wait(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any = None,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
+    ) -> Any:
+        """The frame's result; blocks this thread for at most max_latency + response_timeout.
+
+        sequence: the frame's number in its feed; counted here if not given. pts: seconds in its stream.
+        time_limit: seconds from now after which it is not worth computing.
+
+        Refused at once: `QueueFull`, `InFlightCapReached`, `Closed`. Left without being computed: `Drained` at
+        shutdown, `Expired` by its time limit. It ran and failed: `ProcessorError`. `WaitTimeout`: it may still run, and
+        counts as in flight until it is answered or the next batch is formed; its result is dropped.
+        """
+        coordinator = self._coordinator
+        waiter = _Waiter()
+        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, waiter)
+        try:
+            answered = waiter.lock.acquire(timeout=coordinator.patience)
+        except BaseException:  # an interrupt: nobody waits for the answer any more
+            coordinator.cancel(ticket)
+            raise
+        if not answered and not coordinator.abandon(ticket):
+            raise WaitTimeout(f"{coordinator.id}: no answer for feed {feed_id!r} within {coordinator.patience:g} s")
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            return outcome.value
+        raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+
+    def metrics(self) -> BatchMetrics:
+        """Everything counted so far, as one consistent snapshot."""
+        return self._coordinator.metrics()
+
+
+# While a coordinator lives, by the identity of the processor it owns: a second owner would call it on a second thread.
+_owners: weakref.WeakValueDictionary[int, BatchCoordinator] = weakref.WeakValueDictionary()
+
+
+class BatchCoordinator:
+    """Owns a processor and the thread that runs it. See the module docstring.
+
+    sinks: called with every event of its scheduler, in order and one at a time, on whichever thread; must be quick. A
+        sink with an attribute `events` (a set of event types) gets those only. One that raises is logged.
+    lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
+    stop_error: what `on_stop` raised, else None.
+
+    A batch beyond the watchdog is answered with `ProcessorHung`; nobody else may call the processor, so it is waited
+    for, and works on when it comes back. A thread that dies ends the coordinator: everybody is answered.
+    """
+
+    def __init__(
+        self,
+        processor: BatchProcessor,
+        config: BatchConfig | None = None,
+        sinks: Iterable[Sink] = (),
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.config = config = config or BatchConfig()
+        self.id = id_of(processor)
+        if (owner := _owners.get(id(processor))) is not None:
+            raise ConfigError(f"BatchCoordinator: processor {owner.id!r} belongs to another coordinator already")
+        self.patience = config.max_latency + config.response_timeout
+        self.handle = BatchHandle(self)
+        self.detached: str | None = None
+        self._processor = processor
+        self._owned = Owned(processor)
+        self._scheduler = Scheduler([config.group(self.id)])
+        self._clock = clock
+        self._device = Device(
+            self._scheduler,
+            {self.id: self._owned},
+            self._deliver,
+            clock,
+            self._died,
+            name=f"reflex-{self.id}",
+            one_thread=True,
+        )
+        self._meter = BatchMeter(config.max_batch_size)
+        self._sinks: list[Sink] = [self._meter, *sinks]
+        self._sinks_of: dict[type[Any], list[Sink]] = {}
+        self._delivery = threading.RLock()  # a future's callback may submit again
+        self._untold: deque[Event] = deque()  # if a callback ends the thread, the next to deliver goes on
+        self._teller: int | None = None  # the thread that delivers
+        self._sequences: dict[str, count[int]] = {}
+        self._watchdog = config.watchdog or inf
+        self._alarm = inf  # when the timekeeper looks next
+        self._setting = threading.Lock()
+        self._bell = threading.Event()
+        self._over = False
+        self._started = self._signalled = False
+        _owners[id(processor)] = self
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> BatchHandle:
+        """Start the thread and wait for `on_start`.
+
+        Raises what it raised as the cause of a ProcessorError, or one that says it took longer than startup_timeout;
+        after `GRACE` more seconds its thread is left behind then (`detached`). It cannot be started twice.
+        """
+        if self._started or self._signalled:
+            raise ConfigError(f"BatchCoordinator {self.id!r}: {'started' if self._started else 'stopped'} already")
+        self._started = True
+        if self.config.capacity < 2 * self.config.max_batch_size:
+            log.warning(
+                "%s: queue_capacity=%d is below twice max_batch_size=%d: frames are refused while a batch runs",
+                self.id,
+                self.config.capacity,
+                self.config.max_batch_size,
+            )
+        ready: Future[None] = Future()
+        self._device.start(lambda: self._prepare(ready))
+        try:
+            failure = ready.exception(self.config.startup_timeout)
+        except BaseException as error:  # too late, or an interrupt
+            self.stop(GRACE)
+            if not isinstance(error, TimeoutError):
+                raise
+            left = f"; its thread {self.detached} was left behind" if self.detached else ""
+            message = f"on_start took longer than startup_timeout={self.config.startup_timeout:g} s{left}"
+            raise ProcessorError(f"{self.id}: {message}") from None
+        if failure is not None:
+            self.stop(GRACE)
+            raise ProcessorError(f"{self.id}: on_start failed: {type(failure).__name__}: {failure}") from failure
+        threading.Thread(target=self._keep_time, name=f"reflex-{self.id}-timekeeper", daemon=True).start()
+        return self.handle
+
+    def signal(self) -> None:
+        """Admit nothing more. The batch being formed or run still ends well; whoever else waits is released now."""
+        self._signalled = True
+        self._owned.before_run = self._close_behind
+        self._device.input(
+            lambda scheduler, now: scheduler.close(now, drain=self._owned.started and not self._device.busy)
+        )
+
+    def join(self, timeout: float = 5.0) -> bool:
+        """After `signal`: wait for the thread's end, `on_stop` included. Returns whether it ended within `timeout`.
+
+        Nobody is left waiting when it returns. A thread that did not end is named by `detached`.
+        """
+        until = time.monotonic() + timeout
+        self._device.stop(timeout)
+        self._device.join(max(0.0, until - time.monotonic()))
+        self._over = True
+        self._bell.set()
+        self.detached = self._device.name if self._device.alive else None
+        if self.detached is None and _owners.get(id(self._processor)) is self:  # not its next owner's
+            del _owners[id(self._processor)]
+        return self.detached is None
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """`signal` and `join`. May be called again."""
+        self.signal()
+        return self.join(timeout)
+
+    def __enter__(self) -> BatchHandle:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def lost(self) -> ProcessorError | None:
+        """Why the thread died, if it did."""
+        return self._device.lost
+
+    @property
+    def stop_error(self) -> BaseException | None:
+        """What `on_stop` raised."""
+        return self._owned.stop_error
+
+    # -- feeds ---------------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any,
+        sequence: int | None,
+        pts: float | None,
+        time_limit: float | None,
+        waiter: _Waiter | _Pending,
+    ) -> Ticket:
+        """Admit a frame, or raise the `Rejected` that says why not."""
+        numbers = self._sequences.get(feed_id)
+        if numbers is None:
+            numbers = self._new_feed(feed_id)
+        if type(waiter) is _Waiter and (self._device.current or self._teller == threading.get_ident()):
+            raise ConfigError(f"{self.id}: submit_and_wait on the thread that answers would wait for itself")
+        payload = (feed_id, frame, view, next(numbers) if sequence is None else sequence, pts)
+        request = Request(payload, group=self.id, client=feed_id, time_limit=time_limit)
+        try:
+            ticket = self._device.submit(request, waiter)
+        except Rejected as error:
+            self._deliver()
+            raise self._worded(error, feed_id) from None
+        if self._alarm == inf or ticket.deadline < self._alarm:
+            self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The caller takes a frame back."""
+        self._device.cancel(ticket)
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """The caller does not wait any longer. Returns whether the answer is there after all."""
+
+        def leave(scheduler: Scheduler, now: float) -> bool:
+            if ticket.outcome is None:
+                scheduler.abandon(ticket, now)
+            return ticket.outcome is not None
+
+        return bool(self._device.input(leave))
+
+    def metrics(self) -> BatchMetrics:
+        """Everything counted so far, as one consistent snapshot."""
+        with self._delivery:
+            self._deliver()
+            figures = self._meter.take()
+        return figures()
+
+    def _new_feed(self, feed_id: str) -> count[int]:
+        if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
+            raise ConfigError(f"feed_id={feed_id!r}: must be a text of 1 to 256 characters")
+        feeds = self._sequences
+        with self._setting:
+            if len(feeds) >= KNOWN_FEEDS:
+                del feeds[next(iter(feeds))]
+            numbers = feeds.setdefault(feed_id, count())
+            known = len(feeds)
+        if known == self.config.capacity + 1:
+            log.warning(
+                "%s: more feeds than queue_capacity=%d: frames are refused even when each feed has one",
+                self.id,
+                self.config.capacity,
+            )
+        return numbers
+
+    def _worded(self, error: Rejected, feed_id: str) -> Rejected:
+        """The refusal in the words of this driver."""
+        config = self.config
+        more: dict[str, Any] = {"retry_after": error.retry_after, **error.details}
+        if isinstance(error, QueueFull):
+            return QueueFull(f"{self.id}: {config.capacity} frames wait already, the frame is dropped", **more)
+        if isinstance(error, InFlightCapReached):
+            most = config.max_in_flight_per_feed
+            return InFlightCapReached(f"{self.id}: feed {feed_id!r} has {most} frames in flight already", **more)
+        if isinstance(error, Closed):
+            why = "is stopping" if self.lost is None else f"died: {self.lost.message}"
+            return Closed(f"{self.id}: the coordinator {why}", **more)
+        return error
+
+    # -- its thread ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, ready: Future[None]) -> None:
+        """Run `on_start` on the thread that will run everything else."""
+        try:
+            self._processor.on_start()
+            self._owned.started = True
+        except BaseException as error:
+            self.signal()  # frames may wait already, and nothing may run on what did not start
+            ready.set_exception(error)
+        else:
+            ready.set_result(None)
+
+    def _close_behind(self) -> None:
+        """After `signal`, with the last batch about to run: whoever is not in it is released before it does."""
+        self._owned.before_run = None
+        self._device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+
+    def _deliver(self) -> None:
+        """Call the sinks and wake the callers. One thread at a time, so events stay in order."""
+        with self._delivery:
+            untold = self._untold
+            untold.extend(self._device.take_events())
+            if self._teller is not None:  # called by a callback: what came before it is told first
+                return
+            self._teller = threading.get_ident()
+            try:
+                while untold:
+                    event = untold.popleft()
+                    self._tell(event)
+                    if type(event) is RequestSettled:
+                        self._answer(event.ticket)
+            finally:
+                self._teller = None
+
+    def _tell(self, event: Event) -> None:
+        kind = type(event)
+        sinks = self._sinks_of.get(kind)
+        if sinks is None:
+            sinks = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]
+            self._sinks_of[kind] = sinks
+        for sink in sinks:
+            try:
+                sink(event)
+            except Exception:
+                log.exception("%s: a sink failed on %s", self.id, kind.__name__)
+
+    @staticmethod
+    def _answer(ticket: Ticket) -> None:
+        waiter, outcome = ticket.waiter, ticket.outcome
+        if type(waiter) is _Waiter:
+            waiter.lock.release()
+            return
+        waiter.take_back = None  # it holds the ticket: this breaks the circle
+        if not waiter.set_running_or_notify_cancel():
+            return
+        if isinstance(outcome, Done):
+            waiter.set_result(outcome.value)
+        else:
+            waiter.set_exception(outcome.error)
+
+    def _died(self) -> None:
+        """The thread is gone; everybody was answered. Tell the sinks, unless it was to end anyway."""
+        assert self._device.lost is not None
+        with self._delivery:
+            if not self._signalled:
+                self._tell(DeviceLost(self._clock(), self._device.lost))
+
+    # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
+
+    def _set_alarm(self, at: float) -> None:
+        with self._setting:
+            if at < self._alarm:
+                self._alarm = at
+                self._bell.set()
+
+    def _keep_time(self) -> None:
+        """Sleeps until an alarm: frames whose time limit passes, batches that hang. Nothing in flight, no alarm."""
+        while True:
+            self._bell.clear()
+            if self._over:  # looked at after the bell, which may have rung for it just before
+                return
+            delay = self._alarm - self._clock()
+            if delay > 0.0 and self._bell.wait(None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
+                continue  # an earlier alarm, or the end
+            with self._setting:
+                self._alarm = inf  # first: what comes from now on sets it again
+            self._device.expire()
+            self._device.check(self._watchdog)
+            self._deliver()
+            if not self._scheduler.idle:
+                since = self._device.running_since
+                hangs = (self._clock() if since is None else since) + self._watchdog
+                self._set_alarm(min(hangs, self._device.expires_at()))

@@ -1,0 +1,24 @@
+"""Cameras and videos: where frames come from, what they pass through, and where results go."""
+
+from reflex_runtime.feeds.feed import Feed, FeedConfig
+from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.pipeline import Pipeline, Result
+from reflex_runtime.feeds.runtime import Runtime, StopReport
+from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
+from reflex_runtime.feeds.source import Source, SourceError, source_of
+
+__all__ = [
+    "AnnotatedVideo",
+    "Feed",
+    "FeedConfig",
+    "Frame",
+    "JsonLines",
+    "Pipeline",
+    "Result",
+    "Runtime",
+    "SinkError",
+    "Source",
+    "SourceError",
+    "StopReport",
+    "source_of",
+]

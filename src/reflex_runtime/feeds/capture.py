@@ -1,0 +1,139 @@
+"""The thread that reads a source: as fast as the source gives pictures, and again when it was lost."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from itertools import count
+
+from reflex_runtime.drivers.device import Clock
+from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.queue import FrameQueue
+from reflex_runtime.feeds.snapshot import Ledger
+from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, HealthEvent
+
+log = logging.getLogger("reflex.feeds")
+
+Pause = Callable[[threading.Event, float], bool]  # waits for the event, so many seconds at most; whether it came
+
+
+class Backoff:
+    """Pauses between attempts: 1 s, doubled up to 30 s, each off by up to a fifth: feeds do not come together."""
+
+    FIRST_S, MOST_S, JITTER = 1.0, 30.0, 0.2
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+        self._next = self.FIRST_S
+
+    def next(self) -> float:
+        """Seconds until the next attempt."""
+        pause, self._next = self._next, min(self.MOST_S, 2.0 * self._next)
+        return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
+
+    def reset(self) -> None:
+        """It worked."""
+        self._next = self.FIRST_S
+
+
+class Capture:
+    """Opens, reads and closes a source on one thread, and puts its frames into the feed's queue.
+
+    restarts: how often the source is opened again, in all; inf for without end. emit: gets feed events.
+    state: connecting, running, reconnecting. total: frames the source says it has.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        queue: FrameQueue,
+        ledger: Ledger,
+        stop: threading.Event,
+        emit: Callable[[HealthEvent], None],
+        *,
+        restarts: float,
+        clock: Clock,
+        pause: Pause,
+        chance: random.Random,
+    ) -> None:
+        self._name = name
+        self._source = source
+        self._queue = queue
+        self._ledger = ledger
+        self._stop = stop
+        self._emit = emit
+        self._most = restarts
+        self._clock = clock
+        self._pause = pause
+        self._backoff = Backoff(chance)
+        self.state = "connecting"
+        self.restarts = 0
+        self.total: int | None = None
+
+    def run(self) -> Exception | None:
+        """Read to the end. Returns None there or at a stop, else the error after which it is not tried again.
+
+        An exception that is no SourceError is taken for a lost source too: whose fault it is cannot be seen from here.
+        """
+        for attempt in count():
+            self.restarts = attempt
+            try:
+                self._source.open()
+                self._read_all()
+                return None
+            except Exception as error:
+                lost = error
+            finally:
+                self._close()
+            if self._stop.is_set():
+                return None
+            if not self._again(lost):
+                return lost
+        raise AssertionError("unreachable")
+
+    def _read_all(self) -> None:
+        """Returns at the end of the source, or when the feed stops."""
+        if self._stop.is_set():
+            return
+        self.total = self._source.total
+        self.state = "running"
+        self._emit(FeedConnected(self._clock(), self._name))
+        while (picture := self._source.read()) is not None:
+            image, pts = picture
+            frame = Frame(image, self._ledger.read_so_far, pts, self._clock())
+            self._ledger.read(frame)
+            self._backoff.reset()
+            left_out = self._queue.put(frame)
+            if left_out is not None:
+                self._ledger.drop("stopped" if left_out is frame else "overrun")
+            if self._stop.is_set():
+                return
+
+    def _again(self, lost: Exception) -> bool:
+        """Wait before the next attempt; False if there is none."""
+        connected, words = self.state == "running", words_of(lost)
+        self._ledger.note(words)
+        if self.restarts >= self._most or (isinstance(lost, SourceError) and not lost.retryable):
+            if connected:
+                self._emit(FeedDisconnected(self._clock(), self._name, words))
+            return False
+        self.state = "reconnecting"
+        pause = self._backoff.next()
+        self._emit(FeedDisconnected(self._clock(), self._name, words, pause))
+        self._pause(self._stop, pause)
+        return True
+
+    def _close(self) -> None:
+        try:
+            self._source.close()
+        except Exception:
+            log.exception("%s: the source could not be closed", self._name)
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says; with its class where it is not ours and its words may mean little alone."""
+    return str(error) if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"

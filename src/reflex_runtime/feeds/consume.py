@@ -1,0 +1,247 @@
+"""The thread that takes a feed's frames through its pipeline, and its results to the sinks, in order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from reflex_runtime.core.errors import (
+    Closed,
+    CutShort,
+    Displaced,
+    Drained,
+    Expired,
+    InFlightCapReached,
+    QueueFull,
+    ReflexError,
+    Shed,
+    Superseded,
+    TooLate,
+    WaitTimeout,
+)
+from reflex_runtime.drivers.device import Clock
+from reflex_runtime.feeds.capture import Pause
+from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.pipeline import Handle, Pipeline, Result
+from reflex_runtime.feeds.queue import FrameQueue
+from reflex_runtime.feeds.snapshot import Ledger
+from reflex_runtime.telemetry.health import FeedFrozen, HealthEvent, StageError, Throttle
+
+log = logging.getLogger("reflex.feeds")
+
+Sink = Callable[[Result], Any]
+
+RETRY_S, RETRY_MOST_S = 0.005, 0.100  # a file feed's pauses before it asks again
+
+_RETRIED = (QueueFull, Displaced, InFlightCapReached, WaitTimeout)  # by a file feed, which loses nothing
+_REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], ...] = (
+    ((QueueFull, Displaced), "queue_full"),
+    (InFlightCapReached, "in_flight"),
+    (WaitTimeout, "timeout"),
+    ((Expired, Shed, Superseded, TooLate), "stale"),
+    ((Closed, Drained, CutShort), "closed"),
+)
+
+
+def reason_of(error: Exception) -> str:
+    """Under which of `DROPS` a frame is counted that got this error at the batch point."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStageError(StageError):
+    """A stage or a sink of a feed failed on `count` frames; error: what the last failure said."""
+
+    count: int = 1
+
+
+class _Out(Exception):
+    """The frame in hand goes no further; `reason` is one of `DROPS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Consumer:
+    """Takes frames from the queue until it is closed and empty. See `Feed` for what live and file feeds do differently.
+
+    in_flight: whether a frame is at the batch point.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pipeline: Pipeline,
+        sinks: Sequence[Sink],
+        queue: FrameQueue,
+        ledger: Ledger,
+        stop: threading.Event,
+        emit: Callable[[HealthEvent], None],
+        *,
+        live: bool,
+        max_age: float | None,
+        retries: int,
+        frozen_after: float | None,
+        connected: Callable[[], bool],
+        clock: Clock,
+        pause: Pause,
+    ) -> None:
+        self._name = name
+        self._pipeline = pipeline
+        self._sinks = sinks
+        self._queue = queue
+        self._ledger = ledger
+        self._stop = stop
+        self._emit = emit
+        self._live = live
+        self._max_age = max_age if live else None
+        self._retries = retries
+        self._frozen_after = frozen_after if live else None
+        self._connected = connected
+        self._clock = clock
+        self._pause = pause
+        self._handle: Handle | None = None if pipeline.batch is None else pipeline.batch.handle
+        self._lost: Exception | None = None
+        self._throttle = Throttle()
+        self._failure = ""  # what the last stage or sink said that failed
+        self.in_flight = False
+        self.deserted = False  # nobody waits for this thread any more: what it still gets goes nowhere
+
+    def run(self) -> Exception | None:
+        """Returns None when there is nothing more to take, or the error for which the feed cannot go on."""
+        patience = self._frozen_after
+        try:
+            while self._lost is None:
+                frame = self._queue.get(patience)
+                if frame is not None:
+                    patience = self._frozen_after
+                    self._take(frame)
+                elif self._queue.closed and not len(self._queue):
+                    break
+                elif self._connected():
+                    patience = None  # told once for each gap
+                    self._emit(FeedFrozen(self._clock(), self._name))
+            return self._lost
+        finally:
+            self._tell(self._throttle.flush(self._clock()))
+
+    def _take(self, frame: Frame) -> None:
+        """One frame from the queue to its end; counted exactly once, also when the thread dies of it."""
+        reason: str | None = "failed"
+        try:
+            answered, result = self._result(frame)
+            reason = None
+        except _Out as out:
+            reason = out.reason
+            return
+        except Exception as error:
+            self._failed(error)
+            return
+        finally:
+            if reason is not None:
+                self._ledger.drop(reason)
+        self._ledger.answered(frame, answered)
+        if (result is None or self._give(result)) and self._throttle.held:
+            self._tell(self._throttle.recover(self._clock()))
+
+    def _result(self, frame: Frame) -> tuple[float, Result | None]:
+        """When it was answered, and what the sinks get, None for nothing. Raises _Out, or what a stage raised."""
+        self._time_left(frame)
+        prepared = frame
+        for before in self._pipeline.before:
+            stepped = before(prepared)
+            if stepped is None:
+                raise _Out("skipped")
+            prepared = stepped
+        view = None if self._pipeline.view is None else self._pipeline.view(prepared)
+        value = None if self._handle is None else self._ask(self._handle, frame, prepared, view)
+        if self.deserted:
+            raise _Out("stopped")
+        answered = self._clock()
+        result: Result | None = Result(prepared, self._name, value, answered - frame.captured)
+        for after in self._pipeline.after:
+            if result is not None:
+                result = after(result)
+        return answered, result
+
+    def _time_left(self, frame: Frame) -> float | None:
+        """Seconds until it is too old, None without a limit. Raises _Out if it is."""
+        if self._max_age is None:
+            return None
+        left = frame.captured + self._max_age - self._clock()
+        if left <= 0.0:
+            raise _Out("stale")
+        return left
+
+    # -- the batch point -----------------------------------------------------------------------------------------------
+
+    def _ask(self, handle: Handle, frame: Frame, prepared: Frame, view: Any) -> Any:
+        """The processor's answer, or _Out."""
+        pause, timeouts = RETRY_S, 0
+        while True:
+            limit = self._time_left(frame)
+            self.in_flight = True
+            try:
+                return handle.submit_and_wait(
+                    self._name, prepared.image, view, sequence=frame.sequence, pts=frame.pts, time_limit=limit
+                )
+            except ReflexError as error:
+                self._ledger.note(str(error))
+                self._look_for_the_end(handle, error)
+                timeouts += isinstance(error, WaitTimeout)
+                self._give_up_on(error, timeouts)
+            finally:
+                self.in_flight = False
+            if self._pause(self._stop, pause):
+                raise _Out("stopped")
+            pause = min(RETRY_MOST_S, 2.0 * pause)
+
+    def _give_up_on(self, error: ReflexError, timeouts: int) -> None:
+        """Raise _Out, unless the frame is worth another attempt: a file feed's, which found no room or no answer."""
+        if self._live or not isinstance(error, _RETRIED):
+            raise _Out(reason_of(error)) from error
+        if timeouts > self._retries:
+            self._failed(error)
+            raise _Out("failed") from error
+
+    def _look_for_the_end(self, handle: Handle, error: ReflexError) -> None:
+        """Whether the coordinator answers no more: expected at a stop, else the end of the feed.
+
+        Its loss is told by the coordinator's own health, once for each feed; here it only ends the feed.
+        """
+        if self._stop.is_set():
+            return
+        if handle.lost is not None:
+            self._lost = handle.lost
+        elif isinstance(error, (Closed, Drained, CutShort)):
+            self._lost = error
+
+    # -- sinks and failures --------------------------------------------------------------------------------------------
+
+    def _give(self, result: Result) -> bool:
+        """To every sink, whatever the others do. Returns whether all took it."""
+        failed = False
+        for sink in self._sinks:
+            try:
+                sink(result)
+            except Exception as error:
+                failed = True
+                self._ledger.sink_failed()
+                self._failed(error)
+        return not failed
+
+    def _failed(self, error: Exception) -> None:
+        """A stage or sink failed: said at once, then at most once a second with how often it was."""
+        if not self._throttle.held:
+            log.debug("%s: a stage or sink failed", self._name, exc_info=error)
+        self._failure = str(error) if isinstance(error, ReflexError) else f"{type(error).__name__}: {error}"
+        self._ledger.note(self._failure)
+        self._tell(self._throttle.count(self._clock()))
+
+    def _tell(self, count: int) -> None:
+        if count:
+            self._emit(FeedStageError(self._clock(), self._name, self._failure, count=count))

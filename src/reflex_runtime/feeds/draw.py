@@ -1,0 +1,136 @@
+"""Boxes, labels and text on a picture, so that a result can be looked at."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+Box = tuple[float, float, float, float]  # x0, y0, x1, y1
+Colour = tuple[int, int, int]
+
+# Of about equal brightness, far apart also for the colour-blind.
+COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167))
+DARK, LIGHT = (0, 0, 0), (255, 255, 255)
+MOST_BOXES = 1000  # drawn in a picture
+MOST_TEXT = 500  # characters drawn of a text
+
+
+def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
+    """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
+
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels and scores beside them, text in the corner.
+    What is missing, or is not of that form, is left out: a picture with less on it is better than none.
+    caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
+    """
+    picture = Image.fromarray(image)
+    pen = ImageDraw.Draw(picture)
+    font = _font(max(10, min(28, picture.height // 24)))
+    if caption:
+        _caption(picture, pen, font, caption)
+    if isinstance(value, Mapping):
+        boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"))]
+        words = [_words(value, i) for i in range(len(boxes))]
+        thick = max(1, min(4, (min(picture.size) + 120) // 180))
+        for box, (_, colour) in zip(boxes, words, strict=True):
+            if box is not None:
+                pen.rectangle(box, outline=colour, width=thick)
+        for box, (label, colour) in zip(boxes, words, strict=True):
+            if box is not None and label:
+                _label(pen, font, picture.size, box, label, colour)
+        if value.get("text") is not None:
+            _text(pen, font, (2, 2), str(value["text"]), DARK)
+    return np.asarray(picture)
+
+
+def _boxes(boxes: Any) -> list[Box | None]:
+    """Corners in order, None for what is no box."""
+    try:
+        rows = np.asarray(boxes, dtype=np.float64)
+    except (TypeError, ValueError):
+        return []
+    if rows.ndim != 2 or rows.shape[1] != 4:
+        return []
+    found: list[Box | None] = []
+    for x0, y0, x1, y1 in rows[:MOST_BOXES].tolist():
+        finite = np.isfinite((x0, y0, x1, y1)).all()
+        found.append((min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)) if finite else None)
+    return found
+
+
+def _within(box: Box, size: tuple[int, int]) -> Box:
+    """The box cut off at the picture's edge, just outside of it: drawing takes time for every pixel."""
+    x0, y0, x1, y1 = (min(max(v, -1.0), float(most)) for v, most in zip(box, (*size, *size), strict=True))
+    return x0, y0, x1, y1
+
+
+def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
+    """What stands beside box i, and its colour, which is of the label alone: the same in every run."""
+    labels, scores = _items(value.get("labels")), _items(value.get("scores"))
+    label = labels[i] if i < len(labels) else None
+    score = scores[i] if i < len(scores) else None
+    words = " ".join([*([] if label is None else [str(label)]), *([] if score is None else [_number(score)])])
+    mixed = zlib.crc32(str(label).encode()) >> 16
+    return words, COLOURS[mixed % len(COLOURS)]
+
+
+def _label(
+    pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, size: tuple[int, int], box: Box, words: str, colour: Colour
+) -> None:
+    above, lowest = box[1] - font.size - 5, size[1] - font.size - 5
+    left = max(0.0, min(box[0], size[0] - 3 - pen.textlength(words[:MOST_TEXT].splitlines()[0], font=font)))
+    _text(pen, font, (left, above if above >= 0.0 else min(box[3] + 1.0, lowest)), words, colour)
+
+
+def _caption(picture: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, words: str) -> None:
+    words = words[:MOST_TEXT]
+    if pen.textlength(words, font) > picture.width - 4:
+        while words and pen.textlength("…" + words, font) > picture.width - 4:
+            words = words[1:]
+        words = "…" + words
+    at = (2, picture.height - font.size - 6)
+    right = min(picture.width, round(pen.textbbox(at, words, font=font)[2]) + 2)
+    ground = (0, max(0, int(at[1]) - 1), right, picture.height)
+    if ground[0] < ground[2] and ground[1] < ground[3]:
+        picture.paste(picture.crop(ground).point([value // 3 for value in range(256)] * 3), ground[:2])
+    pen.text(at, words, fill=LIGHT, font=font)
+
+
+def _text(
+    pen: ImageDraw.ImageDraw,
+    font: ImageFont.FreeTypeFont,
+    at: tuple[float, float],
+    words: str,
+    background: tuple[int, int, int],
+) -> None:
+    words = words[:MOST_TEXT]
+    x0, y0, x1, y1 = pen.textbbox(at, words, font=font)
+    pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=background)
+    bright = sum(background) > 330
+    pen.text(at, words, fill=DARK if bright else LIGHT, font=font)
+
+
+def _items(values: Any) -> Sequence[Any]:
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    return values if isinstance(values, (list, tuple)) else ()
+
+
+def _number(score: Any) -> str:
+    try:
+        return f"{float(score):.2f}"
+    except (TypeError, ValueError):
+        return str(score)
+
+
+@cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font: no file of the system is needed."""
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont)
+    return font

@@ -1,0 +1,297 @@
+"""One camera or video on its way through the runtime: a thread that reads it, and one that works on its frames.
+
+    capture    source -> FrameQueue            never waits for a model
+    pipeline   FrameQueue -> stages -> batch point -> stages -> sinks
+
+Two modes differ in what happens when frames come faster than answers:
+
+    live   the newest frame wins: the oldest is dropped, and one older than `max_age` or refused at the batch point
+    file   capture waits, the batch point is asked again until it has room, and no frame is lost
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.device import Clock
+from reflex_runtime.feeds.capture import Capture, Pause, words_of
+from reflex_runtime.feeds.consume import Consumer, FeedStageError, Sink
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.queue import FrameQueue
+from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
+from reflex_runtime.feeds.source import Source
+from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, HealthEvent
+
+log = logging.getLogger("reflex.feeds")
+
+LIVE, FILE = "live", "file"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedConfig:
+    """How a feed treats its frames. Times in seconds.
+
+    mode: live or file (see the module); None: as the source is.
+    max_age: live: a frame older than this is dropped before it is computed; None: no limit.
+    queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file.
+    restarts: how often the source is opened again, in all; None: without end for live, never for file.
+    retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
+    frozen_after: live: an open source that sends nothing for so long is told (`FeedFrozen`); None: never.
+    """
+
+    mode: str | None = None
+    max_age: float | None = 1.0
+    queue: int | None = None
+    restarts: int | None = None
+    retries: int = 10
+    frozen_after: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in (None, LIVE, FILE):
+            raise ConfigError(f"FeedConfig.mode={self.mode!r}: must be 'live', 'file' or None")
+        for name in ("max_age", "frozen_after"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0.0 < value <= 86_400.0):
+                raise ConfigError(f"FeedConfig.{name}={value!r}: must be in (0, 86400] seconds or None")
+        for name, low, high in (("queue", 1, 4096), ("restarts", 0, 10**9), ("retries", 0, 10**9)):
+            value = getattr(self, name)
+            if value is None and name != "retries":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"FeedConfig.{name}={value!r}: must be a whole number in [{low}, {high}]")
+
+
+def _ignore(event: Any) -> None:
+    pass
+
+
+def close_sink(sink: Sink) -> None:
+    """Close a sink that can be closed. It may raise."""
+    close = getattr(sink, "close", None)
+    if close is not None:
+        close()
+
+
+class Feed:
+    """One source, its pipeline and its sinks. Made by `Runtime.feed`; can be used alone.
+
+    sinks: called with each `Result`, in order, on the feed's thread. One that raises is counted and told
+        (`FeedStageError`), and gets the next result all the same. Closed when the feed is over, by `release`.
+    emit: gets health events, from either thread, and must be quick. on_end: called once when the feed is over.
+    clock, pause, seed: for tests; pause waits for an event, seed is of the jitter in reconnecting.
+
+    Whatever ends a thread of it, also an exception nobody foresaw, ends the feed with a state and an event that say so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: Source,
+        pipeline: Pipeline | None = None,
+        sinks: Sequence[Sink] = (),
+        config: FeedConfig | None = None,
+        *,
+        emit: Callable[[HealthEvent], None] = _ignore,
+        release: Callable[[Sink], None] = close_sink,
+        on_end: Callable[[], None] | None = None,
+        clock: Clock = time.monotonic,
+        pause: Pause = threading.Event.wait,
+        seed: int | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not 0 < len(name) <= 256:
+            raise ConfigError(f"Feed.name={name!r}: must be a text of 1 to 256 characters")
+        self.name = name
+        self.config = config = config or FeedConfig()
+        self.mode = config.mode or (LIVE if source.live else FILE)
+        live = self.mode == LIVE
+        self.sinks = tuple(sinks)
+        self.pipeline = pipeline or Pipeline()
+        self._source = source
+        self._emit_to, self._release, self._on_end = emit, release, on_end
+        self._clock = clock
+        self._ledger = ledger = Ledger()
+        self._queue = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live)
+        self._stop = threading.Event()  # everything of this feed ends
+        self._asked = False  # because somebody asked, not by itself
+        self._failure: BaseException | None = None
+        self._final: str | None = None
+        self._finished = False
+        self._guard = threading.Lock()  # of starting and of the end: each happens once
+        self._threads: tuple[threading.Thread, ...] = ()
+        common = (self._queue, ledger, self._stop, self._emit)
+        self._capture = Capture(
+            name,
+            source,
+            *common,
+            restarts=config.restarts if config.restarts is not None else (inf if live else 0),
+            clock=clock,
+            pause=pause,
+            chance=random.Random(name if seed is None else seed),
+        )
+        self._consumer = Consumer(
+            name,
+            self.pipeline,
+            self.sinks,
+            *common,
+            live=live,
+            max_age=config.max_age,
+            retries=config.retries,
+            frozen_after=config.frozen_after,
+            connected=lambda: self._capture.state == "running",
+            clock=clock,
+            pause=pause,
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start both threads. Does nothing once it was started or signalled."""
+        with self._guard:
+            if self._threads or self._asked:
+                return
+            self._threads = tuple(
+                threading.Thread(target=main, name=f"reflex-feed-{self.name}-{part}", daemon=True)
+                for part, main in (("pipeline", self._consume_main), ("capture", self._capture_main))
+            )
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:  # the system gives no more threads
+            self._fail(error)
+            if not self._threads[0].is_alive():
+                self._finish()
+            raise
+
+    def signal(self) -> None:
+        """Let it end: the source is interrupted, frames that wait are dropped, one at the batch point gets its answer.
+
+        Returns at once.
+        """
+        with self._guard:
+            self._asked = True
+            started = bool(self._threads)
+        self._halt()
+        if not started:
+            self._finish()
+
+    def join(self, timeout: float = 5.0) -> bool:
+        """After `signal`, or for a feed that ends by itself. Returns whether both threads ended within `timeout`."""
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        return not self.detached
+
+    def stop(self, timeout: float = 5.0) -> bool:
+        """`signal` and `join`. Threads left behind are named by `detached`, and nothing of theirs reaches a sink."""
+        self.signal()
+        ended = self.join(timeout)
+        if not ended:
+            self.desert()
+        return ended
+
+    def desert(self) -> None:
+        """Nobody waits for it any more: what its thread still gets is not given to the sinks."""
+        self._consumer.deserted = True
+
+    @property
+    def detached(self) -> tuple[str, ...]:
+        """Names of its threads that still run."""
+        return tuple(thread.name for thread in self._threads if thread.is_alive())
+
+    @property
+    def state(self) -> str:
+        """connecting, running, reconnecting; then ended, failed or stopped."""
+        return self._final or self._capture.state
+
+    @property
+    def over(self) -> bool:
+        """Whether no more results will come."""
+        return self._final is not None
+
+    def snapshot(self) -> FeedSnapshot:
+        """Its figures now; those of frames are all of one moment."""
+        return FeedSnapshot(
+            name=self.name,
+            mode=self.mode,
+            source=self._source.name,
+            state=self.state,
+            in_flight=int(self._consumer.in_flight),
+            restarts=self._capture.restarts,
+            total=self._capture.total,
+            **self._ledger.figures(self._clock()),
+        )
+
+    # -- its threads ---------------------------------------------------------------------------------------------------
+
+    def _capture_main(self) -> None:
+        error: BaseException | None = None
+        try:
+            error = self._capture.run()
+        except BaseException as died:
+            log.exception("%s: the capture thread died", self.name)
+            error = died
+        if error is not None:
+            self._failure = self._failure or error
+        self._queue.close()  # what was read before is still worked on
+
+    def _consume_main(self) -> None:
+        try:
+            error = self._consumer.run()
+            if error is not None:
+                self._fail(error)
+        except BaseException as died:
+            log.exception("%s: the pipeline thread died", self.name)
+            self._fail(died)
+        self._finish()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._halt()
+
+    def _halt(self) -> None:
+        """End both threads: whatever they wait for is over."""
+        self._stop.set()
+        self._ledger.drop("stopped", len(self._queue.close(discard=True)))
+        try:
+            self._source.interrupt()
+        except Exception:
+            log.exception("%s: the source could not be interrupted", self.name)
+
+    def _finish(self) -> None:
+        """The end of the feed, once: its sinks closed, its last event, whoever waits told."""
+        with self._guard:
+            if self._finished:
+                return
+            self._finished = True
+        for sink in self.sinks:
+            try:
+                self._release(sink)
+            except BaseException as error:
+                words = f"a sink could not be closed: {words_of(error)}"
+                self._ledger.note(words)
+                self._emit(FeedStageError(self._clock(), self.name, words))
+        failure = self._failure
+        if failure is not None:
+            self._ledger.note(words_of(failure))
+        self._final = "failed" if failure is not None else "stopped" if self._asked else "ended"
+        if failure is not None:
+            self._emit(FeedFailed(self._clock(), self.name, words_of(failure)))
+        elif self._final == "ended":
+            self._emit(FeedEnded(self._clock(), self.name))
+        if self._on_end is not None:
+            self._on_end()
+
+    def _emit(self, event: HealthEvent) -> None:
+        try:
+            self._emit_to(event)
+        except Exception:
+            log.exception("%s: the receiver of events failed", self.name)

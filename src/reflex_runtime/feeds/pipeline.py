@@ -1,0 +1,104 @@
+"""What is done with the frames of a feed: its own stages, the point where it meets other feeds, its own stages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.feeds.frame import Frame
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """A frame with what was found in it.
+
+    frame: as the stages before the batch point left it; positions in `value` are pixels of this picture.
+    value: what the processor answered, then what the stages after made of it; None without a batch point. Drawing and
+        JSON lines know a mapping with any of boxes ([[x0, y0, x1, y1], ...] in pixels), labels, scores and text.
+    latency: seconds from the frame's capture to its answer.
+    """
+
+    frame: Frame
+    feed: str
+    value: Any
+    latency: float
+
+
+class Handle(Protocol):
+    """What a feed needs of a coordinator's handle; see `BatchHandle`."""
+
+    @property
+    def lost(self) -> ProcessorError | None:
+        """Why the coordinator died, if it did."""
+
+    def submit_and_wait(
+        self,
+        feed_id: str,
+        frame: Any,
+        view: Any = None,
+        *,
+        sequence: int | None = None,
+        pts: float | None = None,
+        time_limit: float | None = None,
+    ) -> Any:
+        """The frame's result."""
+
+
+class BatchPoint(Protocol):
+    """Where a pipeline meets other feeds: a `BatchCoordinator`."""
+
+    handle: Any
+
+
+Before = Callable[[Frame], Frame | None]
+After = Callable[[Result], Result | None]
+View = Callable[[Frame], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The stages of a feed, called on its own thread, one frame at a time and in order.
+
+    before: each gets a frame and returns it, or another one made of it (`dataclasses.replace`); None skips the frame.
+    batch: a coordinator; it gets the picture of the frame. None: nothing is asked, and results have the value None.
+    view: makes what goes with the picture to the processor, as the entry's `view`; called after the stages before.
+    after: each gets a result and returns it or another one; None keeps it from the sinks.
+
+    A stage that raises loses that frame only. Stages may keep state, so a pipeline belongs to one feed, unless all its
+    stages are plain functions. To give many feeds the same stages, pass a function that makes a pipeline.
+    """
+
+    before: Sequence[Before] = ()
+    batch: BatchPoint | None = None
+    after: Sequence[After] = ()
+    view: View | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("before", "after"):
+            stages = getattr(self, name)
+            if callable(stages):
+                raise ConfigError(f"Pipeline.{name}: must be a sequence of stages, is a single one")
+            for stage in stages:
+                if not callable(stage):
+                    raise ConfigError(f"Pipeline.{name}: {stage!r} cannot be called")
+            object.__setattr__(self, name, tuple(stages))
+        if self.view is not None and not callable(self.view):
+            raise ConfigError(f"Pipeline.view: {self.view!r} cannot be called")
+        if self.batch is not None and not hasattr(getattr(self.batch, "handle", None), "submit_and_wait"):
+            raise ConfigError(f"Pipeline.batch: {self.batch!r} is no coordinator")
+
+    @property
+    def shareable(self) -> bool:
+        """Whether several feeds may use it: nothing in it can remember a frame."""
+        stages = [*self.before, *self.after, *([] if self.view is None else [self.view])]
+        return all(_is_plain(stage) for stage in stages)
+
+
+def _is_plain(stage: object) -> bool:
+    """Whether it is a function without a closure. A bound method or an object with `__call__` may keep state."""
+    if inspect.isfunction(stage):
+        return stage.__closure__ is None
+    return inspect.isclass(stage) or (inspect.isbuiltin(stage) and inspect.ismodule(stage.__self__))

@@ -1,0 +1,324 @@
+"""Feeds and coordinators under one roof: started, watched and stopped together, in an order in which nobody is stuck.
+
+    with Runtime() as runtime:
+        detector = runtime.coordinator(Detector(), BatchConfig(max_batch_size=8))
+        runtime.feed("door", source_of("door.mp4"), Pipeline(batch=detector), sinks=[JsonLines("door.jsonl")])
+        runtime.wait()
+
+A stop signals the feeds, then the coordinators, then waits for the feeds, then for the coordinators. So no camera is
+read any more when the last batch is formed, and a feed that waits for an answer gets one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
+from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.drivers.coordinator import Sink as EventSink
+from reflex_runtime.feeds.consume import Sink
+from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.snapshot import RuntimeSnapshot
+from reflex_runtime.feeds.source import Source
+from reflex_runtime.feeds.subscription import Events
+from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
+
+log = logging.getLogger("reflex.feeds")
+
+NEW, STARTING, RUNNING, STOPPING, STOPPED = "new", "starting", "running", "stopping", "stopped"
+FEEDS_SHARE = 0.8  # of the time that a stop has, before the coordinators are waited for
+LAST_CALL_S = 0.2  # for feeds which a coordinator's end released
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a stop went. seconds: what it took. detached: names of threads that did not end. errors: by coordinator, what
+    its `on_stop` raised."""
+
+    seconds: float
+    detached: tuple[str, ...] = ()
+    errors: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def clean(self) -> bool:
+        """Whether every thread ended and nothing was raised."""
+        return not self.detached and not self.errors
+
+
+class Runtime:
+    """Owns feeds and coordinators. Any thread may call it; it is started once and stopped once.
+
+    Feeds and coordinators may be added before `start` (then they are checked, and started by it) and while it runs.
+    """
+
+    def __init__(self) -> None:
+        self._state = NEW
+        self._lock = threading.RLock()  # of everything below
+        self._change = threading.Condition(self._lock)  # a feed ended, or was removed
+        self._stopping = threading.Lock()  # one stop at a time
+        self._feeds: dict[str, Feed] = {}
+        self._coordinators: dict[str, tuple[BatchCoordinator, Health]] = {}
+        self._sinks: dict[int, int] = {}  # feeds that use a sink, by its identity
+        self._pipelines: set[int] = set()  # those that a feed of ours uses
+        self._readers: tuple[Events, ...] = ()
+        self._report: StopReport | None = None
+        self._since = 0.0
+
+    # -- what it owns --------------------------------------------------------------------------------------------------
+
+    def coordinator(
+        self, processor: BatchProcessor, config: BatchConfig | None = None, sinks: Iterable[EventSink] = ()
+    ) -> BatchCoordinator:
+        """A coordinator that owns this processor; started now if the runtime runs, else by `start`.
+
+        sinks: get its scheduler's events. Raises ConfigError if the processor's id is taken, ProcessorError if it does
+        not start.
+        """
+        health = Health(str(getattr(processor, "id", "")), self._emit)
+        coordinator = BatchCoordinator(processor, config, (health, *sinks))
+        with self._lock:
+            self._check_open()
+            if coordinator.id in self._coordinators:
+                raise ConfigError(f"Runtime.coordinator: the processor id {coordinator.id!r} is used already")
+            self._coordinators[coordinator.id] = (coordinator, health)
+            running = self._state == RUNNING
+        if running:
+            self._start_late(coordinator)
+        return coordinator
+
+    def _start_late(self, coordinator: BatchCoordinator) -> None:
+        """Start one while others run."""
+        try:
+            coordinator.start()
+            with self._lock:
+                self._check_open()
+        except BaseException:
+            with self._lock:
+                self._coordinators.pop(coordinator.id, None)
+            coordinator.stop()
+            raise
+
+    def feed(
+        self,
+        name: str,
+        source: Source,
+        pipeline: Pipeline | Callable[[], Pipeline] | None = None,
+        sinks: Sequence[Sink] = (),
+        *,
+        mode: str | None = None,
+        max_age: float | None = 1.0,
+        queue: int | None = None,
+        restarts: int | None = None,
+        retries: int = 10,
+        frozen_after: float | None = 3.0,
+    ) -> Feed:
+        """A feed; started now if the runtime runs, else by `start`. For the options see `FeedConfig`.
+
+        pipeline: one of its own, or a function that makes it. sinks: may be shared with other feeds unless they say
+        `shared = False`; each is closed when the last feed that has it is over.
+        Raises ConfigError if the name is taken, an option is wrong, or a pipeline that keeps state is given twice.
+        """
+        config = FeedConfig(
+            mode=mode, max_age=max_age, queue=queue, restarts=restarts, retries=retries, frozen_after=frozen_after
+        )
+        made = pipeline() if callable(pipeline) else pipeline
+        with self._lock:
+            self._check_open()
+            if name in self._feeds:
+                raise ConfigError(f"Runtime.feed: the name {name!r} is used already")
+            feed = Feed(name, source, made, sinks, config, emit=self._emit, release=self._release, on_end=self._ended)
+            self._check_shared(feed)
+            if self._state == RUNNING:
+                feed.start()
+            self._pipelines.add(id(feed.pipeline))
+            for sink in feed.sinks:
+                self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
+            self._feeds[name] = feed
+        return feed
+
+    def remove(self, name: str, timeout: float = 2.0) -> bool:
+        """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
+
+        A thread that did not end is told (`ThreadDetached`), and nothing of it reaches a sink any more.
+        """
+        with self._lock:
+            feed = self._feeds[name]
+        feed.signal()
+        ended = feed.join(timeout)
+        if not ended:
+            self._leave_behind(feed)
+        with self._change:
+            if self._feeds.get(name) is feed:
+                del self._feeds[name]
+                self._pipelines.discard(id(feed.pipeline))
+            self._change.notify_all()
+        return ended
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the coordinators, then the feeds.
+
+        If a coordinator does not start, those that did are stopped again, and its ProcessorError is raised.
+        """
+        with self._lock:
+            if self._state != NEW:
+                raise ConfigError(f"Runtime.start: it is {self._state}, and can be started once")
+            self._state = STARTING
+            self._since = time.monotonic()
+        try:
+            self._start_coordinators()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start_coordinators(self) -> None:
+        started: set[str] = set()
+        while True:
+            with self._lock:
+                if self._state != STARTING:
+                    raise Closed("the runtime was stopped while it started")
+                waiting = [c for c, _ in self._coordinators.values() if c.id not in started]
+                if not waiting:  # also none was added meanwhile
+                    self._state = RUNNING
+                    for feed in self._feeds.values():
+                        feed.start()
+                    return
+            for coordinator in waiting:
+                coordinator.start()
+                started.add(coordinator.id)
+
+    def stop(self, timeout: float = 5.0) -> StopReport:
+        """Stop everything and say how it went. Takes at most about `timeout` seconds; again, it returns the same."""
+        with self._stopping:
+            if self._report is None:
+                self._report = self._stop(timeout)
+            return self._report
+
+    def _stop(self, timeout: float) -> StopReport:
+        began = time.monotonic()
+        with self._lock:
+            self._state = STOPPING
+            feeds, coordinators = list(self._feeds.values()), list(self._coordinators.values())
+        for feed in feeds:
+            feed.signal()
+        for coordinator, _ in coordinators:
+            coordinator.signal()
+        for feed in feeds:
+            feed.join(max(0.0, began + FEEDS_SHARE * timeout - time.monotonic()))
+        for coordinator, health in coordinators:
+            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # it was waited for already
+            coordinator.join(max(0.0, left))
+            try:
+                health.flush(time.monotonic())
+            except Exception:  # a thread left behind may still tell it something
+                log.exception("%s: its health could not be told", coordinator.id)
+        last_call = time.monotonic() + LAST_CALL_S
+        for feed in feeds:
+            if not feed.join(max(0.0, last_call - time.monotonic())):
+                self._leave_behind(feed)
+        detached = [name for feed in feeds for name in feed.detached]
+        for coordinator, _ in coordinators:
+            if coordinator.detached is not None:
+                self._emit(ThreadDetached(time.monotonic(), coordinator.id, coordinator.detached))
+                detached.append(coordinator.detached)
+        with self._change:
+            self._state = STOPPED
+            readers, self._readers = self._readers, ()
+            self._change.notify_all()
+        for reader in readers:
+            reader.close()
+        errors = tuple((c.id, str(c.stop_error)) for c, _ in coordinators if c.stop_error is not None)
+        return StopReport(time.monotonic() - began, tuple(detached), errors)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until every file feed is over, or `timeout` seconds. Returns whether they are; at once without any."""
+
+        def over() -> bool:
+            return all(feed.over for feed in self._feeds.values() if feed.mode == FILE)
+
+        with self._change:
+            return self._change.wait_for(over, timeout)
+
+    def __enter__(self) -> Runtime:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- what can be seen ----------------------------------------------------------------------------------------------
+
+    def events(self) -> Events:
+        """A new subscription to the health of feeds and coordinators, from now on until the stop or its `close`."""
+        reader = Events(self._forget_reader)
+        with self._lock:
+            if self._state != STOPPED:
+                self._readers = (*self._readers, reader)
+                return reader
+        reader.close()
+        return reader
+
+    def snapshot(self) -> RuntimeSnapshot:
+        """Every figure now: of each feed those of one moment, and of each coordinator."""
+        with self._lock:
+            state, since = self._state, self._since
+            feeds, coordinators = dict(self._feeds), dict(self._coordinators)
+        return RuntimeSnapshot(
+            state=state,
+            uptime=time.monotonic() - since if since else 0.0,
+            feeds={name: feed.snapshot() for name, feed in feeds.items()},
+            coordinators={name: coordinator.metrics() for name, (coordinator, _) in coordinators.items()},
+        )
+
+    # -- within --------------------------------------------------------------------------------------------------------
+
+    def _emit(self, event: HealthEvent) -> None:
+        for reader in self._readers:  # a tuple that is replaced, never changed
+            reader.add(event)
+
+    def _forget_reader(self, reader: Events) -> None:
+        with self._lock:
+            self._readers = tuple(other for other in self._readers if other is not reader)
+
+    def _check_open(self) -> None:
+        if self._state in (STOPPING, STOPPED):
+            raise Closed("the runtime is stopping")
+
+    def _check_shared(self, feed: Feed) -> None:
+        if id(feed.pipeline) in self._pipelines and not feed.pipeline.shareable:
+            raise ConfigError(
+                f"Runtime.feed: the pipeline of {feed.name!r} belongs to another feed, and its stages may keep state; "
+                "pass a function that makes one"
+            )
+        for sink in feed.sinks:
+            if id(sink) in self._sinks and not getattr(sink, "shared", True):
+                raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
+
+    def _release(self, sink: Sink) -> None:
+        """A feed needs a sink no more: its last one closes it."""
+        with self._lock:
+            left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
+            if left <= 0:
+                del self._sinks[id(sink)]
+        if left <= 0:
+            close_sink(sink)
+
+    def _ended(self) -> None:
+        with self._change:
+            self._change.notify_all()
+
+    def _leave_behind(self, feed: Feed) -> None:
+        feed.desert()
+        for thread in feed.detached:
+            log.warning("%s: thread %s did not end and is left behind", feed.name, thread)
+            self._emit(ThreadDetached(time.monotonic(), feed.name, thread))

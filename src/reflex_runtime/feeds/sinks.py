@@ -1,0 +1,244 @@
+"""Where results go: a line of JSON each, or a video with what was found drawn on it.
+
+A sink is called with a `Result`, on its feed's thread, in order; `close` is called when its last feed is over. A sink
+that cannot go on says so once, by the exception that its feed then reports, and takes no more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass
+from enum import Enum
+from fractions import Fraction
+from math import isfinite
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.drivers.device import Clock
+from reflex_runtime.feeds.draw import annotated
+from reflex_runtime.feeds.pipeline import Result
+
+
+class SinkError(ReflexError):
+    """A sink can take no more results: its disk is full, or its reader is gone."""
+
+    code = "sink_failed"
+
+
+def json_safe(value: Any) -> Any:
+    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, the unknown its text."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, np.ndarray):
+        plain = value.dtype.kind in "biu" or (value.dtype.kind == "f" and bool(np.isfinite(value).all()))
+        return value.tolist() if plain else json_safe(value.tolist())
+    if isinstance(value, np.generic):
+        return json_safe(value.item())
+    if isinstance(value, Enum):
+        return json_safe(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_safe(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return json_safe(asdict(value))
+    return str(value)
+
+
+class JsonLines:
+    """A line of JSON per result: feed, sequence, pts, latency_ms, value. Any number of feeds may share it.
+
+    target: a path, which is written anew, or a text stream, which is not closed. Lines are written out at least every
+    second while results come, at the first result after a pause, and at `close`; to a terminal at once. After `close` a
+    further result opens the file again and is appended.
+    lost: results that could not be written after the sink had failed.
+    """
+
+    FLUSH_S = 1.0
+
+    def __init__(self, target: str | os.PathLike[str] | IO[str], clock: Clock = time.monotonic) -> None:
+        self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
+        self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
+        self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
+        self._mode = "wb"
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._lines: list[str] = []
+        self._flushed = -float("inf")
+        self._failed = False
+        self.lost = 0
+
+    def __call__(self, result: Result) -> None:
+        """Write a result. Raises SinkError the first time that it cannot."""
+        frame = result.frame
+        line = {
+            "feed": result.feed,
+            "sequence": frame.sequence,
+            "pts": json_safe(frame.pts),
+            "latency_ms": round(1e3 * result.latency, 3),
+            "value": json_safe(result.value),
+        }
+        text = json.dumps(line, ensure_ascii=False, separators=(",", ":"), allow_nan=False) + "\n"
+        with self._lock:
+            if self._failed:
+                self.lost += 1
+                return
+            self._lines.append(text)
+            now = self._clock()
+            if now - self._flushed >= self._every:
+                self._flushed = now
+                self._write()
+
+    def close(self) -> None:
+        """Write out what is left. Raises SinkError if that fails."""
+        with self._lock:
+            try:
+                if not self._failed:
+                    self._write()
+            finally:
+                self._close_file()
+
+    def _write(self) -> None:
+        lines, self._lines = self._lines, []
+        if not lines:
+            return
+        try:
+            if self._path is None:
+                self._stream.write("".join(lines))
+                self._stream.flush()
+                return
+            if self._stream is None:
+                self._stream = open(self._path, self._mode, buffering=0)  # noqa: SIM115
+                self._mode = "ab"
+            data = memoryview("".join(lines).encode(errors="replace"))
+            while data:
+                data = data[self._stream.write(data) :]
+        except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
+            self._failed = True
+            self.lost += len(lines)
+            self._close_file()
+            where = self._path or "the stream"
+            raise SinkError(f"JSON lines to {where} failed: {error}; no more are written") from error
+
+    def _close_file(self) -> None:
+        if self._path is not None and self._stream is not None:
+            self._stream, stream = None, self._stream
+            stream.close()
+
+
+class AnnotatedVideo:
+    """A video of one feed with boxes, labels and text drawn on it, as H.264 or, where that is missing, MPEG-4.
+
+    path: the file; its suffix says the container (.mp4, .mkv, .avi). It is opened with the first result, whose size
+    (made even) all pictures get. caption: whether feed, number and latency are written into the corner.
+    Times are those of the stream; where they stand still, go back or leap more than `LEAP_S`, the usual step is taken.
+    Raises ConfigError if PyAV is missing.
+    """
+
+    shared = False  # of one feed only
+    LEAP_S = 5.0
+    TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
+
+    def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
+        _av()
+        self._path = Path(path)
+        self._caption = caption
+        self._container: Any = None
+        self._stream: Any = None
+        self._size = (0, 0)
+        self._over = False
+        self._pts: float | None = None
+        self._step = 1 / 25
+        self._tick = -1
+        self._time = 0.0
+
+    def __call__(self, result: Result) -> None:
+        """Add a picture. Raises SinkError the first time that it cannot."""
+        if self._over:
+            return
+        caption = f"{result.feed} #{result.frame.sequence} {1e3 * result.latency:.0f} ms" if self._caption else ""
+        picture = annotated(result.frame.image, result.value, caption)
+        tick = self._next_tick(result.frame.pts)
+        self._guarded(lambda: self._encode(picture, tick))
+
+    def close(self) -> None:
+        """Finish the file. Raises SinkError if that fails. Nothing is added to it afterwards."""
+        over, self._over = self._over, True
+        if self._container is not None and not over:
+            self._guarded(self._finish)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._over = True
+            container, self._container = self._container, None
+            if container is not None:
+                with suppress(Exception):  # the same trouble again
+                    container.close()
+            raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
+
+    def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
+        av = _av()
+        if self._container is None:
+            self._open(picture)
+        frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+        frame = frame.reformat(width=self._size[0], height=self._size[1], format="yuv420p")
+        frame.pts, frame.time_base = tick, Fraction(1, self.TICKS)
+        self._container.mux(self._stream.encode(frame))
+
+    def _open(self, picture: NDArray[np.uint8]) -> None:
+        height, width = picture.shape[:2]
+        self._size = (max(2, width - width % 2), max(2, height - height % 2))
+        av = _av()
+        self._container = av.open(str(self._path), "w")
+        codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
+        self._stream = self._container.add_stream(codec, rate=25)
+        self._stream.width, self._stream.height = self._size
+        self._stream.pix_fmt = "yuv420p"
+        self._stream.codec_context.time_base = Fraction(1, self.TICKS)
+        if codec == "libx264":
+            self._stream.options = {"preset": "veryfast", "crf": "23"}
+        self._container.start_encoding()  # a file that cannot be made shows now, not when the encoder is full
+
+    def _finish(self) -> None:
+        self._container.mux(self._stream.encode(None))
+        container, self._container = self._container, None
+        container.close()
+
+    def _next_tick(self, pts: float | None) -> int:
+        """When a picture is shown, in ticks from the first; later than the one before it."""
+        before, self._pts = self._pts, pts
+        if self._tick >= 0:
+            step = None if pts is None or before is None else pts - before
+            if step is not None and 0.0 < step <= self.LEAP_S:
+                self._step = step
+            self._time += self._step
+        self._tick = max(self._tick + 1, round(self._time * self.TICKS))
+        return self._tick
+
+
+def _av() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise ConfigError("AnnotatedVideo: writing video needs PyAV: pip install 'reflex-runtime[feeds]'") from None
+    return av
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False

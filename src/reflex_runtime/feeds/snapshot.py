@@ -1,0 +1,176 @@
+"""What a feed did, in figures: the ledger that its threads write, and the frozen pictures of it that callers get.
+
+Every frame that was read is in exactly one place, so that in every snapshot
+
+    frames == processed + the sum of drops + waiting
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from reflex_runtime.drivers.batch_metrics import BatchMetrics, Times, Timing
+from reflex_runtime.feeds.frame import Frame
+
+DROPS = {
+    "overrun": "a newer frame took its place in the queue",
+    "stale": "it was older than max_age before it was answered",
+    "queue_full": "the coordinator's queue was full",
+    "in_flight": "the feed had as many frames in flight as it may",
+    "timeout": "no answer came in time",
+    "failed": "the processor or a stage of the feed failed on it",
+    "skipped": "a stage before the batch point passed it over",
+    "closed": "the coordinator was gone",
+    "stopped": "the feed was stopped before its turn came",
+}
+RATE_S = 2.0  # seconds that a feed's fps is taken over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedSnapshot:
+    """One feed at one moment.
+
+    mode: live (newest wins) or file (nothing is lost). source: what it is called, without credentials.
+    state: connecting, running, reconnecting; then ended (of itself), failed (given up) or stopped.
+    frames: read from the source. processed: answered and through every stage. waiting: read, and neither of processed
+    or dropped yet. in_flight: of these, at the batch point (0 or 1). drops: by reason, see `DROPS`.
+    fps: answered per second, over the last two. age: seconds since the last answered frame was captured; None before.
+    latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
+    sink_errors: results on which a sink failed; they count as processed. total: frames the source says it has, or None.
+    position: pts of the last answered frame. resolution: width and height of the last frame read.
+    """
+
+    name: str
+    mode: str
+    source: str
+    state: str
+    frames: int = 0
+    processed: int = 0
+    waiting: int = 0
+    in_flight: int = 0
+    drops: Mapping[str, int] = field(default_factory=dict)
+    fps: float = 0.0
+    age: float | None = None
+    latency: Timing = field(default_factory=Timing)
+    restarts: int = 0
+    error: str | None = None
+    sink_errors: int = 0
+    total: int | None = None
+    position: float | None = None
+    resolution: tuple[int, int] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure, JSON-safe."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return values | {
+            "drops": dict(self.drops),
+            "latency": self.latency.as_dict(),
+            "resolution": None if self.resolution is None else list(self.resolution),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSnapshot:
+    """A runtime at one moment. state: new, starting, running, stopping or stopped. uptime: seconds since `start`."""
+
+    state: str
+    uptime: float
+    feeds: Mapping[str, FeedSnapshot]
+    coordinators: Mapping[str, BatchMetrics]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every figure, JSON-safe."""
+        return {
+            "state": self.state,
+            "uptime": self.uptime,
+            "feeds": {name: feed.as_dict() for name, feed in self.feeds.items()},
+            "coordinators": {name: metrics.as_dict() for name, metrics in self.coordinators.items()},
+        }
+
+
+class Ledger:
+    """Where each frame of a feed is. Thread-safe; a frame is `read` once and then `drop`ped or `answered` once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read = self._processed = self._waiting = self._sink_errors = 0
+        self._drops = dict.fromkeys(DROPS, 0)
+        self._latency = Times()
+        self._began: float | None = None  # when the first frame came
+        self._answers: deque[float] = deque()  # when, over the last RATE_S
+        self._captured: float | None = None
+        self._position: float | None = None
+        self._resolution: tuple[int, int] | None = None
+        self._error: str | None = None
+
+    @property
+    def read_so_far(self) -> int:
+        """Frames read; also the number of the next one."""
+        return self._read
+
+    def read(self, frame: Frame) -> None:
+        """A frame came from the source."""
+        with self._lock:
+            self._read += 1
+            self._waiting += 1
+            self._resolution = frame.size
+            if self._began is None:
+                self._began = frame.captured
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Frames left, for one of `DROPS`."""
+        with self._lock:
+            self._waiting -= count
+            self._drops[reason] += count
+
+    def answered(self, frame: Frame, now: float) -> None:
+        """A frame went all the way."""
+        with self._lock:
+            self._waiting -= 1
+            self._processed += 1
+            self._latency.add(now - frame.captured)
+            self._captured = frame.captured
+            self._position = frame.pts
+            self._answers.append(now)
+            self._forget(now)
+
+    def sink_failed(self) -> None:
+        """A sink failed on a result."""
+        with self._lock:
+            self._sink_errors += 1
+
+    def note(self, error: str) -> None:
+        """What went wrong last."""
+        with self._lock:
+            self._error = error
+
+    def figures(self, now: float) -> dict[str, Any]:
+        """The ledger's part of a `FeedSnapshot`, all of one moment."""
+        with self._lock:
+            self._forget(now)
+            figures = {
+                "frames": self._read,
+                "processed": self._processed,
+                "waiting": self._waiting,
+                "drops": dict(self._drops),
+                "fps": len(self._answers) / self._span(now),
+                "age": None if self._captured is None else now - self._captured,
+                "sink_errors": self._sink_errors,
+                "position": self._position,
+                "resolution": self._resolution,
+                "error": self._error,
+            }
+            latency = self._latency.take()
+        return figures | {"latency": latency()}
+
+    def _span(self, now: float) -> float:
+        """Seconds that the rate is taken over; a young feed has fewer than RATE_S, and not so few that it jumps."""
+        return RATE_S if self._began is None else min(RATE_S, max(0.5, now - self._began))
+
+    def _forget(self, now: float) -> None:
+        while self._answers and self._answers[0] <= now - RATE_S:
+            self._answers.popleft()

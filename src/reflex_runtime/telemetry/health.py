@@ -1,0 +1,329 @@
+"""Health: what an operator should hear about feeds and coordinators, said rarely enough to be read.
+
+What goes wrong in floods is counted and told at most once a second for each kind and source, the first one at once; the
+counts told add up to what happened. `Throttle` is that rule, and `Health` the fold over a coordinator's events that
+applies it. The other events are made by who sees them happen: a feed, or its runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Closed, Displaced, InFlightCapReached, ProcessorError
+from reflex_runtime.core.events import (
+    DeviceLost,
+    Event,
+    RequestAbandoned,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
+from reflex_runtime.core.request import Ticket
+
+FEEDS = 4096  # feeds that a coordinator's health remembers
+
+
+@dataclass(frozen=True, slots=True)
+class HealthEvent:
+    """Something an operator should hear. at: seconds, monotonic. source: the feed's id, or the coordinator's."""
+
+    at: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSubmissionRejected(HealthEvent):
+    """`count` frames of a feed found the coordinator's queue full, or had to leave it for a feed with fewer in it."""
+
+    count: int
+    coordinator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInFlightExceeded(HealthEvent):
+    """`count` frames of a feed came while it had as many in flight as it may: its processor is too slow for it."""
+
+    count: int
+    coordinator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimeout(HealthEvent):
+    """A feed stopped waiting for `count` answers."""
+
+    count: int
+    coordinator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchError(HealthEvent):
+    """In `count` batches of a coordinator something failed; error: what the last failure said."""
+
+    count: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class StageError(HealthEvent):
+    """A feed lost its coordinator for good: it died. Told once for each feed, never at an ordinary stop."""
+
+    error: str
+    coordinator: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedConnected(HealthEvent):
+    """A feed's source was opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedDisconnected(HealthEvent):
+    """A feed's source was lost or could not be opened. retry_in: seconds until it is tried again; None: never."""
+
+    error: str
+    retry_in: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeedFrozen(HealthEvent):
+    """A source is open and sends nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedEnded(HealthEvent):
+    """A feed came to the end of its source."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedFailed(HealthEvent):
+    """A feed was given up."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadDetached(HealthEvent):
+    """A thread did not end in the time it had and was left behind."""
+
+    name: str
+
+
+class Throttle:
+    """Counts what happens, and says how much of it to tell now: the first at once, then at most once per `every` s.
+
+    Every method takes `now` and returns the count to tell, 0 for nothing. What they return, with what is `held`, adds
+    up to what was counted. A recovery tells what is held before its time, at most once between two tellings: a source
+    that fails and recovers in turns, thirty times a second, is told of twice per `every` seconds and not more.
+    """
+
+    __slots__ = ("_early", "_next", "every", "held")
+
+    def __init__(self, every: float = 1.0) -> None:
+        self.every = every
+        self.held = 0
+        self._next = -inf  # when it may speak again
+        self._early = False  # the last telling came before its time
+
+    def count(self, now: float) -> int:
+        """It happened once more."""
+        self.held += 1
+        return self.due(now)
+
+    def due(self, now: float) -> int:
+        """What is held, if it is time."""
+        return self._tell(now) if now >= self._next else 0
+
+    def recover(self, now: float) -> int:
+        """It went well: what is held, although it is not time."""
+        if now >= self._next or not self._early:
+            early = now < self._next
+            told = self._tell(now)
+            self._early = early and told > 0
+            return told
+        return 0
+
+    def flush(self, now: float) -> int:
+        """What is held, whatever the time: the end."""
+        return self._tell(now)
+
+    def quiet(self, now: float) -> bool:
+        """Whether it could be replaced by a new one and nobody would notice."""
+        return not self.held and now >= self._next
+
+    def _tell(self, now: float) -> int:
+        told, self.held = self.held, 0
+        if told:
+            self._next = now + self.every
+            self._early = False
+        return told
+
+
+_Counted = type[BatchSubmissionRejected] | type[BatchInFlightExceeded] | type[BatchTimeout]
+
+
+class _Feed:
+    """What is remembered of a feed. throttles: by kind, made when something first goes wrong. lost: it was told."""
+
+    __slots__ = ("lost", "throttles")
+
+    def __init__(self) -> None:
+        self.throttles: dict[_Counted, Throttle] = {}
+        self.lost = False
+
+
+class Health:
+    """A sink that tells the health of one coordinator and of the feeds that use it (a request's `client`).
+
+        health = Health("detector", print)
+
+    emit: gets each `HealthEvent`, on the thread and under the lock that the sink is called with; must be quick.
+    every: seconds between two events of one kind and source. What is held back is told by the next event of any kind
+    within twice that, by a recovery (an admission, for refusals; an answer, for the rest), and by `flush`.
+
+    Beyond 4096 feeds those seen first are forgotten, never what is held of them. One that is forgotten hears of a lost
+    coordinator when it submits again.
+    """
+
+    events = frozenset({RequestQueued, RequestRejected, RequestAbandoned, RequestSettled, DeviceLost})
+
+    def __init__(self, source: str, emit: Callable[[HealthEvent], None], every: float = 1.0) -> None:
+        self.source = source
+        self._emit = emit
+        self._every = every
+        self._feeds: dict[Any, _Feed] = {}
+        self._limit = FEEDS
+        self._held: dict[tuple[Any, _Counted], Throttle] = {}  # those that owe something
+        self._batches = Throttle(every)
+        self._batch = 0  # the last one counted in it
+        self._error = ""
+        self._sweep_at = inf
+        self._lost: str | None = None
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            client = event.ticket.request.client
+            if client not in self._feeds:
+                self._feed(client, event.at)
+            if self._held:
+                self._recovered(client, BatchSubmissionRejected, event.at)
+                self._recovered(client, BatchInFlightExceeded, event.at)
+        elif isinstance(event, RequestSettled):
+            if type(event.ticket.outcome) is not Done:
+                self._failed(event.at, event.ticket)
+            elif self._held or self._batches.held:
+                self._answered(event.at, event.ticket)
+        elif isinstance(event, RequestRejected):
+            self._rejected(event)
+        elif isinstance(event, RequestAbandoned):
+            self._count(event.ticket.request.client, BatchTimeout, event.at)
+        elif isinstance(event, DeviceLost):
+            self._device_lost(event)
+        if event.at >= self._sweep_at:
+            self._sweep(event.at)
+
+    def flush(self, now: float) -> None:
+        """Tell everything that is held back: at the stop."""
+        held, self._held = self._held, {}
+        for (client, kind), throttle in held.items():
+            self._emit(kind(now, str(client), throttle.flush(now), self.source))
+        self._tell_batches(now, self._batches.flush(now))
+        self._sweep_at = inf
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------------
+
+    def _rejected(self, event: RequestRejected) -> None:
+        client = event.request.client
+        if not isinstance(event.error, Closed):
+            kind = BatchInFlightExceeded if isinstance(event.error, InFlightCapReached) else BatchSubmissionRejected
+            self._count(client, kind, event.at)
+        elif self._lost is not None and (client in self._feeds or len(self._feeds) < self._limit):
+            self._tell_lost(client, event.at)  # to be told once it must be remembered, and so nobody is forgotten now
+
+    def _failed(self, now: float, ticket: Ticket) -> None:
+        admission = ticket.admission
+        if isinstance(ticket.outcome.error, Displaced):  # refused late, that is all
+            self._count(ticket.request.client, BatchSubmissionRejected, now)
+        if not isinstance(ticket.outcome.error, ProcessorError) or admission is None:
+            return
+        self._error = str(ticket.outcome.error)
+        if admission.id != self._batch:  # the first of its batch; the others follow it at once
+            self._batch = admission.id
+            self._tell_batches(now, self._batches.count(now))
+            self._look_again(now)
+
+    def _count(self, client: Any, kind: _Counted, now: float) -> None:
+        throttles = self._feed(client, now).throttles
+        throttle = throttles.get(kind)
+        if throttle is None:
+            throttle = throttles[kind] = Throttle(self._every)
+        told = throttle.count(now)
+        if told:
+            self._held.pop((client, kind), None)
+            self._emit(kind(now, str(client), told, self.source))
+        else:
+            self._held[client, kind] = throttle
+            self._look_again(now)
+
+    def _device_lost(self, event: DeviceLost) -> None:
+        self._lost = str(event.error)
+        for client in list(self._feeds):
+            self._tell_lost(client, event.at)
+
+    def _tell_lost(self, client: Any, now: float) -> None:
+        feed = self._feed(client, now)
+        if not feed.lost:
+            feed.lost = True
+            self._emit(StageError(now, str(client), self._lost or "", self.source))
+
+    # -- what goes well ------------------------------------------------------------------------------------------------
+
+    def _answered(self, now: float, ticket: Ticket) -> None:
+        self._tell_batches(now, self._batches.recover(now))
+        if not ticket.abandoned:  # an answer that nobody waited for is no recovery from that
+            self._recovered(ticket.request.client, BatchTimeout, now)
+
+    def _recovered(self, client: Any, kind: _Counted, now: float) -> None:
+        throttle = self._held.get((client, kind))
+        if throttle is not None and (told := throttle.recover(now)):
+            del self._held[client, kind]
+            self._emit(kind(now, str(client), told, self.source))
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _look_again(self, now: float) -> None:
+        if self._sweep_at == inf:
+            self._sweep_at = now + self._every
+
+    def _sweep(self, now: float) -> None:
+        """Tell what has become due; what is not is looked at again, at most once per `every`."""
+        self._tell_batches(now, self._batches.due(now))
+        for key, throttle in list(self._held.items()):
+            if told := throttle.due(now):
+                del self._held[key]
+                self._emit(key[1](now, str(key[0]), told, self.source))
+        self._sweep_at = now + self._every if self._held or self._batches.held else inf
+
+    def _tell_batches(self, now: float, told: int) -> None:
+        if told:
+            self._emit(BatchError(now, self.source, told, self._error))
+
+    # -- feeds ---------------------------------------------------------------------------------------------------------
+
+    def _feed(self, client: Any, now: float) -> _Feed:
+        feed = self._feeds.get(client)
+        if feed is None:
+            if len(self._feeds) >= self._limit:
+                self._forget(now)
+            feed = self._feeds[client] = _Feed()
+        return feed
+
+    def _forget(self, now: float) -> None:
+        """Make room: a quarter of the feeds of which nothing is owed, those first seen longest ago."""
+        quiet = [c for c, f in self._feeds.items() if all(t.quiet(now) for t in f.throttles.values())]
+        for client in quiet[: FEEDS // 4]:
+            del self._feeds[client]
+        self._limit = max(FEEDS, len(self._feeds) + FEEDS // 4)

@@ -1,0 +1,294 @@
+"""`reflex feeds` as a person meets it: what it refuses and how, how it ends, and what its screen shows."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from feeds.commands import LEAVING, Feeds, clean, figures, ran, refusal, results, scratch, screen, together
+from feeds.videos import clip
+from reflex_runtime.telemetry.trace import read_trace
+
+SHORT = "a=shapes:seed=1,seconds=0.2"
+ENDLESS = "a=shapes:seed=1"
+
+
+# -- refusals: one line, exit status 2 ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "no feeds: give NAME=SOURCE"),
+        (("a",), "a: must be NAME=SOURCE, such as door=rtsp://10.0.0.7/live or yard=yard.mp4"),
+        (("=x.mp4",), "=x.mp4: must be NAME=SOURCE"),
+        (("a=",), "a=: must be NAME=SOURCE"),
+        (("a b=chaos:",), "the name must be 1 to 64 letters"),
+        ((SHORT, SHORT), "two feeds are called a"),
+        ((SHORT,), "no processor: give --processor MODULE:NAME or --onnx FILE"),
+        ((SHORT, "--onnx", "shapes", "--processor", "mine:Sizes"), "give one of them, not both"),
+        (("a=none.mp4",), "a=none.mp4: no such file"),
+        (("a=.",), "a=.: is a directory"),
+        (("a=ftp://u:pw@h/x",), "source='ftp://h/x': must be a path"),
+        (("a=chaos:seed=x",), "a: chaos:seed=x: must be a whole number"),
+        (("a=mine.py", "--loop"), "a=mine.py: --loop needs --realtime"),
+        ((SHORT, "--frob"), "unrecognized arguments: --frob"),
+        ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
+        ((SHORT, "--onnx", "shapes", "--queue-capacity", "3"), "--queue-capacity=3: must be at least --max-batch"),
+        ((SHORT, "--config", "none.toml"), "--config=none.toml: No such file"),
+        ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: No such file"),
+        ((SHORT, "--results", "."), "--results=.: is a directory"),
+        ((SHORT, "--trace", "no/where"), "--trace=no/where: cannot be written"),
+        ((SHORT, "--annotate", "mine.py"), "--annotate=mine.py: cannot be made: File exists"),
+        (("a=mine.py", "--results", "mine.py"), "--results=mine.py: would write over mine.py, which a reads"),
+        (("a=a.mp4", "--annotate", "."), "--annotate=.: would write over a.mp4, which a reads"),
+        ((SHORT, "--results", "x", "--trace", "./x"), "--trace=./x: would write over x, which --results writes"),
+    ],
+)
+def test_f14_what_cannot_be_done_is_refused_in_one_line(
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(scratch(tmp_path))
+    Path("a.mp4").write_bytes(b"a video")
+    assert says in refusal(capsys, *arguments)
+    assert Path("a.mp4").read_bytes() == b"a video"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("mine", "must be MODULE:NAME, such as mypkg.vision:Detector"),
+        ("nowhere_at_all:X", "cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("raises_at_import:X", "cannot be imported: RuntimeError: first second (raises_at_import.py, line 2)"),
+        ("exits_at_import:X", "cannot be imported: SystemExit: 7 (exits_at_import.py, line 1)"),
+        ("mine:Missing", "mine has no Missing"),
+        ("mine:NoStop", "NoStop has no method on_stop()"),
+        ("mine:NoName", "NoName has no id"),
+        ("mine:SECONDS", "float has no id"),
+        ("mine:Needs", "cannot be made: TypeError: Needs.__init__() missing 1 required positional argument: 'path'"),
+    ],
+)
+def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(scratch(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    Path("raises_at_import.py").write_text("\nraise RuntimeError('first\\nsecond')", encoding="utf-8")
+    Path("exits_at_import.py").write_text("raise SystemExit(7)", encoding="utf-8")
+    assert f"reflex feeds: --processor={name}: {says}" in refusal(capsys, SHORT, "--processor", name)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("feed = 3", "feed: must be tables, each beginning with [[feed]]"),
+        ("[[feed]]\nsource = 'x'", "feed 1: name: must be there, and be text"),
+        ("[[feed]]\nname = 'a'", "feed 1: source: must be there"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\ncolour = 1", "feed 1: colour: no such setting of a feed"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nrestarts = inf", "feed 1: restarts=inf: must be a whole number"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nmax_age_ms = 0", "feed 1: max-age-ms=0: must be in [1"),
+        ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nrealtime = true", "realtime: is for files, and chaos: is none"),
+        ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
+        ("[fedes]\nonnx = 'x'", "found 'fedes', expected only the table [feeds] and feed"),
+    ],
+)
+def test_f14_a_wrong_file_is_refused_in_one_line(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cameras.toml"
+    file.write_text(text, encoding="utf-8")
+    assert says in refusal(capsys, "--config", str(file), "--onnx", "shapes")
+
+
+def test_f14_a_password_is_in_no_refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    address = "rtsp://admin:hunter2@10.0.0.7/live?key=hunter2"
+    file = tmp_path / "cameras.toml"
+    file.write_text(f"[[feed]]\nname = 'a'\nsource = '{address}'\nloop = true\nrealtime = true\n", encoding="utf-8")
+    for arguments in ([address], [f"a b={address}"], [f"a={address}", f"a={address}"], ["--config", str(file)]):
+        assert "hunter2" not in refusal(capsys, *arguments, "--onnx", "shapes")
+
+
+def test_f14_a_processor_that_does_not_start_ends_it_with_2(tmp_path: Path) -> None:
+    (tmp_path / "not.onnx").write_bytes(b"hello")
+    for flags, says in (
+        (("--processor", "mine:BadStart"), "mine:BadStart: on_start failed: ValueError: no weights (mine.py"),
+        (("--onnx", "not.onnx"), "reflex feeds: --onnx=not.onnx: onnxruntime cannot load it"),
+    ):
+        feeds = ran(SHORT, *flags, cwd=scratch(tmp_path), status=2)
+        assert says in feeds.log[-1]
+        assert "starting: 1 feed on" in feeds.log[0]
+        assert len(feeds.log) == 2
+
+
+# -- where things come from --------------------------------------------------------------------------------------------
+
+
+def test_f14_feeds_come_from_a_file_and_from_anywhere_between_the_options(tmp_path: Path) -> None:
+    file = tmp_path / "cameras.toml"
+    video = clip(10, 50)
+    file.write_text(
+        f"[feeds]\nprocessor = 'mine:ready'\nrealtime = true\n[[feed]]\nname = 'one'\nsource = '{video}'\n"
+        f"[[feed]]\nname = 'two'\nsource = '{video}'\nrealtime = false\nmax-age-ms = 50\n",
+        encoding="utf-8",
+    )
+    feeds = ran(
+        "--config", str(file), "x=markers:feed=1,frames=3,live=0", "--results", "r.jsonl", "y=shapes:seconds=0.1",
+        cwd=scratch(tmp_path),
+    )  # fmt: skip
+    assert "starting: 4 feeds on sizes, batches of at most 4 frames or 50 ms" in feeds.log[0]
+    answered = {name: figures(feeds, name)["answered"] for name in ("one", "two", "x", "y")}
+    assert answered["two"] == 10
+    assert answered["x"] == 3
+    assert sum(answered.values()) == len(results(tmp_path / "r.jsonl"))
+    assert feeds.log[-1].endswith("wrote results: r.jsonl")
+
+
+def test_f14_a_processor_is_a_class_a_function_or_an_object_beside_you(tmp_path: Path) -> None:
+    kinds = ("Sizes", "make", "ready")
+    scratch(tmp_path)
+    together(*(Feeds(SHORT, "--processor", f"mine:{kind}", "--results", kind, cwd=tmp_path) for kind in kinds))
+    for kind in kinds:
+        assert [line["value"]["text"] for line in results(tmp_path / kind)] == ["a"] * 3
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Raises", "a: 3 of 3 frames have no answer: ValueError: too dark"),
+        ("Dies", "sizes died and answers no more: the device thread died: SystemExit: 3"),
+        ("BadStop", "sizes: on_stop failed: ValueError: stuck (mine.py"),
+    ],
+)
+def test_f14_something_missing_is_exit_status_1_and_said_in_a_line(name: str, says: str, tmp_path: Path) -> None:
+    feeds = ran("a=markers:feed=1,frames=3,live=0", "--processor", f"mine:{name}", cwd=scratch(tmp_path), status=1)
+    assert any(says in line for line in feeds.log), feeds
+
+
+def test_f14_a_feed_given_up_is_exit_status_1_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "text.mp4").write_text("no video", encoding="utf-8")
+    feeds = ran("bad=text.mp4", f"good={clip(5)}", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    assert any("bad: given up: text.mp4: " in line for line in feeds.log)
+    assert figures(feeds, "good")["answered"] == 5
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"), [("--results", "3 results are not in it"), ("--trace", "batches are not in it: No space left")]
+)
+def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_path: Path) -> None:
+    many = "a=markers:feed=1,frames=3,live=0"
+    feeds = ran(many, flag, "/dev/full", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    assert f"{flag}=/dev/full: " in feeds.log[-1]
+    assert says in feeds.log[-1]
+    assert figures(feeds, "a")["answered"] == 3
+
+
+def test_f14_a_signal_stops_in_order(tmp_path: Path) -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    arguments = (ENDLESS, f"b={clip(200, 50)}", "--processor", "mine:Sizes", "--results", "-", "--trace")
+    scratch(tmp_path)
+    with ExitStack() as closing:
+        slow = {"SECONDS_EACH": "0.02"}
+        runs = [closing.enter_context(Feeds(*arguments, n.name, cwd=tmp_path, env=slow)) for n in numbers]
+        for number, feeds in zip(numbers, runs, strict=True):
+            feeds.wait_out(5)
+            began = time.monotonic()
+            assert feeds.stop(number) == 0
+            assert time.monotonic() - began < LEAVING
+            feeds.wait_log(f"stopped by {number.name}")
+    for number, feeds in zip(numbers, runs, strict=True):
+        seen = [figures(feeds, name) for name in "ab"]
+        assert len(feeds.out) == sum(figure["answered"] for figure in seen)
+        assert all(2 * figure["frames"] == sum(figure.values()) for figure in seen), "answered or dropped for a reason"
+        assert sum(batch.size for batch in read_trace(tmp_path / number.name).batches) >= len(feeds.out)
+
+
+def test_f14_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    with Feeds(ENDLESS, "--processor", "mine:Hangs", cwd=scratch(tmp_path)) as feeds:
+        feeds.wait_log("hangs now")
+        feeds.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        while feeds.process.poll() is None:  # the first may still be on its way
+            feeds.process.send_signal(signal.SIGINT)
+        assert time.monotonic() - began < 2.0
+        assert feeds.wait() == 130
+        assert "stopped by SIGINT without waiting" in feeds.log[-1]
+
+
+def test_f14_a_signal_during_the_start_ends_it(tmp_path: Path) -> None:
+    with Feeds(ENDLESS, "--processor", "mine:StartsLate", cwd=scratch(tmp_path)) as feeds:
+        feeds.wait_log("starting: ")
+        assert feeds.stop() == 130
+        assert "stopped by SIGINT before it had started" in feeds.log[-1]
+
+
+def test_f14_it_ends_when_the_reader_of_its_results_left(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m reflex_runtime feeds {ENDLESS} --processor mine:Sizes --results - | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, cwd=scratch(tmp_path), env=clean(),
+        timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 141
+    assert len(done.stdout.splitlines()) == 1
+    assert b"Error" not in done.stderr
+    assert b"Broken" not in done.stderr
+
+
+def test_f14_a_log_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m reflex_runtime feeds a={clip(20, 25)} --realtime --processor mine:Sizes"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --results r.jsonl 2>&1 | head -n 1; exit ${{PIPESTATUS[0]}}"],
+        capture_output=True, cwd=scratch(tmp_path), env=clean(), timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert results(tmp_path / "r.jsonl")[-1]["sequence"] == 19
+
+
+# -- the screen --------------------------------------------------------------------------------------------------------
+
+
+def test_f14_log_lines_stand_above_the_live_table_and_only_the_summary_stays(tmp_path: Path) -> None:
+    arguments = (f"door={clip(50, 50)}", f"{'n' * 60}=shapes:seed=1", "--realtime", "--onnx", "shapes")
+    with Feeds(*arguments, cwd=tmp_path, terminal=(80, 24)) as feeds:
+        feeds.wait_raw(b"door: came to its end")
+        assert feeds.stop() == 0
+    raw = re.sub(rb"\x1b\[[0-9;]*m", b"", feeds.raw)
+    assert b"flight" in raw
+    assert re.search(rb"n{8,}\xe2\x80\xa6", raw)  # … a long name is cut short
+    shown = screen(feeds.raw)
+    assert [line[9:] for line in shown[:1]] == ["starting: 2 feeds on onnx, batches of at most 4 frames or 50 ms"]
+    assert not any("flight" in line for line in shown), "a table was left behind"
+    assert len([line for line in shown if line.startswith("feed ")]) == 1
+    told = [line[9:] for line in shown if re.match(r"\d\d:\d\d:\d\d ", line)]
+    assert "door: connected" in told
+    assert "door: came to its end" in told
+    assert told[-1] == "stopped by SIGINT"
+    assert max(map(len, shown)) <= 80
+    assert feeds.raw.rindex(b"\x1b[?25h") > feeds.raw.rindex(b"\x1b[?25l"), "the cursor is back"
+
+
+def test_f14_nothing_but_results_is_on_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(
+        "from mine import Sizes\nclass Noisy(Sizes):\n    def on_start(self):\n        import logging\n"
+        "        logging.basicConfig()\n        logging.getLogger('noisy').warning('one\\x1b[31m\\ntwo')\n",
+        encoding="utf-8",
+    )
+    arguments = (SHORT, "--processor", "noisy:Noisy", "--results", "-")
+    with Feeds(*arguments, cwd=scratch(tmp_path), terminal=(80, 24)) as feeds:
+        assert feeds.wait() == 0
+    assert [line["sequence"] for line in feeds.wait_out(3)] == [0, 1, 2]
+    assert any(line.endswith("one [31m two") for line in screen(feeds.raw)), "as one line, its control characters gone"

@@ -1,0 +1,221 @@
+"""Every option of `reflex feeds` does something: each is shown against a real run of the command."""
+
+from __future__ import annotations
+
+import re
+import socket
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+
+import psutil
+import pytest
+
+from feeds.commands import Feeds, by_feed, figures, ran, refusal, results, scratch, together
+from feeds.rtsp import RtspCamera
+from feeds.videos import clip, picture
+from reflex_runtime.telemetry.trace import read_trace
+
+SIZES = ("--processor", "mine:Sizes")
+
+
+def frames(count: int) -> str:
+    """A source that waits for its reader, as a file does."""
+    return f"markers:feed=1,frames={count},live=0"
+
+
+def test_f14_processor_is_imported_from_beside_you_and_answers(tmp_path: Path) -> None:
+    ran(f"a={frames(3)}", *SIZES, "--results", "r.jsonl", cwd=scratch(tmp_path))
+    assert [line["value"] for line in results(tmp_path / "r.jsonl")] == [{"size": 1, "text": "a"}] * 3
+
+
+def test_f14_onnx_runs_a_model_and_score_says_what_is_left_out(tmp_path: Path) -> None:
+    arguments = ("a=shapes:seed=1,seconds=0.5,realtime=0", "--onnx", "shapes", "--score")
+    together(*(Feeds(*arguments, score, "--results", score, cwd=tmp_path) for score in ("0.2", "0.99")))
+    found = {
+        score: [value for line in results(tmp_path / score) for value in line["value"]["scores"]]
+        for score in ("0.2", "0.99")
+    }
+    assert len(found["0.2"]) > 8
+    assert min(found["0.2"]) >= 0.2
+    assert found["0.99"] == [score for score in found["0.2"] if score >= 0.99]
+
+
+def test_f14_provider_is_the_one_onnx_runtime_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "a=chaos:", "--onnx", "shapes", "--provider", "NoSuchProvider")
+    assert "--provider=NoSuchProvider: not in this onnxruntime, which has " in said
+    arguments = ("a=shapes:seconds=0.1", "--onnx", "shapes", "--provider", "CPUExecutionProvider")
+    assert figures(ran(*arguments, cwd=tmp_path), "a")["answered"] == 2
+
+
+def test_f14_threads_are_onnx_runtimes_own(tmp_path: Path) -> None:
+    arguments = ("a=shapes:seed=1", "--onnx", "shapes", "--results", "-", "--threads")
+    with Feeds(*arguments, "1", cwd=tmp_path) as one, Feeds(*arguments, "5", cwd=tmp_path) as five:
+        counted = []
+        for feeds in (one, five):
+            feeds.wait_out(1)
+            counted.append(psutil.Process(feeds.process.pid).num_threads())
+    assert counted[1] - counted[0] == 4
+
+
+def test_f14_startup_timeout_s_bounds_the_start_of_the_processor(tmp_path: Path) -> None:
+    arguments = (f"a={frames(1)}", "--processor", "mine:StartsLate")
+    with Feeds(*arguments, cwd=scratch(tmp_path)) as patient:
+        feeds = ran(*arguments, "--startup-timeout-s", "0.1", cwd=tmp_path, status=2)
+        assert patient.wait() == 0
+    assert "--processor=mine:StartsLate: sizes: on_start took longer than startup_timeout=0.1 s" in feeds.log[-1]
+
+
+def test_f14_max_batch_size_bounds_a_call(tmp_path: Path) -> None:
+    feeds = [f"f{k}={frames(12)}" for k in range(6)]
+    runs = []
+    for size in ("2", "6"):
+        arguments = (*feeds, *SIZES, "--max-batch-size", size, "--results", size)
+        runs.append(Feeds(*arguments, cwd=scratch(tmp_path), env={"SECONDS_EACH": "0.01"}))
+    together(*runs)
+    most = {size: max(line["value"]["size"] for line in results(tmp_path / str(size))) for size in (2, 6)}
+    assert most == {2: 2, 6: 6}
+
+
+def test_f14_max_latency_ms_is_how_long_company_is_waited_for(tmp_path: Path) -> None:
+    runs = []
+    for most in ("0", "200"):  # the camera shows a picture every half second, so it is expected, and seldom there
+        arguments = ("camera=markers:feed=2,fps=2,frames=4", f"file={frames(7)}", *SIZES, "--results", most)
+        runs.append(Feeds(*arguments, "--max-latency-ms", most, cwd=scratch(tmp_path)))
+    together(*runs)
+    waited = {
+        most: median(1e-3 * line["latency_ms"] for line in by_feed(results(tmp_path / str(most)))["file"])
+        for most in (0, 200)
+    }
+    assert waited[0] < 0.15 < waited[200]
+
+
+def test_f14_queue_capacity_bounds_what_waits_and_cameras_hear_of_it(tmp_path: Path) -> None:
+    cameras = [f"c{k}=markers:feed={k},fps=30,frames=12" for k in range(5)]
+    slow = {"SECONDS_EACH": "0.05"}
+    arguments = (*cameras, *SIZES, "--max-batch-size", "1", "--queue-capacity")
+    runs = together(*(Feeds(*arguments, most, cwd=scratch(tmp_path), env=slow) for most in ("1", "0")))
+    refused = [sum(figures(feeds, f"c{k}").get("queue_full", 0) for k in range(5)) for feeds in runs]
+    said = [any("the queue of sizes was full" in line for line in feeds.log) for feeds in runs]
+    assert said == [True, False]
+    assert refused[1] == 0 < refused[0]
+
+
+def test_f14_response_timeout_s_is_what_a_feed_waits(tmp_path: Path) -> None:
+    arguments = ("a=markers:feed=1,fps=20,frames=10", *SIZES, "--max-latency-ms", "0", "--max-age-ms", "10000")
+    slow = {"SECONDS_EACH": "0.3"}
+    short = Feeds(*arguments, "--response-timeout-s", "0.05", cwd=scratch(tmp_path), env=slow)
+    usual = Feeds(*arguments, cwd=tmp_path, env=slow)
+    together(short, usual)
+    assert figures(short, "a")["timeout"] > 0
+    short.wait_log("1 frame not answered by sizes in time")
+    assert "timeout" not in figures(usual, "a")
+
+
+def test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds(tmp_path: Path) -> None:
+    with Feeds("a=markers:feed=1", "--processor", "mine:Hangs", "--watchdog-s", "0.3", cwd=scratch(tmp_path)) as feeds:
+        feeds.wait_log("hangs now")
+        feeds.wait_log("sizes: 1 batch failed: ")
+        assert feeds.stop() == 1
+        feeds.wait_log("did not end and is left behind")
+    assert figures(feeds, "a")["failed"] == 1
+
+
+def test_f14_realtime_plays_a_file_as_a_camera_sends_it(tmp_path: Path) -> None:
+    arguments = (f"a={clip(25, 50)}", *SIZES)
+    slow = {"SECONDS_EACH": "0.05"}
+    as_camera = Feeds(*arguments, "--realtime", cwd=scratch(tmp_path), env=slow)
+    as_file = Feeds(*arguments, "--no-realtime", cwd=tmp_path, env=slow)
+    together(as_camera, as_file)
+    seen = figures(as_camera, "a")
+    assert seen["overrun"] > 0
+    assert seen["answered"] + seen["overrun"] == 25
+    assert figures(as_file, "a") == {"frames": 25, "answered": 25}
+
+
+def test_f14_loop_starts_a_file_over(tmp_path: Path) -> None:
+    arguments = (f"a={clip(5, 50)}", "--realtime", "--loop", *SIZES, "--results", "-")
+    with Feeds(*arguments, cwd=scratch(tmp_path)) as feeds:
+        lines = feeds.wait_out(12)
+        assert feeds.stop() == 0
+    assert [line["sequence"] for line in lines] == sorted({line["sequence"] for line in lines})
+    assert lines[11]["pts"] > 5 / 50
+
+
+def test_f14_max_age_ms_drops_what_is_too_old_to_be_worth_it(tmp_path: Path) -> None:
+    cameras = [f"c{k}=markers:feed={k},fps=20,frames=10" for k in range(4)]
+    arguments = (*cameras, *SIZES, "--max-batch-size", "1", "--max-age-ms")
+    slow = {"SECONDS_EACH": "0.05"}
+    runs = together(*(Feeds(*arguments, most, cwd=scratch(tmp_path), env=slow) for most in ("120", "60000")))
+    stale = [sum(figures(feeds, f"c{k}").get("stale", 0) for k in range(4)) for feeds in runs]
+    assert stale[1] == 0 < stale[0]
+
+
+def test_f14_restarts_is_how_often_a_camera_is_tried_again(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as unused:
+        port = unused.getsockname()[1]
+    feeds = ran(f"a=rtsp://127.0.0.1:{port}/x", *SIZES, "--restarts", "1", cwd=scratch(tmp_path), status=1)
+    assert len([line for line in feeds.log if "trying again in" in line]) == 1
+    feeds.wait_log("a: given up: rtsp://127.0.0.1:")
+
+
+def test_f14_read_timeout_s_is_how_long_a_camera_may_be_silent(tmp_path: Path) -> None:
+    with RtspCamera([picture(i) for i in range(30)], fps=25) as camera:
+        arguments = (f"a={camera.url}", *SIZES, "--read-timeout-s", "0.4", "--results", "-")
+        with Feeds(*arguments, cwd=scratch(tmp_path)) as feeds:
+            feeds.wait_out(3)
+            camera.freeze()
+            assert "no frame for 0.4 s; trying again in" in feeds.wait_log("a: rtsp://")
+            feeds.stop()
+
+
+def test_f14_duration_s_ends_it(tmp_path: Path) -> None:
+    feeds = ran("a=markers:feed=1,fps=20", *SIZES, "--duration-s", "0.5", cwd=scratch(tmp_path))
+    assert 5 <= figures(feeds, "a")["frames"] <= 12
+    assert not any("stopped by" in line for line in feeds.log)
+
+
+def test_f14_results_go_to_a_file_which_is_written_anew_or_to_standard_output(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("of an earlier run\n", encoding="utf-8")
+    ran(f"a={frames(3)}", *SIZES, "--results", "r.jsonl", cwd=scratch(tmp_path))
+    lines = results(tmp_path / "r.jsonl")
+    assert [line["sequence"] for line in lines] == [0, 1, 2]
+    with Feeds(f"a={frames(3)}", *SIZES, "--results", "-", cwd=tmp_path) as feeds:
+        assert feeds.wait() == 0
+    assert [{**line, "latency_ms": 0} for line in feeds.wait_out(3)] == [{**line, "latency_ms": 0} for line in lines]
+    (tmp_path / "r.jsonl").write_text("of an earlier run\n", encoding="utf-8")
+    ran(f"a={frames(3)}", "--processor", "mine:Raises", "--results", "r.jsonl", cwd=tmp_path, status=1)
+    assert results(tmp_path / "r.jsonl") == [], "no result, and none of another run"
+
+
+def test_f14_annotate_and_trace_write_where_they_were_told(tmp_path: Path) -> None:
+    arguments = ("a=shapes:seconds=0.2", "b=shapes:seconds=0.2", "--onnx", "shapes")
+    feeds = ran(*arguments, "--annotate", "out/deep", "--trace", "t.jsonl", cwd=tmp_path)
+    assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a.mp4", "b.mp4"]
+    assert sum(batch.size for batch in read_trace(tmp_path / "t.jsonl").batches) == 6
+    said = "wrote videos: out/deep/a.mp4, out/deep/b.mp4; trace: t.jsonl (reflex trace t.jsonl)"
+    assert feeds.log[-1].endswith(said)
+
+
+def test_f14_table_is_forced_or_forbidden(tmp_path: Path) -> None:
+    arguments = ("a=markers:feed=1,frames=3", *SIZES)
+    forced, usual = Feeds(*arguments, "--table", cwd=scratch(tmp_path)), Feeds(*arguments, cwd=tmp_path)
+    forbidden = Feeds(*arguments, "--no-table", cwd=tmp_path, terminal=(80, 24))
+    together(forced, usual, forbidden)
+    assert any("flight" in line for line in forced.log)
+    assert not any("flight" in line for line in usual.log), "standard error is no terminal"
+    assert b"flight" not in forbidden.raw
+
+
+def test_f14_port_and_host_are_where_metrics_and_health_answer(tmp_path: Path) -> None:
+    arguments = ("a=markers:feed=1", *SIZES, "--port", "0", "--host")
+    with Feeds(*arguments, "127.0.0.2", cwd=scratch(tmp_path)) as feeds:
+        assert re.search(r"http://127\.0\.0\.2:\d+/metrics and /health", feeds.wait_log("/metrics"))
+        with closing(socket.create_connection(("127.0.0.2", feeds.port), timeout=5.0)) as sock:
+            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert b"coordinators" in b"".join(iter(lambda: sock.recv(4096), b""))
+        taken = str(feeds.port)
+        again = ran("a=markers:feed=1", *SIZES, "--host", "127.0.0.2", "--port", taken, cwd=tmp_path, status=2)
+    assert [line.partition(": ")[2] for line in again.log] == [
+        f"--host=127.0.0.2 --port={taken}: cannot be bound: Address already in use"
+    ]

@@ -1,0 +1,246 @@
+"""Cameras on the network as sources: a real RTSP server on loopback that freezes, dies and comes back; and HTTP."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from av.container import core
+
+from feeds.rtsp import RtspCamera
+from feeds.videos import clip, number_of, picture
+from reflex_runtime.feeds import video
+from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.feeds.video import VideoSource
+
+FPS = 100.0
+PICTURES = [picture(i) for i in range(200)]
+SOON = 1.0  # seconds within which an interrupted wait ends; 0.2 is promised, and a busy machine gets more
+
+
+@pytest.fixture
+def camera() -> Iterator[RtspCamera]:
+    with RtspCamera(PICTURES, FPS) as camera:
+        yield camera
+
+
+def lost(source: VideoSource) -> SourceError:
+    """Read until the source is lost."""
+    try:
+        for _ in range(10_000):
+            source.read()
+    except SourceError as error:
+        return error
+    raise AssertionError("it was not lost")
+
+
+def test_f14_a_network_camera_gives_pictures_in_order(camera: RtspCamera) -> None:
+    source = VideoSource(camera.url)
+    source.open()
+    read = [source.read() for _ in range(30)]
+    source.close()
+    assert [number_of(image) for image, _ in read] == list(range(30)), "from the first on: none is lost to probing"
+    assert [pts for _, pts in read[1:]] == pytest.approx([i / FPS for i in range(1, 30)], abs=1e-3)
+    assert (source.total, source.live, source.corrupt) == (None, True, 0)
+
+
+def test_f14_a_frozen_camera_is_lost_after_the_timeout(camera: RtspCamera) -> None:
+    source = VideoSource(camera.url, read_timeout=0.3)
+    source.open()
+    source.read()
+    camera.freeze()
+    began = time.monotonic()
+    error = lost(source)
+    assert 0.3 <= time.monotonic() - began < 1.5
+    assert str(error) == f"rtsp://127.0.0.1:{camera.port}/camera: no frame for 0.3 s"
+    assert error.retryable
+    source.close()
+    camera.thaw()
+    source.open()
+    assert source.read() is not None
+    source.close()
+
+
+@pytest.mark.parametrize("trouble", ["freeze", "silence"])
+def test_f14_a_camera_that_does_not_answer_is_lost_after_the_timeout(camera: RtspCamera, trouble: str) -> None:
+    getattr(camera, trouble)()
+    source = VideoSource(camera.url, open_timeout=0.3, read_timeout=0.3)
+    with pytest.raises(SourceError, match=r"/camera: no answer for 0\.3 s") as caught:
+        source.open()
+    assert caught.value.retryable
+    source.close()
+
+
+def test_f14_a_killed_camera_is_lost_and_comes_back(camera: RtspCamera) -> None:
+    source = VideoSource(camera.url)
+    source.open()
+    source.read()
+    camera.stop()
+    error = lost(source)
+    assert error.retryable
+    assert str(error).endswith("/camera: the stream ended")
+    source.close()
+    with pytest.raises(SourceError, match="Connection refused") as caught:
+        source.open()
+    assert caught.value.retryable
+    camera.pictures = [picture(i, (96, 64)) for i in range(200)]
+    camera.start()
+    source.open()
+    image, _ = source.read() or (None, None)
+    assert image is not None
+    assert image.shape == (64, 96, 3), "it may come back with another size"
+    source.close()
+
+
+def test_f14_a_refused_password_is_not_tried_again() -> None:
+    with RtspCamera(PICTURES, FPS, password="s3cret") as camera:
+        source = VideoSource(camera.url)
+        source.open()
+        assert source.read() is not None
+        source.close()
+        wrong = VideoSource(camera.url.replace("s3cret", "oth3r"))
+        with pytest.raises(SourceError, match="401") as caught:
+            wrong.open()
+    assert not caught.value.retryable
+    assert caught.value.__cause__ is caught.value.__context__ is None, "PyAV's error holds the address"
+    for text in (str(caught.value), wrong.name, source.name):
+        assert "s3cret" not in text
+        assert "oth3r" not in text
+
+
+# -- interrupt ---------------------------------------------------------------------------------------------------------
+
+
+class Asked(video._Clock):
+    """Notices that FFmpeg has asked for the time again and again since the last picture: the reader is waiting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+        self.waiting = threading.Event()
+
+    def monotonic(self) -> float:
+        self.times += 1
+        if self.times > 4:
+            self.waiting.set()
+        return super().monotonic()
+
+
+class Reader(threading.Thread):
+    """Opens and reads until that fails."""
+
+    def __init__(self, source: VideoSource, clock: Asked) -> None:
+        super().__init__()
+        self.source, self.clock = source, clock
+        self.error: SourceError | None = None
+        self.started_reading = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self.source.open()
+            while True:
+                self.source.read()
+                self.clock.times = 0
+                self.clock.waiting.clear()
+                self.started_reading.set()
+        except SourceError as error:
+            self.error = error
+        finally:
+            self.source.close()
+
+
+@pytest.mark.parametrize("trouble", ["freeze", "silence"])
+def test_f14_a_wait_for_a_camera_can_be_interrupted(
+    camera: RtspCamera, trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked()
+    monkeypatch.setattr(core, "time", asked)
+    reader = Reader(VideoSource(camera.url, open_timeout=60.0, read_timeout=60.0), asked)
+    if trouble == "silence":
+        camera.silence()
+    reader.start()
+    if trouble == "freeze":
+        assert reader.started_reading.wait(10.0)
+        camera.freeze()
+    assert asked.waiting.wait(10.0)
+    began = time.monotonic()
+    reader.source.interrupt()
+    reader.join(10.0)
+    assert time.monotonic() - began < SOON
+    assert str(reader.error).endswith("/camera: interrupted")
+    assert reader.error is not None
+    assert not reader.error.retryable
+
+
+def test_f14_an_interrupt_leaves_other_cameras_alone(camera: RtspCamera) -> None:
+    first, second = VideoSource(camera.url), VideoSource(camera.url)
+    first.open()
+    second.open()
+    first.interrupt()
+    assert "interrupted" in str(lost(first))
+    with pytest.raises(SourceError, match="interrupted"):
+        first.open()
+    assert camera.opened == 2, "it does not so much as connect"
+    assert [number_of(image) for image, _ in (second.read() for _ in range(60))] == list(range(60))
+    first.close()
+    second.close()
+
+
+def test_the_clock_of_pyav_is_replaced_where_it_is_kept(camera: RtspCamera) -> None:
+    VideoSource(camera.url)
+    assert isinstance(core.time, video._Clock), "this PyAV keeps it elsewhere: interrupt waits for the timeout"
+
+
+# -- HTTP --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def web(data: bytes, size: int | None = None) -> Iterator[str]:
+    """A server that answers with `data` and, if `size` says there is more, keeps the connection open until the end."""
+    over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(size or len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            if size:
+                over.wait()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://user:secret@127.0.0.1:{server.server_port}/video"
+    finally:
+        over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_video_over_http_ends() -> None:
+    with web(clip(30, ending="mkv").read_bytes()) as url:
+        source = VideoSource(url)
+        source.open()
+        assert [number_of(image) for image, _ in iter(source.read, None)] == list(range(30))
+        source.close()
+
+
+def test_f14_http_that_freezes_is_lost() -> None:
+    with web(clip(30, ending="ts").read_bytes(), size=10**9) as url:
+        source = VideoSource(url, open_timeout=2.0, read_timeout=0.3)
+        source.open()
+        error = lost(source)
+        source.close()
+    assert error.retryable
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/video: no frame for 0\.3 s", str(error))

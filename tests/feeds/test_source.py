@@ -1,0 +1,349 @@
+"""Video files and addresses as sources: what a text names, every picture of a file in order, and what can be wrong."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds import video
+from reflex_runtime.feeds.chaos import ChaosSource
+from reflex_runtime.feeds.source import Source, SourceError, source_of
+from reflex_runtime.feeds.video import VideoSource
+
+
+def read_all(source: Source) -> list[tuple[Any, float | None]]:
+    """Open, read to the end, close."""
+    source.open()
+    try:
+        return list(iter(source.read, None))  # type: ignore[arg-type]
+    finally:
+        source.close()
+
+
+def numbers(read: list[tuple[Any, float | None]]) -> list[int]:
+    return [number_of(image) for image, _ in read]
+
+
+# -- what a text names -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "live"),
+    [
+        ("video.mp4", VideoSource, False),
+        ("C:/a/video.mp4", VideoSource, False),
+        ("take 2: the end.mp4", VideoSource, False),
+        ("rtsp://host/stream", VideoSource, True),
+        ("RTSPS://host/stream", VideoSource, True),
+        ("http://host/video.mjpg", VideoSource, True),
+        ("https://host/video.mjpg", VideoSource, True),
+        ("/dev/video0", VideoSource, True),
+        ("chaos:seed=7,length=20", ChaosSource, True),
+        ("chaos:", ChaosSource, True),
+    ],
+)
+def test_f14_a_text_names_a_source(text: str, kind: type, live: bool) -> None:
+    source = source_of(text)
+    assert isinstance(source, kind)
+    assert source.live is live
+
+
+def test_a_scheme_can_be_added() -> None:
+    made = ChaosSource(3)
+    asked = []
+    assert source_of("shapes:seed=1", schemes={"shapes": lambda text: asked.append(text) or made}) is made
+    assert asked == ["shapes:seed=1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        ("", {}, "source=''"),
+        ("ftp://u:secret@host/x", {}, "source='ftp://host/x': must be a path, a device /dev/video*, or start with rtsp://"),
+        ("rtsp://u:secret@host/x", {"realtime": True}, "realtime=True: must be False for rtsp://host/x"),
+        ("rtsp://host/x", {"loop": True}, "loop=True: must be False"),
+        ("chaos:", {"loop": True}, "loop=True: must be False for chaos:"),
+        ("a.mp4", {"read_timeout": 0.0}, r"_timeout=0.0: must be in (0, 600] seconds"),
+        ("a.mp4", {"read_timeout": float("nan")}, r"_timeout=nan: must be in (0, 600] seconds"),
+        ("a.mp4", {"size": (0, 10)}, "size=(0, 10): must be width and height in [1, 8192]"),
+        ("a.mp4", {"size": (10, 8193)}, "size=(10, 8193)"),
+        ("a\0b.mp4", {}, "where="),
+    ],
+)
+def test_a_wrong_text_or_option_is_named(text: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        source_of(text, **options)
+    assert says in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_name_holds_no_credentials() -> None:
+    assert source_of("rtsp://admin:s3cr@t@cam:554/a/b?user=x&password=s3cret#y").name == "rtsp://cam:554/a/b"
+    assert source_of("clips/a@b?.mp4").name == "clips/a@b?.mp4"
+
+
+def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"pip install 'reflex-runtime\[feeds\]'"):
+        source_of("a.mp4")
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_f14_a_file_gives_every_picture_in_order() -> None:
+    source = VideoSource(clip(30))
+    read = read_all(source)
+    assert numbers(read) == list(range(30))
+    assert [pts for _, pts in read] == pytest.approx([i / 25 for i in range(30)])
+    image = read[0][0]
+    assert (image.dtype, image.shape, image.flags.c_contiguous) == (np.uint8, (SIZE[1], SIZE[0], 3), True)
+    assert (source.total, source.live, source.corrupt) == (30, False, 0)
+    assert numbers(read_all(source)) == list(range(30)), "opened again, it starts over"
+
+
+@pytest.mark.parametrize("ending", ["mkv", "ts", "avi", "mov"])
+def test_other_containers_say_how_much_they_hold(ending: str) -> None:
+    source = VideoSource(clip(30, ending=ending))
+    assert numbers(read_all(source)) == list(range(30))
+    assert source.total == 30
+
+
+def test_colours_are_rgb(tmp_path: Path) -> None:
+    orange = np.full((48, 64, 3), (250, 120, 10), np.uint8)
+    image, _ = read_all(VideoSource(write_video(tmp_path / "a.mp4", [orange])))[0]
+    assert np.abs(image.astype(int) - orange).max() < 12
+
+
+def test_a_picture_belongs_to_the_reader() -> None:
+    source = VideoSource(clip(30))
+    source.open()
+    kept = []
+    while (read := source.read()) is not None:
+        read[0][0, 0] = 7
+        kept.append((read[0], read[0].copy()))
+    source.close()
+    del source
+    gc.collect()
+    assert len({image.ctypes.data for image, _ in kept}) == 30
+    assert all((image == copy).all() for image, copy in kept)
+
+
+def test_pictures_are_scaled() -> None:
+    read = read_all(VideoSource(clip(30), size=(81, 23)))
+    assert {image.shape for image, _ in read} == {(23, 81, 3)}
+    assert numbers(read) == list(range(30))
+
+
+def test_the_resolution_may_change_and_the_pts_be_missing(tmp_path: Path) -> None:
+    path = tmp_path / "two.h264"
+    path.write_bytes(encoded([picture(i) for i in range(6)]) + encoded([picture(6 + i, (96, 64)) for i in range(7)]))
+    source = VideoSource(path)
+    read = read_all(source)
+    assert numbers(read) == list(range(13))
+    assert [image.shape[:2] for image, _ in read] == [(48, 160)] * 6 + [(64, 96)] * 7
+    assert {pts for _, pts in read} == {None}
+    assert source.total is None
+
+
+def test_decoding_starts_no_thread() -> None:
+    process = psutil.Process()
+    source = VideoSource(clip(30, size=(320, 240)), size=(160, 120))
+    before = process.num_threads()
+    source.open()
+    assert source.read() is not None
+    assert process.num_threads() == before
+    source.close()
+
+
+def test_sound_is_skipped_and_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        sound = container.add_stream("aac", rate=8000, layout="mono")
+        film = container.add_stream("libx264", rate=25)
+        film.width, film.height, film.pix_fmt = SIZE[0], SIZE[1], "yuv420p"
+        for number in range(10):
+            container.mux(film.encode(av.VideoFrame.from_ndarray(picture(number), format="rgb24")))
+        silence = av.AudioFrame.from_ndarray(np.zeros((1, 16000), np.float32), format="fltp", layout="mono")
+        silence.rate = 8000  # two seconds, five times as long as the film
+        for stream, frame in ((sound, silence), (sound, None), (film, None)):
+            container.mux(stream.encode(frame))
+    source = VideoSource(path)
+    assert numbers(read_all(source)) == list(range(10))
+    assert source.total == 10
+
+
+def test_a_colon_in_a_name_is_no_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("take:1.mp4").write_bytes(clip(30).read_bytes())
+    assert len(read_all(source_of("take:1.mp4"))) == 30
+
+
+def test_reading_needs_open() -> None:
+    with pytest.raises(SourceError, match="not open"):
+        VideoSource(clip(30)).read()
+
+
+# -- what can be wrong -------------------------------------------------------------------------------------------------
+
+
+def broken(path: Path, packets: range) -> Path:
+    """The thirty pictures' file with the bytes of these packets overwritten."""
+    data = bytearray(clip(30).read_bytes())
+    with av.open(str(clip(30))) as container:
+        for number, packet in enumerate(container.demux(video=0)):
+            if number in packets and packet.pos is not None:
+                data[packet.pos : packet.pos + packet.size] = b"\xff" * packet.size
+    path.write_bytes(data)
+    return path
+
+
+def test_corrupt_packets_are_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "MAX_BARREN", 12)  # five, and those that wait for their order
+    source = VideoSource(broken(tmp_path / "a.mp4", range(20, 25)))
+    read = read_all(source)
+    assert source.corrupt == 5
+    assert len(read) == 25
+    assert numbers(read)[:18] == list(range(18))
+
+
+def test_too_many_corrupt_packets_in_a_row_are_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video, "MAX_BARREN", 10)
+    source = VideoSource(broken(tmp_path / "a.mp4", range(5, 30)))
+    with pytest.raises(SourceError, match="10 packets in a row gave no picture") as caught:
+        read_all(source)
+    assert not caught.value.retryable
+    assert 5 <= source.corrupt <= 10
+
+
+def test_a_file_that_cannot_be_taken_apart_is_given_up() -> None:
+    class Torn:
+        def demux(self) -> Iterator[Any]:
+            raise av.error.InvalidDataError(1, "torn")
+            yield
+
+    source = VideoSource("torn.mkv")
+    source._frames = source._decode(Torn(), None)  # type: ignore[arg-type]
+    with pytest.raises(SourceError, match="300 packets in a row gave no picture"):
+        source.read()
+    assert source.corrupt == 300
+
+
+def test_what_is_no_video_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "text.mp4").write_text("no video")
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    (tmp_path / "cut.mp4").write_bytes(clip(30).read_bytes()[:1000])
+    with av.open(str(tmp_path / "sound.wav"), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+    (tmp_path / "strange.avi").write_bytes(clip(30, ending="avi").read_bytes().replace(b"H264", b"ZZZZ"))
+    for name, why in {
+        "strange.avi": "no decoder for its video",
+        "missing.mp4": "No such file",
+        "": "Is a directory",
+        "text.mp4": "Invalid data",
+        "empty.mp4": "Invalid data",
+        "cut.mp4": "Invalid data",
+        "sound.wav": "holds no video",
+    }.items():
+        path = tmp_path / name
+        with pytest.raises(SourceError, match=why) as caught:
+            VideoSource(path).open()
+        assert str(path) in str(caught.value)
+        assert not caught.value.retryable
+        assert caught.value.code == "source_lost"
+
+
+def test_a_picture_may_be_too_large(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((4, 8200, 3), np.uint8)).save(tmp_path / "wide.png")
+    with pytest.raises(SourceError, match="8200x4, must be at most 8192x8192") as caught:
+        read_all(VideoSource(tmp_path / "wide.png"))
+    assert not caught.value.retryable
+
+
+# -- a file as a camera ------------------------------------------------------------------------------------------------
+
+
+def test_realtime_gives_pictures_when_they_are_due() -> None:
+    source = VideoSource(clip(10, fps=50), realtime=True)
+    assert source.live
+    began = time.monotonic()
+    read = read_all(source)
+    assert numbers(read) == list(range(10))
+    assert 0.18 <= time.monotonic() - began < 1.0
+
+
+def test_realtime_waits_can_be_interrupted() -> None:
+    source = VideoSource(clip(10, fps=1), realtime=True)
+    source.open()
+    source.read()
+    timer = threading.Timer(0.05, source.interrupt)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(SourceError, match="interrupted") as caught:
+        source.read()
+    assert time.monotonic() - began < 0.5
+    assert not caught.value.retryable
+    timer.join()
+    for again in (source.read, source.open):
+        with pytest.raises(SourceError, match="interrupted"):
+            again()
+    source.close()
+
+
+def test_a_looped_file_has_no_end() -> None:
+    source = VideoSource(clip(10), loop=True)
+    source.open()
+    read = [source.read() for _ in range(35)]
+    source.close()
+    assert source.total is None
+    assert [number_of(image) for image, _ in read] == [i % 10 for i in range(35)]
+    assert [pts for _, pts in read] == pytest.approx([i / 25 for i in range(35)])
+
+
+def test_being_late_is_not_made_up_for_in_a_rush_and_a_leap_is_not_waited_for() -> None:
+    timing = video._Timing()
+    timing.start(0.1)
+    told = [(0.0, 100.0, 0.0), (0.1, 100.0, 0.1), (0.2, 100.5, 0.0)]  # pts, now, delay
+    told += [(0.3, 105.0, 0.0), (0.4, 105.0, 0.1), (None, 105.0, 0.2)]
+    told += [(1e6, 106.0, 0.0), (1e6 + 0.1, 106.0, 0.1), (0.5, 107.0, 0.0), (0.6, 107.0, 0.1)]
+    for pts, now, delay in told:
+        timing.stamp(pts)
+        assert timing.delay(now) == pytest.approx(delay), (pts, now)
+
+
+# -- the clock that PyAV asks ------------------------------------------------------------------------------------------
+
+
+def test_only_an_interrupted_source_sees_another_time() -> None:
+    clock = video._Clock()
+    stop = threading.Event()
+    assert abs(clock.monotonic() - time.monotonic()) < 1.0
+    video._waiting.stop = stop
+    try:
+        assert abs(clock.monotonic() - time.monotonic()) < 1.0
+        stop.set()
+        first = clock.monotonic()
+        assert clock.monotonic() - first > 600.0, "longer than any timeout since the call before"
+        seen = []
+        other = threading.Thread(target=lambda: seen.append(clock.monotonic()))
+        other.start()
+        other.join()
+        assert abs(seen[0] - time.monotonic()) < 1.0
+    finally:
+        video._waiting.stop = None

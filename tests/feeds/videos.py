@@ -1,0 +1,76 @@
+"""Small real videos for the tests of feeds, in which every picture says which one it is.
+
+A picture shows its number as ten black or white stripes, so that it is read back whatever a codec did to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import tempfile
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+BITS = 10
+SIZE = (160, 48)  # width and height: sixteen pixels a stripe, so that codecs keep them apart
+
+
+def picture(number: int, size: tuple[int, int] = SIZE) -> NDArray[np.uint8]:
+    """RGB [h, w, 3] that shows `number` (below 1024): the highest bit on the left, white for one."""
+    width, height = size
+    bits = np.array([number >> (BITS - 1 - i) & 1 for i in range(BITS)], np.uint8) * 255
+    row = bits[np.arange(width) * BITS // width]
+    return np.ascontiguousarray(np.broadcast_to(row[None, :, None], (height, width, 3)))
+
+
+def number_of(image: NDArray[np.uint8]) -> int:
+    """The number that a picture shows."""
+    height, width = image.shape[:2]
+    columns = [int((i + 0.5) * width / BITS) for i in range(BITS)]
+    return sum(1 << (BITS - 1 - i) for i, x in enumerate(columns) if image[height // 2, x].mean() > 127)
+
+
+def write_video(
+    path: Path,
+    pictures: Iterable[NDArray[np.uint8]],
+    fps: int = 25,
+    codec: str = "libx264",
+    options: dict[str, str] | None = None,
+) -> Path:
+    """Encode the pictures into a file; the name's ending chooses the container."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=fps, options=options or {})
+        stream.pix_fmt = "yuvj420p" if codec == "mjpeg" else "yuv420p"
+        for number, image in enumerate(pictures):
+            if number == 0:
+                stream.height, stream.width = image.shape[:2]
+            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, fps)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path
+
+
+def encoded(pictures: Sequence[NDArray[np.uint8]], fps: int = 25) -> bytes:
+    """The pictures as a bare H.264 stream, which can be cut and joined: two sizes in a row are two of these."""
+    path = _folder() / f"bare-{len(pictures)}-{pictures[0].shape[1]}.h264"
+    return write_video(path, pictures, fps, options={"g": "5", "bf": "0"}).read_bytes()
+
+
+@functools.cache
+def clip(count: int = 30, fps: int = 25, size: tuple[int, int] = SIZE, ending: str = "mp4") -> Path:
+    """A video of `count` numbered pictures; made once per session, so nobody may change it."""
+    path = _folder() / f"clip-{count}-{fps}-{size[0]}x{size[1]}.{ending}"
+    return write_video(path, (picture(i, size) for i in range(count)), fps)
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = tempfile.TemporaryDirectory(prefix="reflex-videos-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
