@@ -220,9 +220,8 @@ def test_f14_a_signal_stops_in_order(tmp_path: Path) -> None:
 def test_f14_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     with Feeds(ENDLESS, "--processor", "mine:Hangs", cwd=scratch(tmp_path)) as feeds:
         feeds.wait_log("hangs now")
-        feeds.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        while feeds.process.poll() is None:  # the first may still be on its way
+        while feeds.process.poll() is None:  # two that come together are one
             feeds.process.send_signal(signal.SIGINT)
         assert time.monotonic() - began < 2.0
         assert feeds.wait() == 130
@@ -283,12 +282,19 @@ def test_f14_log_lines_stand_above_the_live_table_and_only_the_summary_stays(tmp
 
 def test_f14_nothing_but_results_is_on_standard_output(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(
-        "from mine import Sizes\nclass Noisy(Sizes):\n    def on_start(self):\n        import logging\n"
-        "        logging.basicConfig()\n        logging.getLogger('noisy').warning('one\\x1b[31m\\ntwo')\n",
+        "import logging\nfrom mine import Sizes\nprint('imported')\nclass Noisy(Sizes):\n    def on_start(self):\n"
+        "        logging.basicConfig()\n        logging.getLogger('noisy').warning('one\\x1b[31m\\ntwo')\n"
+        "    def process(self, entries):\n        print('asked', flush=True)\n"
+        "        return super().process(entries)\n",
         encoding="utf-8",
     )
-    arguments = (SHORT, "--processor", "noisy:Noisy", "--results", "-")
-    with Feeds(*arguments, cwd=scratch(tmp_path), terminal=(80, 24)) as feeds:
-        assert feeds.wait() == 0
-    assert [line["sequence"] for line in feeds.wait_out(3)] == [0, 1, 2]
-    assert any(line.endswith("one [31m two") for line in screen(feeds.raw)), "as one line, its control characters gone"
+    arguments = (SHORT, "--processor", "noisy:Noisy")
+    piped = Feeds(*arguments, "--results", "-", cwd=scratch(tmp_path), terminal=(80, 24))
+    plain = Feeds(*arguments, cwd=tmp_path, terminal=(80, 24))
+    together(piped, plain)
+    assert [line["sequence"] for line in piped.wait_out(3)] == [0, 1, 2]
+    shown = screen(piped.raw)
+    assert any(line.endswith("one [31m two") for line in shown), "as one line, its control characters gone"
+    assert "imported" in shown
+    assert "asked" in shown
+    assert plain.out == ["imported", *["asked"] * 3], "what somebody else prints stays where he sent it"

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -93,16 +93,23 @@ def run(args: argparse.Namespace) -> int:
     specs = specs_of(args.feeds, args.config, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
     check_outputs(config, specs)
-    if config.table and config.results == "-" and sys.stdout.isatty() and sys.stderr.isatty():
+    output = sys.stdout
+    if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
-    return _Session(config, specs, sources, processor_of(config)).run()
+    with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
+        return _Session(config, specs, sources, processor_of(config), output).run()
 
 
 class _Session:
     """One run, from the start of the processor to the last word."""
 
     def __init__(
-        self, config: FeedsConfig, specs: Sequence[FeedSpec], sources: Mapping[str, Source], processor: BatchProcessor
+        self,
+        config: FeedsConfig,
+        specs: Sequence[FeedSpec],
+        sources: Mapping[str, Source],
+        processor: BatchProcessor,
+        output: Any,
     ) -> None:
         from reflex_runtime.cli.feeds_asked import batching_of
         from reflex_runtime.cli.feeds_board import Board
@@ -112,15 +119,17 @@ class _Session:
         self._specs = specs
         self._sources = sources
         self._processor = processor
+        self._output = output
         self._batching = batching_of(config, len(specs))
         self._runtime: Runtime = Runtime()
-        on_screen = config.results == "-" and sys.stdout.isatty()  # then there is no room for a table
+        on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._results: JsonLines | None = None
         self._trace: TraceWriter | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
         self._waiting = False  # the main thread looks at the news
         self._signal = 0
+        self._hurried = False  # by a second signal
         self._events = self._runtime.events()
         self._faults = False  # a stage or a sink failed
 
@@ -154,9 +163,12 @@ class _Session:
                 self._start(refused)
                 with self._board:
                     why = self._wait()
-            finally:
-                report = self._runtime.stop()
-                watcher.join(2.0)
+            except BaseException:
+                if not self._hurried:
+                    self._runtime.stop()
+                raise
+            report = self._runtime.stop()
+            watcher.join(2.0)
         if why in signal.Signals.__members__:
             logging.info("stopped by %s", why)
         self._board.summary()
@@ -203,7 +215,7 @@ class _Session:
         if not self._config.results:
             return None
         if self._config.results == "-":
-            return JsonLines(_Output(sys.stdout, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
+            return JsonLines(_Output(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
         open(self._config.results, "wb").close()  # also a run without a result leaves none of the run before
         return JsonLines(self._config.results)
 
@@ -271,7 +283,10 @@ class _Session:
 
     def _signalled(self, number: int) -> None:
         """In the main thread, between any two of its steps: nothing here may wait for it."""
+        if self._hurried:  # it is on its way out
+            return
         again, self._signal = self._signal, number
+        self._hurried = bool(again)
         if again or not self._waiting:
             raise KeyboardInterrupt
         self._news.put(signal.Signals(number).name)
