@@ -103,14 +103,17 @@ class _UnitTally:
         self.dearest = 1.0
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
-        return 0
+        n = int(min(most, max(budget, 1.0)))
+        if n > 0:
+            self.cost, self.dearest = float(n), 1.0
+        return n
 
 
 class UnitCost:
     """Every request costs 1 a batch: the budget is a batch size. It knows nothing of time."""
 
     unit = "requests"
-    linear = False
+    linear = True
 
     def tally(self) -> Tally:
         return _UnitTally()
@@ -165,6 +168,7 @@ class TokenCost(UnitCost):
     """
 
     unit = "tokens"
+    linear = False
 
     def __init__(self, threshold: float = inf) -> None:
         if not threshold >= 1:
