@@ -293,7 +293,7 @@ MUTANTS = [
     M("core/group.py", "the oldest gives way", "next(reversed(queue.tickets)) for queue", "queue.head for queue"),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
     M("core/live.py", "only those in the batch are waited for", "if c not in members", "if c in members"),
-    M("core/live.py", "who is gone is waited for", "at + self._window for c", "at + 2 * self._window for c"),
+    M("core/live.py", "who is gone is waited for", "at + self._span for c", "at + 2 * self._span for c"),
     M("core/group.py", "an answer does not make a client live", "self.live.seen(client.key, now)", "pass"),
     M("core/flush.py", "the target is one more", "if waiting >= self.target", "if waiting > self.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),

@@ -660,9 +660,9 @@ def test_f7_a_feed_that_floods_a_small_queue_gives_way_to_the_others() -> None:
         busy_with(coordinator, detector)
         flood = [handle.submit("fast", n) for n in range(8)]
         slow = [handle.submit(f"cam{n}", n) for n in range(6)]  # each takes a place of the flood
+        assert [type(future.exception(PATIENCE)) for future in flood[2:]] == [Displaced] * 6  # told at once
         with pytest.raises(QueueFull):
             handle.submit("fast", 8)
-        assert [type(future.exception(PATIENCE)) for future in flood[2:]] == [Displaced] * 6
         detector.gate.set()
         assert all(end_of(future) is not None for future in (*slow, *flood[:2]))
         metrics = handle.metrics()

@@ -627,24 +627,70 @@ def test_f11_stop_waits_for_a_thread_that_is_dying() -> None:
     timer.join()
 
 
-def test_f12_a_callback_that_ends_the_thread_leaves_nobody_waiting() -> None:
+@pytest.mark.parametrize("fault", [SystemExit(), ValueError("a bad callback")])
+def test_f12_a_callback_that_raises_harms_nobody(fault: BaseException) -> None:
     detector = Detector(is_open=False)
     coordinator = Coordinator(detector, BatchConfig(response_timeout=PATIENCE))
-    handle = coordinator.start()
 
     def end(_: Future[Any]) -> None:
-        raise SystemExit
+        raise fault
 
-    first = busy_with(coordinator, detector)
-    futures = [handle.submit(f"cam{n}", n) for n in range(6)]
-    futures[0].add_done_callback(end)
+    with coordinator as handle:
+        first = busy_with(coordinator, detector)
+        futures = [handle.submit(f"cam{n}", n) for n in range(6)]
+        futures[0].add_done_callback(end)
+        detector.gate.set()
+        assert [end_of(f) for f in (first, *futures)] == [("busy", "busy"), *((f"cam{n}", n) for n in range(6))]
+        assert handle.submit_and_wait("cam0", 7) == ("cam0", 7)
+        assert handle.metrics().pending == 0
+        assert handle.lost is None
+
+
+def test_f12_a_caller_who_settles_his_future_himself_harms_nobody() -> None:
+    detector = Detector(is_open=False)
+    coordinator = Coordinator(detector)
+    with coordinator as handle:
+        busy_with(coordinator, detector)
+        mine, other = handle.submit("cam0", 0), handle.submit("cam1", 1)
+        mine.set_result("enough")
+        detector.gate.set()
+        assert end_of(other) == ("cam1", 1)
+        assert handle.submit_and_wait("cam0", 7) == ("cam0", 7)
+        assert handle.lost is None
+
+
+def test_f11_a_callback_that_blocks_does_not_hold_up_the_stop() -> None:
+    detector = Detector(is_open=False)
+    coordinator = Coordinator(detector)
+    handle = coordinator.start()
+    busy = busy_with(coordinator, detector)
+    inside, may_go = threading.Event(), threading.Event()
+
+    def block(_: Future[Any]) -> None:
+        inside.set()
+        may_go.wait(PATIENCE)
+
+    busy.add_done_callback(block)
     detector.gate.set()
-    assert [end_of(f) for f in (first, *futures[:4])] == [("busy", "busy"), *((f"cam{n}", n) for n in range(4))]
-    for future in futures[4:]:  # taken in, or not any more
-        assert type(end_of(future)) in (ProcessorError, Drained)
-    assert handle.metrics().pending == 0
-    assert coordinator.stop()
-    assert handle.lost is not None
+    assert inside.wait(PATIENCE)
+    stopped = threading.Event()
+    stopper = threading.Thread(target=lambda: (coordinator.stop(0.05), stopped.set()), daemon=True)
+    stopper.start()
+    assert stopped.wait(PATIENCE / 2), "the stop waited for a callback"
+    assert coordinator.detached is not None
+    with pytest.raises(Closed):
+        handle.submit("cam", 1)
+    may_go.set()
+    assert coordinator.join(PATIENCE)
+
+
+def test_f8_every_missing_output_has_an_error_of_its_own() -> None:
+    detector = Detector(answer=lambda entries: [None for _ in entries])
+    coordinator = Coordinator(detector)
+    with coordinator as handle:
+        errors = [end_of(handle.submit("cam", n)) for n in range(3)]
+    assert [type(e) for e in errors] == [ProcessorError] * 3
+    assert len({id(e) for e in errors}) == 3  # a shared one would gather the tracebacks, and frames, of all
 
 
 # -- on_stop -----------------------------------------------------------------------------------------------------------

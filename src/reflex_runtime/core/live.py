@@ -12,21 +12,21 @@ from math import inf
 
 
 class Live:
-    """The clients of a group by when they were last seen. window: seconds; 0 keeps no account."""
+    """The clients of a group by when they were last seen. span: seconds for which that counts; 0 keeps no account."""
 
-    def __init__(self, window: float) -> None:
-        self._window = window
+    def __init__(self, span: float) -> None:
+        self._span = span
         self._seen: OrderedDict[Hashable, float] = OrderedDict()  # the most recent last
 
     def seen(self, client: Hashable, now: float) -> None:
         """The client asked, or got an answer."""
-        if self._window <= 0.0:
+        if self._span <= 0.0:
             return
         self._seen[client] = now
         self._seen.move_to_end(client)
-        while next(iter(self._seen.values())) + self._window <= now:  # its own entry never is
+        while next(iter(self._seen.values())) + self._span <= now:  # its own entry never is
             self._seen.popitem(last=False)
 
     def others_until(self, members: Collection[Hashable]) -> float:
         """Until when somebody who is not among `members` counts as live; in the past when nobody does."""
-        return next((at + self._window for c, at in reversed(self._seen.items()) if c not in members), -inf)
+        return next((at + self._span for c, at in reversed(self._seen.items()) if c not in members), -inf)

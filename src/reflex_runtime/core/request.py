@@ -7,7 +7,7 @@ Life of a ticket; `TRANSITIONS` is the table, the scheduler moves along it and n
        │               More│  │granted
        │                   ▼  │
        └──preempted──── RESIDENT ──cancelled, expired, drained──▶ SETTLED
-    WAITING ──cancelled, expired, shed, superseded, drained──▶ SETTLED
+    WAITING ──cancelled, expired, shed, superseded, displaced, drained──▶ SETTLED
 """
 
 from __future__ import annotations

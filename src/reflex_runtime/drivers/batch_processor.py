@@ -132,7 +132,7 @@ class Owned(BaseProcessor):
         if results is None or isinstance(results, (Mapping, str, bytes)):  # of these the keys or letters would be taken
             found = "None" if results is None else f"a {type(results).__name__}"
             raise ResultCountMismatch(f"process returned {found}, expected a sequence of {len(entries)} results")
-        return [_MISSING if r is None else _of_processor(r) if isinstance(r, ReflexError) else r for r in results]
+        return [_missing() if r is None else _of_processor(r) if isinstance(r, ReflexError) else r for r in results]
 
     def stop(self) -> None:
         if not self.started:
@@ -156,7 +156,9 @@ def _of_processor(error: ReflexError) -> ProcessorError:
     return wrapped
 
 
-_MISSING = Failed(ProcessorError("process gave no result for this frame: found None"))
+def _missing() -> Failed:
+    """A new one each time: whoever raises an exception hangs its traceback, and with it his frame, on it."""
+    return Failed(ProcessorError("process gave no result for this frame: found None"))
 
 
 def id_of(processor: BatchProcessor) -> str:

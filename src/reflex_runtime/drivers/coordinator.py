@@ -69,9 +69,9 @@ class _Pending(Future[Any]):
     take_back: Callable[[], None] | None = None
 
     def cancel(self) -> bool:
+        take_back, self.take_back = self.take_back, None  # whoever answers clears it, too
         cancelled = super().cancel()
-        if cancelled and self.take_back is not None:
-            take_back, self.take_back = self.take_back, None
+        if cancelled and take_back is not None:
             take_back()
         return cancelled
 
@@ -100,12 +100,14 @@ class BatchHandle:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
         The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
-        callbacks run on the coordinator's thread and must be quick. Cancelling it takes the frame back.
+        callbacks run on whichever thread brings the news and must be quick. Cancelling it takes the frame back.
         """
         future = _Pending()
         coordinator = self._coordinator
         ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, future)
         future.take_back = lambda: coordinator.cancel(ticket)
+        if future.done():  # it holds the ticket, and the ticket holds the future
+            future.take_back = None
         return future
 
     def submit_and_wait(
@@ -196,6 +198,8 @@ class BatchCoordinator:
         self._delivery = threading.RLock()  # a future's callback may submit again
         self._untold: deque[Event] = deque()  # if a callback ends the thread, the next to deliver goes on
         self._teller: int | None = None  # the thread that delivers
+        self._news = False  # somebody found it busy
+        self._obituary: DeviceLost | None = None  # told after everything else
         self._sequences: dict[str, count[int]] = {}
         self._watchdog = config.watchdog or inf
         self._alarm = inf  # when the timekeeper looks next
@@ -237,7 +241,11 @@ class BatchCoordinator:
         if failure is not None:
             self.stop(GRACE)
             raise ProcessorError(f"{self.id}: on_start failed: {type(failure).__name__}: {failure}") from failure
-        threading.Thread(target=self._keep_time, name=f"reflex-{self.id}-timekeeper", daemon=True).start()
+        try:
+            threading.Thread(target=self._keep_time, name=f"reflex-{self.id}-timekeeper", daemon=True).start()
+        except RuntimeError:  # no threads left
+            self.stop(GRACE)
+            raise
         return self.handle
 
     def signal(self) -> None:
@@ -332,7 +340,7 @@ class BatchCoordinator:
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
         with self._delivery:
-            self._deliver()
+            self._tell_all()
             figures = self._meter.take()
         return figures()
 
@@ -386,21 +394,38 @@ class BatchCoordinator:
         self._device.input(lambda scheduler, now: scheduler.close(now, drain=False))
 
     def _deliver(self) -> None:
-        """Call the sinks and wake the callers. One thread at a time, so events stay in order."""
-        with self._delivery:
-            untold = self._untold
-            untold.extend(self._device.take_events())
-            if self._teller is not None:  # called by a callback: what came before it is told first
-                return
-            self._teller = threading.get_ident()
+        """Call the sinks and wake the callers, or leave it to the thread that is at it.
+
+        One thread at a time, so events stay in order. Nobody waits for it: it may be in somebody's slow callback.
+        """
+        self._news = True
+        while self._news and self._delivery.acquire(blocking=False):  # who has it looks for news once more afterwards
             try:
-                while untold:
-                    event = untold.popleft()
+                self._news = False
+                self._tell_all()
+            finally:
+                self._delivery.release()
+
+    def _tell_all(self) -> None:
+        """What `_deliver` does. The delivery lock is held."""
+        untold = self._untold
+        untold.extend(self._device.take_events())
+        if self._teller is not None:  # called by a callback: what came before it is told first
+            return
+        self._teller = threading.get_ident()
+        try:
+            while untold:
+                event = untold.popleft()
+                try:
                     self._tell(event)
+                finally:
                     if type(event) is RequestSettled:
                         self._answer(event.ticket)
-            finally:
-                self._teller = None
+            if self._obituary is not None:
+                obituary, self._obituary = self._obituary, None
+                self._tell(obituary)
+        finally:
+            self._teller = None
 
     def _tell(self, event: Event) -> None:
         kind = type(event)
@@ -414,26 +439,30 @@ class BatchCoordinator:
             except Exception:
                 log.exception("%s: a sink failed on %s", self.id, kind.__name__)
 
-    @staticmethod
-    def _answer(ticket: Ticket) -> None:
+    def _answer(self, ticket: Ticket) -> None:
         waiter, outcome = ticket.waiter, ticket.outcome
         if type(waiter) is _Waiter:
             waiter.lock.release()
             return
         waiter.take_back = None  # it holds the ticket: this breaks the circle
-        if not waiter.set_running_or_notify_cancel():
-            return
-        if isinstance(outcome, Done):
-            waiter.set_result(outcome.value)
-        else:
-            waiter.set_exception(outcome.error)
+        try:
+            if not waiter.set_running_or_notify_cancel():
+                return
+            if isinstance(outcome, Done):
+                waiter.set_result(outcome.value)
+            else:
+                waiter.set_exception(outcome.error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a callback wanted out, or the caller settled his future himself
+            log.exception("%s: the future of a frame of %r could not be settled", self.id, ticket.request.client)
 
     def _died(self) -> None:
         """The thread is gone; everybody was answered. Tell the sinks, unless it was to end anyway."""
         assert self._device.lost is not None
-        with self._delivery:
-            if not self._signalled:
-                self._tell(DeviceLost(self._clock(), self._device.lost))
+        if not self._signalled:
+            self._obituary = DeviceLost(self._clock(), self._device.lost)
+            self._deliver()
 
     # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
 
@@ -454,9 +483,12 @@ class BatchCoordinator:
                 continue  # an earlier alarm, or the end
             with self._setting:
                 self._alarm = inf  # first: what comes from now on sets it again
-            self._device.expire()
-            self._device.check(self._watchdog)
-            self._deliver()
+            try:
+                self._device.expire()
+                self._device.check(self._watchdog)
+                self._deliver()
+            except Exception:  # nobody else watches over batches and deadlines
+                log.exception("%s: the timekeeper stumbled", self.id)
             if not self._scheduler.idle:
                 since = self._device.running_since
                 hangs = (self._clock() if since is None else since) + self._watchdog

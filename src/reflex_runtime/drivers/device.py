@@ -99,10 +99,14 @@ class Device:
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
         """
         with self._lock:
+            settled = self.scheduler.settled
             ticket = self.scheduler.submit(request, self.clock())
             ticket.waiter = waiter
             if wake and self._waiting and not (self.scheduler.stands and ticket.deadline >= self._sleeps_until):
                 self._ring()
+            told = self.scheduler.settled != settled  # somebody had to make room for it
+        if told:
+            self._notify()
         return ticket
 
     def wake(self) -> None:
