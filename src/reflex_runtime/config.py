@@ -195,7 +195,9 @@ class FeedsConfig:
         50.0, "longest that a frame waits for company on a free processor; not at all once every live feed is in",
         low=0, high=60_000, unit="ms",
     )
-    queue_capacity: int = option(0, "frames waiting for the processor; 0 is four batches", low=0, high=1_000_000)
+    queue_capacity: int = option(
+        0, "frames waiting for the processor; 0 is four batches, and at least one place per feed", low=0, high=1_000_000
+    )
     response_timeout_s: float = option(
         5.0, "what a feed waits for its answer beyond the latency", low=0.01, high=3600, unit="s"
     )

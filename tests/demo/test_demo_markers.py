@@ -114,9 +114,12 @@ def test_the_camera_shows_its_feed_and_counts() -> None:
     ("text", "message"),
     [
         ("markers:fps=3", "say the feed's number"),
-        ("markers:feed=1000", "feed=1000: must be 0 … 999"),
+        ("markers:feed=1000", "^markers:feed=1000: must be 0 … 999"),
         ("markers:feed=-1", "feed=-1"),
-        ("markers:feed=1,size=39x60", r"size=\(39, 60\)"),
+        ("markers:feed=1,size=39x60", "^markers:size=39x60: must be "),
+        ("markers:feed=1,size=5000x60", "^markers:size=5000x60: must be .* at most 4096"),
+        ("markers:feed=1,fps=1001", r"^markers:fps=1001: must be in \(0, 1000\]$"),
+        ("markers:feed=x", "^markers:feed=x: must be a whole number$"),
         ("markers:feed=1,frames=0", "frames=0"),
     ],
 )

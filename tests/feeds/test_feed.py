@@ -23,12 +23,19 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.feeds.capture import Backoff
 from reflex_runtime.feeds.chaos import ChaosSource
-from reflex_runtime.feeds.consume import FeedStageError
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.snapshot import DROPS
 from reflex_runtime.feeds.source import Source, SourceError
-from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, FeedEnded, FeedFailed, FeedFrozen
+from reflex_runtime.telemetry.health import (
+    FeedConnected,
+    FeedDisconnected,
+    FeedEnded,
+    FeedFailed,
+    FeedFrozen,
+    FeedStageError,
+    StageError,
+)
 
 
 class Made:
@@ -428,6 +435,18 @@ def test_a_sink_that_cannot_be_closed_does_not_keep_the_feed_from_ending() -> No
     assert [e.error for e in made.log.of(FeedStageError)] == ["a sink could not be closed: OSError: no space"]
 
 
+def test_a_failed_stage_is_no_lost_coordinator() -> None:
+    assert not issubclass(FeedStageError, StageError)
+
+
+def test_what_the_source_could_not_decode_is_in_the_snapshot() -> None:
+    camera = Camera(0, END, live=False)
+    made = Made(camera).run()
+    assert made.feed.snapshot().corrupt == 0  # it does not say
+    camera.corrupt = 3  # type: ignore[attr-defined]
+    assert made.feed.snapshot().corrupt == 3
+
+
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
 def test_a_capture_thread_that_dies_says_so(error: BaseException) -> None:
     made = Made(Camera(0, error, live=False)).run()
@@ -539,10 +558,37 @@ def test_what_a_deserted_feed_still_gets_reaches_no_sink() -> None:
     gate.busy()
     assert not made.feed.stop(0.02)
     assert made.feed.detached == ("reflex-feed-cam-pipeline",)
+    assert made.sink.closed == 1  # what it wrote until now is not lost
     gate.open.set()
     ended(made.feed)
     assert made.sink.results == []
+    assert made.sink.closed == 1
     assert made.drops == {"stopped": 1}
+
+
+class Stuck(Collector):
+    """A sink that takes a result only once the test opens its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def __call__(self, result: Any) -> None:
+        self.gate(0)
+        super().__call__(result)
+
+
+def test_a_sink_that_is_stuck_is_not_closed_under_its_thread_and_those_after_it_get_nothing() -> None:
+    made, stuck, later = Made(Camera(0)), Stuck(), Collector()
+    made.feed.sinks = made.feed._consumer._sinks = (made.sink, stuck, later)
+    made.feed.start()
+    stuck.gate.busy()
+    assert not made.feed.stop(0.02)
+    assert (made.sink.closed, stuck.closed, later.closed) == (1, 0, 1)
+    stuck.gate.open.set()
+    ended(made.feed)
+    assert (made.sink.closed, stuck.closed, later.closed) == (1, 1, 1)
+    assert later.results == []
 
 
 def test_a_feed_that_was_never_started_can_be_stopped_and_stays_so() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from feeds.commands import LEAVING, Feeds, clean, figures, ran, refusal, results, scratch, screen, together
+from feeds.test_source import broken
 from feeds.videos import clip
 from reflex_runtime.telemetry.trace import read_trace
 
@@ -39,6 +40,10 @@ ENDLESS = "a=shapes:seed=1"
         (("a=ftp://u:pw@h/x",), "source='ftp://h/x': must be a path"),
         (("a=chaos:seed=x",), "a: chaos:seed=x: must be a whole number"),
         (("a=mine.py", "--loop"), "a=mine.py: --loop needs --realtime"),
+        ((SHORT, "--processor", "mine:Sizes", "--score", "0.3"), "--score=0.3: is for --onnx, and --processor=mine:Si"),
+        ((SHORT, "--processor", "mine:Sizes", "--provider", "cuda"), "--provider=cuda: is for --onnx"),
+        ((SHORT, "--processor", "mine:Sizes", "--threads", "2"), "--threads=2: is for --onnx"),
+        (("a=shapes:fps=1e308",), "a: shapes:fps=1e308: must be in (0, 1000]"),
         ((SHORT, "--frob"), "unrecognized arguments: --frob"),
         ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
         ((SHORT, "--onnx", "shapes", "--queue-capacity", "3"), "--queue-capacity=3: must be at least --max-batch"),
@@ -100,6 +105,9 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nrestarts = inf", "feed 1: restarts=inf: must be a whole number"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nmax_age_ms = 0", "feed 1: max-age-ms=0: must be in [1"),
         ("[[feed]]\nname = 'a'\nsource = 'chaos:'\nrealtime = true", "realtime: is for files, and chaos: is none"),
+        ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nmax_age_ms = 5", "max_age_ms: is for cameras, and a.mp4 is a file"),
+        ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nrestarts = 5", "restarts: is for cameras, and a.mp4 is a file"),
+        ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nread_timeout_s = 5\nrealtime = true", "read_timeout_s: is for cam"),
         ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
         ("[fedes]\nonnx = 'x'", "found 'fedes', expected only the table [feeds] and feed"),
     ],
@@ -118,6 +126,20 @@ def test_f14_a_password_is_in_no_refusal(capsys: pytest.CaptureFixture[str], tmp
     file.write_text(f"[[feed]]\nname = 'a'\nsource = '{address}'\nloop = true\nrealtime = true\n", encoding="utf-8")
     for arguments in ([address], [f"a b={address}"], [f"a={address}", f"a={address}"], ["--config", str(file)]):
         assert "hunter2" not in refusal(capsys, *arguments, "--onnx", "shapes")
+
+
+def test_f14_the_configuration_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cameras.toml"
+    text = f"[feeds]\nonnx = 'shapes'\nresults = '{file}'\n[[feed]]\nname = 'a'\nsource = 'chaos:'\n"
+    file.write_text(text, encoding="utf-8")
+    assert f"would write over {file}, which is the configuration" in refusal(capsys, "--config", str(file))
+    assert file.read_text(encoding="utf-8") == text
+
+
+def test_f14_a_processor_that_does_not_start_leaves_the_results_of_the_run_before(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text("of an earlier run\n", encoding="utf-8")
+    ran(SHORT, "--processor", "mine:BadStart", "--results", "r.jsonl", cwd=scratch(tmp_path), status=2)
+    assert (tmp_path / "r.jsonl").read_text(encoding="utf-8") == "of an earlier run\n"
 
 
 def test_f14_a_processor_that_does_not_start_ends_it_with_2(tmp_path: Path) -> None:
@@ -140,15 +162,16 @@ def test_f14_feeds_come_from_a_file_and_from_anywhere_between_the_options(tmp_pa
     video = clip(10, 50)
     file.write_text(
         f"[feeds]\nprocessor = 'mine:ready'\nrealtime = true\n[[feed]]\nname = 'one'\nsource = '{video}'\n"
-        f"[[feed]]\nname = 'two'\nsource = '{video}'\nrealtime = false\nmax-age-ms = 50\n",
+        f"[[feed]]\nname = 'two'\nsource = '{video}'\nrealtime = false\n"
+        f"[[feed]]\nname = 'three'\nsource = '{video}'\nmax-age-ms = 500\nrestarts = 3\n",
         encoding="utf-8",
     )
     feeds = ran(
         "--config", str(file), "x=markers:feed=1,frames=3,live=0", "--results", "r.jsonl", "y=shapes:seconds=0.1",
         cwd=scratch(tmp_path),
     )  # fmt: skip
-    assert "starting: 4 feeds on sizes, batches of at most 4 frames or 50 ms" in feeds.log[0]
-    answered = {name: figures(feeds, name)["answered"] for name in ("one", "two", "x", "y")}
+    assert "starting: 5 feeds on sizes, batches of at most 4 frames or 50 ms" in feeds.log[0]
+    answered = {name: figures(feeds, name)["answered"] for name in ("one", "two", "three", "x", "y")}
     assert answered["two"] == 10
     assert answered["x"] == 3
     assert sum(answered.values()) == len(results(tmp_path / "r.jsonl"))
@@ -195,6 +218,15 @@ def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_pat
     assert f"{flag}=/dev/full: " in feeds.log[-1]
     assert says in feeds.log[-1]
     assert figures(feeds, "a")["answered"] == 3
+
+
+def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path) -> None:
+    damaged = broken(tmp_path / "a.mp4", range(20, 25))
+    feeds = ran(f"a={damaged}", f"b={clip(5)}", "--processor", "mine:Sizes", cwd=scratch(tmp_path), status=1)
+    assert feeds.log[-1].endswith("ERROR a: the file is damaged: 5 packets could not be decoded")
+    assert any(line.startswith("a ") and line.endswith(" 5 packets could not be decoded") for line in feeds.log)
+    assert figures(feeds, "a") == {"frames": 25, "answered": 25}
+    assert figures(feeds, "b")["answered"] == 5
 
 
 def test_f14_a_signal_stops_in_order(tmp_path: Path) -> None:

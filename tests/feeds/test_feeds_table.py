@@ -12,7 +12,6 @@ from rich.console import Console, RenderableType
 from reflex_runtime.cli.feeds_table import LiveTable, summary
 from reflex_runtime.cli.feeds_words import clock, in_one_line, line_of, line_of_all, seconds, state, told, words_of
 from reflex_runtime.drivers.batch_metrics import BatchMetrics, Timing
-from reflex_runtime.feeds.consume import FeedStageError
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.telemetry import health
 
@@ -126,6 +125,11 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
     said = "door: running, 100 answered, 12.3/s, newest answer 66 ms old, dropped: 13 overrun, 6 stale"
     assert line_of(CAMERA) == said
     assert line_of(replace(FILE, age=None)) == "yard: 25 % 0:30, 100/400 answered, 10.0/s"
+    torn = replace(CAMERA, corrupt=3)
+    assert line_of(torn) == said + ", 3 packets could not be decoded"
+    assert line_of_all([torn, torn]).endswith("12 stale, 6 packets could not be decoded")
+    assert line_of(replace(CAMERA, drops={}, corrupt=1)).endswith("66 ms old, 1 packet could not be decoded")
+    assert shown(summary(snapshot(torn)), 120)[1].endswith("13 overrun, 6 stale, 3 packets could not be decoded")
     feeds = [replace(CAMERA, name=str(k)) for k in range(9)] + [replace(CAMERA, name="x", state="failed")]
     together = "10 feeds: 9 running, 1 failed; 1000 answered, 123.4/s, dropped: 130 overrun, 60 stale"
     assert line_of_all(feeds) == together
@@ -148,8 +152,8 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
         (health.BatchError(0, "onnx", 1, "bad\nframe"), logging.ERROR, "onnx: 1 batch failed: bad frame"),
         (health.BatchError(0, "onnx", 4, "bad"), logging.ERROR, "onnx: 4 batches failed: bad"),
         (health.StageError(0, "door", "it died", "onnx"), logging.ERROR, "door: it died"),
-        (FeedStageError(0, "door", "disk full"), logging.ERROR, "door: disk full"),
-        (FeedStageError(0, "door", "disk full", count=7), logging.ERROR, "door: disk full (7 times)"),
+        (health.FeedStageError(0, "door", "disk full"), logging.ERROR, "door: disk full"),
+        (health.FeedStageError(0, "door", "disk full", count=7), logging.ERROR, "door: disk full (7 times)"),
         (health.ThreadDetached(0, "door", "t-1"), logging.ERROR, "door: thread t-1 did not end and is left behind"),
     ],
 )  # fmt: skip

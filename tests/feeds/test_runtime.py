@@ -17,7 +17,6 @@ from feeds.fakes import END, PATIENCE, Camera, Collector, Detector, Endless, Log
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.feeds.chaos import ChaosSource
-from reflex_runtime.feeds.consume import FeedStageError
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines
@@ -28,6 +27,7 @@ from reflex_runtime.telemetry.health import (
     FeedConnected,
     FeedEnded,
     FeedFailed,
+    FeedStageError,
     HealthEvent,
     StageError,
     ThreadDetached,
@@ -120,6 +120,50 @@ def test_feeds_come_and_go_while_it_runs() -> None:
         sinks[2].wait(1)
     assert (sinks[0].values, sinks[1].values, sinks[2].values) == ([0], [1, 2], [7])
     assert threads() == set()
+
+
+def test_it_is_over_when_every_feed_is() -> None:
+    runtime, last = Runtime(), Camera(live=False)
+    runtime.feed("first", Camera(END, live=False))
+    runtime.feed("last", last)
+    log = Told(runtime)
+    with runtime:
+        log.wait(FeedEnded)
+        assert not runtime.over
+        last.give(END)
+        log.wait(FeedEnded, 2)
+        assert runtime.over
+
+
+def test_a_refused_coordinator_lets_go_of_its_processor() -> None:
+    runtime, second = Runtime(), Detector()
+    runtime.coordinator(Detector())
+    with pytest.raises(ConfigError, match="used already"):
+        runtime.coordinator(second)
+    runtime.stop()
+    closed = Detector("late")
+    with pytest.raises(Closed):
+        runtime.coordinator(closed)
+    for processor in (second, closed):
+        with Runtime() as other:
+            other.coordinator(processor)
+
+
+def test_a_feed_that_gets_no_threads_is_not_kept_and_its_sink_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Collector()
+
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with Runtime() as runtime:
+        runtime.feed("first", Camera(), sinks=[shared])
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", none_left)
+            with pytest.raises(RuntimeError, match="new thread"):
+                runtime.feed("second", Camera(), sinks=[shared])
+        assert (set(runtime.snapshot().feeds), shared.closed) == ({"first"}, 0)
+        runtime.feed("second", Camera(), sinks=[shared])
+    assert shared.closed == 1
 
 
 def test_a_coordinator_may_be_added_while_it_runs() -> None:
@@ -508,6 +552,28 @@ def test_two_stops_at_a_time_are_one() -> None:
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.submit(runtime.stop), pool.submit(runtime.stop)
         assert first.result(PATIENCE) is second.result(PATIENCE)
+
+
+def test_f11_a_feed_left_behind_lets_go_of_a_sink_that_it_shares() -> None:
+    runtime, shared = Runtime(), Collector()
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def hang(frame: Any) -> Any:
+        entered.release()
+        assert go_on.wait(PATIENCE)
+        return frame
+
+    runtime.feed("good", Camera(0), Pipeline(), [shared])
+    stuck = runtime.feed("stuck", Camera(0), Pipeline([hang]), [shared])
+    runtime.start()
+    shared.wait(1)
+    assert entered.acquire(timeout=PATIENCE)
+    report = runtime.stop(0.05)
+    assert report.detached == ("reflex-feed-stuck-pipeline",)
+    assert shared.closed == 1, "what the other feed gave is written out"
+    go_on.set()
+    assert stuck.join(PATIENCE)
+    assert (shared.closed, [r.feed for r in shared.results]) == (1, ["good"])
 
 
 # -- a lost coordinator ------------------------------------------------------------------------------------------------

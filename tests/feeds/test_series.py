@@ -32,6 +32,7 @@ SERIES = {
     "reflex_feed_latency_seconds": "histogram",
     "reflex_feed_restarts_total": "counter",
     "reflex_feed_sink_errors_total": "counter",
+    "reflex_feed_corrupt_total": "counter",
     "reflex_feed_submissions_total": "counter",
     "reflex_feed_timeouts_total": "counter",
     "reflex_feed_pending": "gauge",
@@ -100,6 +101,7 @@ class Expected:
         self.timing("reflex_feed_latency_seconds", feed.latency, feed=name)
         self.say("reflex_feed_restarts_total", feed.restarts, feed=name)
         self.say("reflex_feed_sink_errors_total", feed.sink_errors, feed=name)
+        self.say("reflex_feed_corrupt_total", feed.corrupt, feed=name)
 
     def coordinator(self, name: str, m: BatchMetrics) -> None:
         admitted = m.processed + m.failed + m.dropped + m.pending
@@ -163,7 +165,7 @@ def feed(name: str, seed: int, **figures: Any) -> FeedSnapshot:
     rng = Random(seed)
     drops = {"overrun": rng.randrange(1, 99), "stale": rng.randrange(1, 99), "queue_full": 0}
     made: dict[str, Any] = {"frames": 500, "processed": 300, "waiting": 3, "in_flight": 1, "drops": drops, "fps": 29.5}
-    made |= {"age": 0.125, "latency": timing(rng), "restarts": 2, "sink_errors": 4}
+    made |= {"age": 0.125, "latency": timing(rng), "restarts": 2, "sink_errors": 4, "corrupt": 5}
     return FeedSnapshot(name=name, mode="live", source="rtsp://…", state="running", **(made | figures))
 
 

@@ -203,6 +203,28 @@ def test_what_is_left_at_the_end_and_does_not_fit_is_told(monkeypatch: pytest.Mo
     assert sink.lost == 1
 
 
+def test_a_run_without_a_result_leaves_none_of_the_run_before(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("before\n")
+    sink = JsonLines(path, Clock())
+    assert path.read_text() == "before\n"
+    sink.begin()
+    assert path.read_text() == ""
+    sink(result())
+    sink.begin()  # too late: it has begun
+    sink.close()
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_an_encoder_has_one_thread_and_holds_no_pictures_back(tmp_path: Path) -> None:
+    video = AnnotatedVideo(tmp_path / "a.mp4")
+    video(result())
+    context = video._stream.codec_context
+    assert context.thread_count == 1
+    assert not context.has_b_frames
+    video.close()
+
+
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from http.server import ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -208,6 +209,24 @@ def test_too_many_connections_cost_the_oldest(page: Page, monkeypatch: pytest.Mo
         assert received(connection).startswith(b"HTTP/1.0 200")
     for connection in connections:
         connection.close()
+
+
+def test_a_connection_that_was_cut_does_not_count_any_more(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while its thread has not noticed: it is cut once, and then the next one is."""
+
+    class Connection:
+        cut = 0
+
+        def shutdown(self, how: int) -> None:
+            self.cut += 1
+
+    monkeypatch.setattr(status, "CONNECTIONS", 3)
+    monkeypatch.setattr(ThreadingHTTPServer, "process_request", lambda *_: None)
+    connections = [Connection() for _ in range(6)]
+    assert page.server._server is not None
+    for connection in connections:
+        page.server._server.process_request(connection, ("127.0.0.1", 1))
+    assert [connection.cut for connection in connections] == [1, 1, 1, 0, 0, 0]
 
 
 def test_connections_that_have_ended_do_not_count(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:

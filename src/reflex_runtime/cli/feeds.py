@@ -52,11 +52,10 @@ cameras.toml:
 Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
 Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
 Exit status: 0 when every feed came to its end or was stopped by you; 1 when something is missing: a feed was given up,
-the processor was lost, a file has frames without an answer, or results could not be written; 2 for a wrong option or a
-processor that does not start; 130 for a second Ctrl-C, or one during the start. See docs/feeds.md.
+the processor was lost, a file is damaged or has frames without an answer, or results could not be written; 2 for a
+wrong option or a processor that does not start; 130 for a second Ctrl-C, or one during the start. See docs/feeds.md.
 """
 
-_OVER = ("ended", "failed", "stopped")
 _LOST, _READER_GONE = "lost", "reader gone"
 _BROKEN_PIPE = 141  # what a shell says of a program whose reader left
 
@@ -92,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     config = load(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
     specs = specs_of(args.feeds, args.config, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
-    check_outputs(config, specs)
+    check_outputs(config, specs, args.config)
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
@@ -216,7 +215,6 @@ class _Session:
             return None
         if self._config.results == "-":
             return JsonLines(_Output(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
-        open(self._config.results, "wb").close()  # also a run without a result leaves none of the run before
         return JsonLines(self._config.results)
 
     def _status(self, coordinator: BatchCoordinator) -> ExitStack:
@@ -247,6 +245,8 @@ class _Session:
             self._runtime.start()
         except ProcessorError as error:
             raise refused(self._config, error) from error
+        if self._results is not None:
+            self._results.begin()  # not before: what does not start leaves the results of the run before
         self._waiting = True
         if self._signal:  # it came in between
             raise KeyboardInterrupt
@@ -261,24 +261,24 @@ class _Session:
 
     def _watch(self, coordinator: BatchCoordinator) -> None:
         """Say what happens, and notice the end. On a thread of its own."""
-        from reflex_runtime.feeds.consume import FeedStageError
-        from reflex_runtime.telemetry.health import StageError
+        from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, StageError
 
         lost = False
         for event in self._events:
             if isinstance(event, FeedStageError):
                 self._faults = True
-            if isinstance(event, StageError) and event.coordinator:  # of every feed; once is enough
+            if isinstance(event, StageError):  # of every feed; once is enough
                 if not lost:
                     logging.error("%s died and answers no more: %s", coordinator.id, event.error)
                 lost = True
                 self._news.put(_LOST)
             else:
                 self._board.tell(event)
-            self._look()
+            if isinstance(event, (FeedEnded, FeedFailed)):
+                self._look()
 
     def _look(self) -> None:
-        if all(feed.state in _OVER for feed in self._runtime.snapshot().feeds.values()):
+        if self._runtime.over:
             self._news.put("over")
 
     def _signalled(self, number: int) -> None:
@@ -301,11 +301,16 @@ class _Session:
 
     def _complete(self, coordinator: BatchCoordinator, report: StopReport) -> bool:
         """Whether nothing is missing; says what is, unless it was said when it happened."""
+        from reflex_runtime.cli.feeds_words import undecoded
+
         complete = not self._faults and coordinator.lost is None and report.clean
         for name, feed in self._runtime.snapshot().feeds.items():
             failed = feed.drops.get("failed", 0)
             if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
                 logging.error("%s: %d of %d frames have no answer: %s", name, failed, feed.frames, feed.error)
+                complete = False
+            if feed.corrupt and feed.mode == "file" and feed.state == "ended":
+                logging.error("%s: the file is damaged: %s", name, undecoded(feed.corrupt))
                 complete = False
             complete = complete and feed.state != "failed" and not feed.sink_errors
         if self._results is not None and self._results.lost:

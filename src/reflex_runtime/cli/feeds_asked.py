@@ -108,6 +108,11 @@ def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> 
         config = _with(config, {"realtime": False, "loop": False}, where)
     elif config.loop and not config.realtime:
         raise ConfigError(f"{where}: --loop needs --realtime: a file without end cannot be answered whole")
+    else:  # it is not lost, and without realtime it waits for us
+        for wrong in ("read_timeout_s",) if config.realtime else ("max_age_ms", "restarts", "read_timeout_s"):
+            if wrong in own:
+                kind = "a file" if wrong == "read_timeout_s" else "a file without realtime"
+                raise ConfigError(f"{where}: {wrong}: is for cameras, and {_public(source)} is {kind}")
     return FeedSpec(name, source, config)
 
 
@@ -153,7 +158,14 @@ def processor_of(config: FeedsConfig) -> BatchProcessor:
         raise ConfigError(
             "no processor: give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
         )
-    return _imported(config.processor) if config.processor else _onnx(config)
+    if not config.processor:
+        return _onnx(config)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in ("score", "provider", "threads") and value != field.default:
+            given = asked_processor(config)
+            raise ConfigError(f"--{field.name}={one_line(value)}: is for --onnx, and {given} is given")
+    return _imported(config.processor)
 
 
 def asked_processor(config: FeedsConfig) -> str:
@@ -248,8 +260,8 @@ def annotated(config: FeedsConfig, name: str) -> Path:
     return Path(config.annotate, f"{name}.mp4")
 
 
-def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec]) -> None:
-    """That everything can be written, and that nothing is written over what is read."""
+def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
+    """That everything can be written, and that nothing is written over what is read. file: the configuration."""
     outputs = [("--results", config.results, Path(config.results))] if config.results not in ("", "-") else []
     outputs += [("--trace", config.trace, Path(config.trace))] if config.trace else []
     for flag, value, path in outputs:
@@ -261,6 +273,8 @@ def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec]) -> None:
     taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
     if config.onnx:
         taken[_place(Path(config.onnx))] = "which is the model"
+    if file is not None:
+        taken[_place(file)] = "which is the configuration"
     for flag, value, path in outputs:
         if (use := taken.get(_place(path))) is not None:
             raise ConfigError(f"{flag}={one_line(value)}: would write over {one_line(path)}, {use}")

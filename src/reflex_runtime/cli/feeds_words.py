@@ -6,9 +6,9 @@ import importlib
 import logging
 import os
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
-from reflex_runtime.feeds.consume import FeedStageError
 from reflex_runtime.feeds.snapshot import FeedSnapshot
 from reflex_runtime.telemetry.health import (
     BatchError,
@@ -20,6 +20,7 @@ from reflex_runtime.telemetry.health import (
     FeedEnded,
     FeedFailed,
     FeedFrozen,
+    FeedStageError,
     HealthEvent,
     StageError,
     ThreadDetached,
@@ -72,7 +73,7 @@ def _words_of(event: HealthEvent) -> tuple[int, str]:
             return logging.ERROR, f"{n} batch{'es' if n > 1 else ''} failed: {error}"
         case FeedStageError(count=n, error=error) if n > 1:
             return logging.ERROR, f"{error} ({n} times)"
-        case StageError(error=error):
+        case FeedStageError(error=error) | StageError(error=error):
             return logging.ERROR, error
         case ThreadDetached(name=name):
             return logging.ERROR, f"thread {name} did not end and is left behind"
@@ -83,7 +84,8 @@ def _words_of(event: HealthEvent) -> tuple[int, str]:
 def line_of(feed: FeedSnapshot) -> str:
     """How a feed is doing, in a line."""
     age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
-    return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{_dropped(drops(feed))}"
+    lost = _dropped(_drops(feed.drops)) + _undecoded(feed.corrupt)
+    return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{lost}"
 
 
 def line_of_all(feeds: list[FeedSnapshot]) -> str:
@@ -93,7 +95,8 @@ def line_of_all(feeds: list[FeedSnapshot]) -> str:
     for feed in feeds:
         for reason, count in feed.drops.items():
             counts[reason] = counts.get(reason, 0) + count
-    return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}"
+    corrupt = _undecoded(sum(feed.corrupt for feed in feeds))
+    return f"{states(feeds)}; {answered} answered, {rate:.1f}/s{_dropped(_drops(counts))}{corrupt}"
 
 
 def states(feeds: list[FeedSnapshot]) -> str:
@@ -119,8 +122,13 @@ def progress(feed: FeedSnapshot) -> str:
 
 
 def drops(feed: FeedSnapshot) -> str:
-    """Frames that were not answered, by reason."""
-    return _drops(dict(feed.drops))
+    """Frames that were not answered, by reason; and packets that became no frame."""
+    return ", ".join(filter(None, (_drops(feed.drops), undecoded(feed.corrupt))))
+
+
+def undecoded(packets: int) -> str:
+    """3 packets could not be decoded; nothing for none."""
+    return f"{packets} packet{'s'[: packets != 1]} could not be decoded" if packets else ""
 
 
 def frames(count: int) -> str:
@@ -143,9 +151,13 @@ def clock(value: float) -> str:
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
-def _drops(counts: dict[str, int]) -> str:
+def _drops(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
 
 
 def _dropped(text: str) -> str:
     return f", dropped: {text}" if text else ""
+
+
+def _undecoded(packets: int) -> str:
+    return f", {undecoded(packets)}" if packets else ""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from math import ceil, floor
 from pathlib import Path
-from threading import Event
-from typing import Any
+from threading import TIMEOUT_MAX, Event
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,14 @@ from reflex_runtime.feeds.source import Picture, SourceError
 
 Image = NDArray[np.uint8]  # RGB [height, width, 3]
 
+MAX_FPS, MAX_SECONDS, MAX_SIDE = 1000.0, 1e9, 4096  # beyond them is a slip of the hand, or nothing would move
+_FPS, _SECONDS = "must be in (0, 1000]", "must be in (0, 1e9]"
+
 
 class DrawnSource:
     """A source whose picture i is `draw(i)`, shown at i / fps seconds.
 
-    name: for people. fps: pictures per second, > 0. frames: pictures in all, None without end.
+    name: for people. fps: pictures per second, in (0, 1000]. frames: pictures in all, None without end.
     live: True, pictures appear at their time and a reader that comes late has missed some, as with a camera. False,
         they wait for the reader, as in a file.
 
@@ -35,8 +38,8 @@ class DrawnSource:
     def __init__(
         self, name: str, draw: Callable[[int], Image], fps: float = 15.0, frames: int | None = None, live: bool = True
     ) -> None:
-        if not 0 < fps < float("inf"):
-            raise ConfigError(f"fps={fps!r}: must be > 0 and finite")
+        if not 0 < fps <= MAX_FPS:
+            raise ConfigError(f"fps={fps!r}: {_FPS}")
         if frames is not None and frames < 1:
             raise ConfigError(f"frames={frames!r}: must be >= 1, or None for no end")
         self.name, self.live, self.total = name, live, frames
@@ -59,7 +62,7 @@ class DrawnSource:
             passed = time.monotonic() - self._began
             self._next = max(self._next, floor(passed * self.fps))
             wait = self._next / self.fps - passed
-            if self._more() and wait > 0 and self._interrupted.wait(wait):
+            if self._more() and wait > 0 and self._interrupted.wait(min(wait, TIMEOUT_MAX)):
                 self._check()
         if not self._more():
             return None
@@ -104,36 +107,75 @@ def write_video(path: Path, pictures: Iterable[Image], fps: float, bit_rate: int
         container.mux(stream.encode(None))
 
 
+Made = TypeVar("Made")
 Kinds = Mapping[str, Callable[[str], Any]]  # option → what makes a value of its text, or raises ValueError
 
 
 def options_of(text: str, kinds: Kinds) -> dict[str, Any]:
     """What stands in `scheme:name=value,name=value`, converted. ConfigError names an unknown or wrong option."""
     found: dict[str, Any] = {}
-    for item in filter(None, text.partition(":")[2].split(",")):
+    scheme, _, options = text.partition(":")
+    for item in filter(None, options.split(",")):
         name, _, value = item.partition("=")
         if name not in kinds:
             raise ConfigError(f"{text}: unknown option {name!r}, expected one of {', '.join(kinds)}")
         try:
             found[name] = kinds[name](value)
         except ValueError as error:
-            raise ConfigError(f"{text}: {name}={value!r}: {error}") from error
+            raise ConfigError(f"{scheme}:{name}={value}: {error}") from None
     return found
+
+
+def made_of(text: str, kind: Callable[..., Made], options: Mapping[str, Any]) -> Made:
+    """A source of these options. ConfigError names the scheme with what is wrong."""
+    try:
+        return kind(**options)
+    except ConfigError as error:
+        raise ConfigError(f"{text.partition(':')[0]}:{error.message}") from None
+
+
+def whole(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("must be a whole number") from None
+
+
+def fps_of(text: str) -> float:
+    """Pictures per second. Raises ValueError."""
+    return _number(text, MAX_FPS, _FPS)
+
+
+def seconds_of(text: str) -> float:
+    """A length. Raises ValueError."""
+    return _number(text, MAX_SECONDS, _SECONDS)
+
+
+def _number(text: str, high: float, words: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+    if not 0 < value <= high:
+        raise ValueError(words)
+    return value
 
 
 def size_of(text: str) -> tuple[int, int]:
     """320x240 → (320, 240). Raises ValueError."""
     width, x, height = text.partition("x")
-    if not x:
-        raise ValueError("expected a size like 320x240")
-    return int(width), int(height)
+    try:
+        return int(width), int(height if x else "")
+    except ValueError:
+        raise ValueError("must be a size like 320x240") from None
 
 
 def flag(text: str) -> bool:
     """1, true, yes → True; 0, false, no → False. Raises ValueError."""
     known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in known:
-        raise ValueError("expected true or false")
+        raise ValueError("must be true or false")
     return known[text.lower()]
 
 
@@ -141,6 +183,6 @@ def frames_in(seconds: float | None, fps: float) -> int | None:
     """Pictures that begin within `seconds`; None for no end."""
     if seconds is None:
         return None
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"seconds={seconds!r}: must be > 0 and finite, or None for no end")
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ConfigError(f"seconds={seconds!r}: {_SECONDS}, or None for no end")
     return max(1, ceil(seconds * fps - 1e-9))

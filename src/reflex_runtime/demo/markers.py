@@ -31,16 +31,17 @@ class MarkerPictures:
     """The pictures of one feed.
 
     feed: 0 … 999. size: width and height in pixels; a marker's cell is a 20th of the width or a 9th of the height,
-    whichever is less, and at least 2 pixels: 40 × 18 is the smallest picture. Codecs need 4 pixels: 80 × 36.
+    whichever is less, and at least 2 pixels: 40 × 18 is the smallest picture. Codecs need 4 pixels: 80 × 36. No side is
+    longer than 4096.
     """
 
     def __init__(self, feed: int, size: tuple[int, int] = (160, 120)) -> None:
         if not 0 <= feed < NUMBERS:
             raise ConfigError(f"feed={feed!r}: must be 0 … {NUMBERS - 1}")
         self.feed = feed
+        if words := _wrong(size):
+            raise ConfigError(f"size={size!r}: {words}")
         self._cell = min(size[0] // 20, size[1] // 9)
-        if self._cell < 2:
-            raise ConfigError(f"size={size!r}: must be at least 40 x 18 pixels for two markers")
         side = _CELLS * self._cell
         middle = size[0] // 2
         # Two cells between the markers, so that each has one cell of paper all around.
@@ -80,11 +81,24 @@ def markers_source(text: str) -> MarkerCamera:
 
     Raises ConfigError.
     """
-    numbers: drawn.Kinds = {"feed": int, "fps": float, "frames": int}
-    found = drawn.options_of(text, {**numbers, "size": drawn.size_of, "live": drawn.flag})
+    numbers: drawn.Kinds = {"feed": drawn.whole, "fps": drawn.fps_of, "frames": drawn.whole}
+    found = drawn.options_of(text, {**numbers, "size": _size_of, "live": drawn.flag})
     if "feed" not in found:
         raise ConfigError(f"{text}: say the feed's number, as in markers:feed=3")
-    return MarkerCamera(**found)
+    return drawn.made_of(text, MarkerCamera, found)
+
+
+def _size_of(text: str) -> tuple[int, int]:
+    size = drawn.size_of(text)
+    if words := _wrong(size):
+        raise ValueError(words)
+    return size
+
+
+def _wrong(size: tuple[int, int]) -> str:
+    """What a size must be, if it is not."""
+    fits = size[0] >= 40 and size[1] >= 18 and max(size) <= drawn.MAX_SIDE
+    return "" if fits else f"must be at least 40 x 18 pixels for two markers, and a side at most {drawn.MAX_SIDE}"
 
 
 def write_marker_video(

@@ -88,13 +88,13 @@ class _Shape:
 class Shapes:
     """Moving shapes, drawn one over the other.
 
-    seed: everything about the scene. size: width and height in pixels, at least 32. count: shapes, 1 … 20.
+    seed: everything about the scene. size: width and height in pixels, in [32, 4096]. count: shapes, 1 … 20.
     speed: pixels per picture of the fastest, for a picture 240 pixels high.
     """
 
     def __init__(self, seed: int, size: tuple[int, int] = (320, 240), count: int = 3, speed: float = 4.0) -> None:
-        if len(size) != 2 or min(size) < 32:
-            raise ConfigError(f"size={size!r}: width and height must be >= 32 pixels")
+        if words := _wrong(size):
+            raise ConfigError(f"size={size!r}: {words}")
         if not 1 <= count <= 20:
             raise ConfigError(f"count={count!r}: must be 1 … 20")
         if not seed >= 0:
@@ -225,5 +225,21 @@ def shapes_source(text: str) -> ShapesSource:
 
     Raises ConfigError.
     """
-    numbers: drawn.Kinds = {"seed": int, "fps": float, "seconds": float, "count": int}
-    return ShapesSource(**drawn.options_of(text, {**numbers, "size": drawn.size_of, "realtime": drawn.flag}))
+    numbers: drawn.Kinds = {
+        "seed": drawn.whole, "fps": drawn.fps_of, "seconds": drawn.seconds_of, "count": drawn.whole
+    }  # fmt: skip
+    options = drawn.options_of(text, {**numbers, "size": _size_of, "realtime": drawn.flag})
+    return drawn.made_of(text, ShapesSource, options)
+
+
+def _size_of(text: str) -> tuple[int, int]:
+    size = drawn.size_of(text)
+    if words := _wrong(size):
+        raise ValueError(words)
+    return size
+
+
+def _wrong(size: tuple[int, int]) -> str:
+    """What a size must be, if it is not."""
+    fits = len(size) == 2 and all(32 <= side <= drawn.MAX_SIDE for side in size)
+    return "" if fits else f"must be width and height in [32, {drawn.MAX_SIDE}]"

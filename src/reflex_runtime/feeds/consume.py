@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.core.errors import (
@@ -28,7 +27,7 @@ from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Handle, Pipeline, Result
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
-from reflex_runtime.telemetry.health import FeedFrozen, HealthEvent, StageError, Throttle
+from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent, Throttle
 
 log = logging.getLogger("reflex.feeds")
 
@@ -49,13 +48,6 @@ _REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], .
 def reason_of(error: Exception) -> str:
     """Under which of `DROPS` a frame is counted that got this error at the batch point."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "failed")
-
-
-@dataclass(frozen=True, slots=True)
-class FeedStageError(StageError):
-    """A stage or a sink of a feed failed on `count` frames; error: what the last failure said."""
-
-    count: int = 1
 
 
 class _Out(Exception):
@@ -110,6 +102,8 @@ class Consumer:
         self._failure = ""  # what the last stage or sink said that failed
         self.in_flight = False
         self.deserted = False  # nobody waits for this thread any more: what it still gets goes nowhere
+        self._at: Sink | None = None  # the sink that has a result in hand
+        self._guard = threading.Lock()  # of these two
 
     def run(self) -> Exception | None:
         """Returns None when there is nothing more to take, or the error for which the feed cannot go on."""
@@ -128,6 +122,12 @@ class Consumer:
             return self._lost
         finally:
             self._tell(self._throttle.flush(self._clock()))
+
+    def desert(self) -> Sink | None:
+        """From now on no sink gets anything. Returns the one that the thread is inside of, which may be stuck."""
+        with self._guard:
+            self.deserted = True
+            return self._at
 
     def _take(self, frame: Frame) -> None:
         """One frame from the queue to its end; counted exactly once, also when the thread dies of it."""
@@ -223,15 +223,21 @@ class Consumer:
     # -- sinks and failures --------------------------------------------------------------------------------------------
 
     def _give(self, result: Result) -> bool:
-        """To every sink, whatever the others do. Returns whether all took it."""
+        """To every sink, whatever the others do, until it is deserted. Returns whether all took it."""
         failed = False
         for sink in self._sinks:
+            with self._guard:
+                if self.deserted:  # they may be closed
+                    return False
+                self._at = sink
             try:
                 sink(result)
             except Exception as error:
                 failed = True
                 self._ledger.sink_failed()
                 self._failed(error)
+            finally:
+                self._at = None
         return not failed
 
     def _failed(self, error: Exception) -> None:

@@ -23,12 +23,12 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.capture import Capture, Pause, words_of
-from reflex_runtime.feeds.consume import Consumer, FeedStageError, Sink
+from reflex_runtime.feeds.consume import Consumer, Sink
 from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.feeds.source import Source
-from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, HealthEvent
+from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
 
@@ -124,7 +124,8 @@ class Feed:
         self._failure: BaseException | None = None
         self._final: str | None = None
         self._finished = False
-        self._guard = threading.Lock()  # of starting and of the end: each happens once
+        self._released: list[Sink] = []
+        self._guard = threading.Lock()  # of starting, of the end and of letting a sink go: each happens once
         self._threads: tuple[threading.Thread, ...] = ()
         common = (self._queue, ledger, self._stop, self._emit)
         self._capture = Capture(
@@ -199,8 +200,11 @@ class Feed:
         return ended
 
     def desert(self) -> None:
-        """Nobody waits for it any more: what its thread still gets is not given to the sinks."""
-        self._consumer.deserted = True
+        """Nobody waits for it any more: what its thread still gets is not given to the sinks, which are let go now.
+
+        But for one that the thread is inside of: to close it could take as long. The thread does it if it comes back.
+        """
+        self._release_sinks(but=self._consumer.desert())
 
     @property
     def detached(self) -> tuple[str, ...]:
@@ -227,6 +231,7 @@ class Feed:
             in_flight=int(self._consumer.in_flight),
             restarts=self._capture.restarts,
             total=self._capture.total,
+            corrupt=getattr(self._source, "corrupt", 0),  # a source need not know
             **self._ledger.figures(self._clock()),
         )
 
@@ -272,13 +277,7 @@ class Feed:
             if self._finished:
                 return
             self._finished = True
-        for sink in self.sinks:
-            try:
-                self._release(sink)
-            except BaseException as error:
-                words = f"a sink could not be closed: {words_of(error)}"
-                self._ledger.note(words)
-                self._emit(FeedStageError(self._clock(), self.name, words))
+        self._release_sinks()
         failure = self._failure
         if failure is not None:
             self._ledger.note(words_of(failure))
@@ -289,6 +288,19 @@ class Feed:
             self._emit(FeedEnded(self._clock(), self.name))
         if self._on_end is not None:
             self._on_end()
+
+    def _release_sinks(self, but: Sink | None = None) -> None:
+        """Let go of those that were not yet."""
+        with self._guard:
+            sinks = [s for s in self.sinks if s is not but and not any(s is other for other in self._released)]
+            self._released += sinks
+        for sink in sinks:
+            try:
+                self._release(sink)
+            except BaseException as error:
+                words = f"a sink could not be closed: {words_of(error)}"
+                self._ledger.note(words)
+                self._emit(FeedStageError(self._clock(), self.name, words))
 
     def _emit(self, event: HealthEvent) -> None:
         try:

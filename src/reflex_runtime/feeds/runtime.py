@@ -83,12 +83,16 @@ class Runtime:
         """
         health = Health(str(getattr(processor, "id", "")), self._emit)
         coordinator = BatchCoordinator(processor, config, (health, *sinks))
-        with self._lock:
-            self._check_open()
-            if coordinator.id in self._coordinators:
-                raise ConfigError(f"Runtime.coordinator: the processor id {coordinator.id!r} is used already")
-            self._coordinators[coordinator.id] = (coordinator, health)
-            running = self._state == RUNNING
+        try:
+            with self._lock:
+                self._check_open()
+                if coordinator.id in self._coordinators:
+                    raise ConfigError(f"Runtime.coordinator: the processor id {coordinator.id!r} is used already")
+                self._coordinators[coordinator.id] = (coordinator, health)
+                running = self._state == RUNNING
+        except BaseException:
+            coordinator.stop()  # it owns its processor until then
+            raise
         if running:
             self._start_late(coordinator)
         return coordinator
@@ -135,13 +139,25 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: the name {name!r} is used already")
             feed = Feed(name, source, made, sinks, config, emit=self._emit, release=self._release, on_end=self._ended)
             self._check_shared(feed)
+            self._register(feed)
+        return feed
+
+    def _register(self, feed: Feed) -> None:
+        """Own it, and start it if we run. In this order: a start that fails lets go of the feed's sinks."""
+        new = id(feed.pipeline) not in self._pipelines
+        self._pipelines.add(id(feed.pipeline))
+        for sink in feed.sinks:
+            self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
+        self._feeds[feed.name] = feed
+        try:
             if self._state == RUNNING:
                 feed.start()
-            self._pipelines.add(id(feed.pipeline))
-            for sink in feed.sinks:
-                self._sinks[id(sink)] = self._sinks.get(id(sink), 0) + 1
-            self._feeds[name] = feed
-        return feed
+        except BaseException:
+            del self._feeds[feed.name]
+            if new:
+                self._pipelines.discard(id(feed.pipeline))
+            feed.signal()  # lets go of its sinks, if nothing did yet
+            raise
 
     def remove(self, name: str, timeout: float = 2.0) -> bool:
         """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
@@ -267,6 +283,12 @@ class Runtime:
                 return reader
         reader.close()
         return reader
+
+    @property
+    def over(self) -> bool:
+        """Whether every feed is over."""
+        with self._lock:
+            return all(feed.over for feed in self._feeds.values())
 
     def snapshot(self) -> RuntimeSnapshot:
         """Every figure now: of each feed those of one moment, and of each coordinator."""

@@ -75,6 +75,7 @@ def _of_feeds(feeds: Mapping[str, FeedSnapshot]) -> Iterator[Metric]:
     yield _timing("reflex_feed_latency_seconds", "Capture of a frame to its answer", by, latency)
     yield _counter("reflex_feed_restarts_total", "Times the source was opened again", by, each(lambda f: f.restarts))
     yield _counter("reflex_feed_sink_errors_total", "Results on which a sink failed", by, each(lambda f: f.sink_errors))
+    yield _counter("reflex_feed_corrupt_total", "Packets that could not be decoded", by, each(lambda f: f.corrupt))
 
 
 def _of_coordinators(coordinators: Mapping[str, BatchMetrics]) -> Iterator[Metric]:

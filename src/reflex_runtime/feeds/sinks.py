@@ -100,6 +100,13 @@ class JsonLines:
                 self._flushed = now
                 self._write()
 
+    def begin(self) -> None:
+        """Empty the file now, unless a result has: so that also a run without any leaves none of the run before."""
+        with self._lock:
+            if self._path is not None and self._mode == "wb":
+                with suppress(OSError):  # the first result says it
+                    self._path.write_bytes(b"")
+
     def close(self) -> None:
         """Write out what is left. Raises SinkError if that fails."""
         with self._lock:
@@ -194,7 +201,7 @@ class AnnotatedVideo:
         if self._container is None:
             self._open(picture)
         frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
-        frame = frame.reformat(width=self._size[0], height=self._size[1], format="yuv420p")
+        frame = frame.reformat(width=self._size[0], height=self._size[1], format="yuv420p", threads=1)
         frame.pts, frame.time_base = tick, Fraction(1, self.TICKS)
         self._container.mux(self._stream.encode(frame))
 
@@ -209,7 +216,9 @@ class AnnotatedVideo:
         self._stream.pix_fmt = "yuv420p"
         self._stream.codec_context.time_base = Fraction(1, self.TICKS)
         if codec == "libx264":
-            self._stream.options = {"preset": "veryfast", "crf": "23"}
+            # No pictures held back, so that the flush at the stop is short.
+            self._stream.options = {"preset": "veryfast", "crf": "23", "tune": "zerolatency"}
+        self._stream.codec_context.thread_count = 1  # the default is one per core, for every feed
         self._container.start_encoding()  # a file that cannot be made shows now, not when the encoder is full
 
     def _finish(self) -> None:

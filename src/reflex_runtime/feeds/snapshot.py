@@ -41,7 +41,8 @@ class FeedSnapshot:
     fps: answered per second, over the last two. age: seconds since the last answered frame was captured; None before.
     latency: from a frame's capture to its answer. restarts: how often the source was opened again. error: the last one.
     sink_errors: results on which a sink failed; they count as processed. total: frames the source says it has, or None.
-    position: pts of the last answered frame. resolution: width and height of the last frame read.
+    position: pts of the last answered frame. resolution: width and height of the last frame read. corrupt: packets and
+    pictures that the source could not decode, and which are in none of the figures above.
     """
 
     name: str
@@ -62,6 +63,7 @@ class FeedSnapshot:
     total: int | None = None
     position: float | None = None
     resolution: tuple[int, int] | None = None
+    corrupt: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, JSON-safe."""

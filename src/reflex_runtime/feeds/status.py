@@ -168,6 +168,8 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             self._open[request] = None
             oldest = next(iter(self._open)) if len(self._open) > CONNECTIONS else None
+            if oldest is not None:  # also if its thread does not notice for a while
+                del self._open[oldest]
         if oldest is not None:
             self._cut(oldest)
         try:

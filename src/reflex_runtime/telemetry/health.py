@@ -76,6 +76,14 @@ class StageError(HealthEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class FeedStageError(HealthEvent):
+    """A stage or a sink of a feed failed on `count` frames; error: what the last failure said."""
+
+    error: str
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class FeedConnected(HealthEvent):
     """A feed's source was opened."""
 
