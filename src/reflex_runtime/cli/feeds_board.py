@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import threading
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO, cast
 
@@ -146,7 +148,7 @@ class _Unfailing(io.TextIOBase):
             if not self._gone:
                 self._stream.write(text)
         except (OSError, ValueError):
-            self._gone = True
+            self._lost()
         return len(text)
 
     def flush(self) -> None:
@@ -154,4 +156,13 @@ class _Unfailing(io.TextIOBase):
             if not self._gone:
                 self._stream.flush()
         except (OSError, ValueError):
-            self._gone = True
+            self._lost()
+
+    def _lost(self) -> None:
+        """What the stream still holds goes nowhere: the interpreter flushes it at its end, and exits with 120 if it
+        cannot."""
+        self._gone = True
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
