@@ -9,7 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("numpy", "onnxruntime", "uvicorn", "uvloop", "httptools", "msgspec", "mosec", "litserve")
+_PACKAGES = (
+    "numpy", "onnxruntime", "uvicorn", "uvloop", "httptools", "msgspec", "mosec", "litserve", "openvino",
+    "openvino-genai",
+)  # fmt: skip
 
 
 def cores() -> tuple[set[int] | None, set[int] | None]:

@@ -9,6 +9,7 @@ from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
@@ -132,3 +133,14 @@ def steps_of(generation: Generation, scheduler: Scheduler, limit: int = 1000, **
         scheduler.complete(batch, generation.outcomes(batch), 0.001, now)
         assert len(steps) < limit, "does not end"
     return steps
+
+
+class Cached(UnitPool):
+    """A pool in which the first units of every ticket are already there."""
+
+    def __init__(self, capacity: float, there: float) -> None:
+        super().__init__(capacity)
+        self.there = there
+
+    def begin(self, ticket: Ticket) -> float:
+        return min(self.there, ticket.wants - 1.0)

@@ -15,11 +15,10 @@ from reflex_runtime.core.events import RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
-from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
-from .helpers import outcome_of
+from .helpers import Cached, outcome_of
 from .oracle import Expected, Oracle, Seconds, Seen, Tokens, Units, World
 
 TICK = 2.0**-10
@@ -60,6 +59,8 @@ class GroupSpec:
     share_room: bool = False
     promote_after: float = 1.0
     pool: float | None = None
+    there: float = 0.0  # units of a ticket that the pool knows already
+    max_queued_units: float = inf
 
     def config(self) -> GroupConfig:
         return GroupConfig(
@@ -72,7 +73,8 @@ class GroupSpec:
             share_room=self.share_room,
             promote_after=self.promote_after,
             cost=self.cost,
-            resources=None if self.pool is None else UnitPool(self.pool),
+            resources=None if self.pool is None else Cached(self.pool, self.there),
+            max_queued_units=self.max_queued_units,
         )
 
     def world(self) -> World:
@@ -87,6 +89,8 @@ class GroupSpec:
             self.share_room,
             self.promote_after,
             self.pool,
+            self.there,
+            self.max_queued_units,
         )
 
 
@@ -259,6 +263,8 @@ class Play:
         assert batch.cost == expected.cost
         assert [t.seq for t in batch.admitted] == [t.seq for t in expected.admitted]
         assert sorted(t.seq for t in batch.left) == sorted(t.seq for t in expected.left)
+        assert batch.short_of == expected.short_of
+        assert {t.seq: u for t, u in batch.cached.items()} == {t.seq: u for t, u in expected.cached.items()}
         self.ceiling(batch)
         self.left += batch.left
         self.running.append((batch, expected))
@@ -328,6 +334,7 @@ class Play:
             assert {c: group.clients._known[c].counter for c in active} == {c: world.counters[c] for c in active}
             assert group.device_time == world.device_time
             assert group.queued == len(self.oracle.waiting(world.name))
+            assert group.queued_units == sum(t.wants for t in self.oracle.waiting(world.name))
             assert group.unsettled == len(self.oracle.unsettled(world.name))
             assert len(group.clients) == len(active)
             if world.pool is not None:
@@ -412,6 +419,35 @@ SCENARIOS: dict[str, Scenario] = {
         more=True,
         holds=True,
         partitions=1,
+    ),
+    "memory_of_many": Scenario(  # places are what is short
+        (tokens(FlushPolicy.every_step(8, 2), pool=200.0, promote_after=30 * TICK),),
+        wants=(1.0, 2.0, 7.0, 12.0),
+        limits=(None, None, None, 40.0),
+        more=True,
+        holds=True,
+        partitions=1,
+    ),
+    "memory_several": Scenario(
+        (tokens(FlushPolicy.every_step(6, 3), 4.0, pool=24.0, promote_after=8 * TICK),),
+        max_batches=2,
+        wants=(1.0, 3.0, 7.0),
+        more=True,
+        streams=True,
+        holds=True,
+    ),
+    "memory_cached": Scenario(
+        (tokens(STEPS, pool=14.0, there=2.0, max_queued_units=25.0),),
+        clients=4,
+        wants=(1.0, 3.0, 7.0, 10.0),
+        more=True,
+        partitions=1,
+    ),
+    "queued_units": Scenario(
+        (tokens(STEPS, max_queued_units=12.0, capacity=5, share_room=True),), wants=(1.0, 3.0, 20.0), more=True
+    ),
+    "queued_units_latest_only": Scenario(
+        (tokens(STEPS, max_queued_units=8.0, latest_only=True),), wants=(1.0, 3.0, 5.0), more=True
     ),
     "stages": Scenario(
         (timed(FlushPolicy.every_step(1, 4), ("prefix", "denoise")),),

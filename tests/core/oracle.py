@@ -39,7 +39,7 @@ class Seen:
     recomputed: float = 0.0
     shared: float = 0.0
     has_place: bool = False  # it is or was resident and has not left since
-    progressed: bool = True
+    lost: float = -1.0
     held: bool = False
     abandoned: bool = False
     cancelled: bool = False
@@ -184,6 +184,8 @@ class World:
     share_room: bool = False
     promote_after: float = 1.0
     pool: float | None = None  # units of memory
+    there: float = 0.0  # of what a ticket wants, already done at entry
+    max_queued_units: float = inf
     device_time: float = 0.0
     per_item: float = 0.0
     counters: dict[Hashable, float] = field(default_factory=dict)
@@ -208,6 +210,25 @@ class Expected:
     grants: list[tuple[Seen, float]]
     admitted: list[Seen]
     left: list[Seen]
+    short_of: str = ""
+    cached: dict[Seen, float] = field(default_factory=dict)
+
+
+@dataclass
+class Stepped:
+    """A step of a group with memory, as far as it is decided."""
+
+    base: list[tuple[Seen, float]] = field(default_factory=list)
+    entered: list[tuple[Seen, float]] = field(default_factory=list)
+    thrown_out: list[Seen] = field(default_factory=list)
+    cached: dict[Seen, float] = field(default_factory=dict)
+    stage: str | None = None
+    memory_short: bool = False
+    passed_over: bool = False
+    short_of: str = ""
+
+    def runs(self, ticket: Seen) -> bool:
+        return any(ticket is t for t, _ in self.base)
 
 
 class Oracle:
@@ -283,6 +304,9 @@ class Oracle:
             if not w.share_room or replaced or most < counts.get(request.client, 0) + 2:
                 return "queue_full"
             displaced = max((t for t in self.waiting(w.name) if counts[t.client] == most), key=lambda t: t.seq)
+        stay = [t for t in self.waiting(w.name) if t not in replaced and t is not displaced]
+        if stay and sum(t.wants for t in stay) + request.wants > w.max_queued_units:
+            return "queue_full"
         if w.cap and len(self.unsettled(w.name, client=request.client)) - len(replaced) >= w.cap:
             return "client_at_capacity"
         if w.pool is not None and request.wants > w.pool:
@@ -353,7 +377,6 @@ class Oracle:
             ticket.shared += elapsed / len(batch.grants)
             if isinstance(outcome, More):
                 ticket.computed += units
-                ticket.progressed = True
                 ticket.wants = outcome.wants
                 ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
                 ticket.state, ticket.has_place = "resident", True
@@ -476,93 +499,215 @@ class Oracle:
 
     def form(self, w: World, partition: Hashable) -> Expected | None:
         while self.unsettled(w.name, partition):
-            base, thrown_out = self.residents(w, partition)
-            if thrown_out:
-                for ticket in thrown_out:
+            if w.pool is not None:
+                s, full = self.step_with_memory(w, partition)
+                for ticket in s.thrown_out:
                     self.preempt(w, ticket)
-                if not base:
+                if s.base or s.entered:
+                    return self.staged(w, partition, s.base, s.entered, s.passed_over, full, s.short_of, s.cached)
+                if s.thrown_out:
                     continue
-                return self.schedule(w, partition, base, [], base, "step")
-            members, passed_over, size_reached = self.newcomers(w, partition, base)
+                return None
+            base = self.residents(w, partition)
+            members, passed_over, size_reached, short_of = self.newcomers(w, partition, base)
             if not base and (not members or self.holds(w, partition, members, passed_over or size_reached)):
                 return None
-            return self.staged(w, partition, base, members, passed_over, size_reached)
+            return self.staged(w, partition, base, members, passed_over, size_reached, short_of, {})
         return None
 
-    def residents(self, w: World, partition: Hashable) -> tuple[list[tuple[Seen, float]], list[Seen]]:
-        """Residents of one stage in order, within budget, size and memory; and those that lose their place."""
-        everyone = [t for t in self.unsettled(w.name, partition) if t.state == "resident"]
-        able = sorted((t for t in everyone if not t.held), key=lambda t: (t.tier, t.wants > 1.0, t.seq))
+    def residents(self, w: World, partition: Hashable) -> list[tuple[Seen, float]]:
+        """Residents of one stage in order, within budget and size."""
+        everyone = [t for t in self.unsettled(w.name, partition) if t.state == "resident" and not t.held]
+        able = sorted(everyone, key=lambda t: (t.tier, t.wants > 1.0, t.seq))
         base: list[tuple[Seen, float]] = []
-        thrown_out: list[Seen] = []
         for ticket in able:
-            if len(base) >= w.flush.max_batch_size:
-                break
-            if ticket in thrown_out or ticket.stage != able[0].stage:
-                continue
             units = w.meter.room([], base, ticket, w.flush.max_batch_cost)
-            if units <= 0.0:
-                continue
-            while w.pool is not None and self.used() + units > w.pool and ticket not in thrown_out:
-                victims = [t for t in everyone if t not in [m for m, _ in base] and t not in thrown_out]
-                fresh = [t for t in victims if t.progressed] or ([] if base else victims)
-                if not fresh:
-                    break
-                victim = max(fresh, key=lambda t: (t.held, t.tier, t.seq))
-                self.memory = [(t, u) for t, u in self.memory if t is not victim]
-                thrown_out.append(victim)
-            if ticket not in thrown_out and (w.pool is None or self.used() + units <= w.pool):
-                if w.pool is not None:
-                    self.memory.append((ticket, units))
+            if units > 0.0 and len(base) < w.flush.max_batch_size and ticket.stage == able[0].stage:
                 base.append((ticket, units))
-        return base, thrown_out
+        return base
 
-    def newcomers(self, w: World, partition: Hashable, base: Members) -> tuple[list[tuple[Seen, float]], bool, bool]:
-        """(who enters, whether something did not fit, whether all places are taken)."""
-        budget = w.flush.max_batch_cost
+    def places(self, w: World, partition: Hashable) -> tuple[int, int | None]:
+        """Free resident places, and how many may enter at all, None for any number."""
         placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
-        places = max(0, w.flush.max_batch_size - len(placed))
-        room = w.rooms.get(partition)
-        if room is not None:
-            places = max(0, min(places, room))
-        left = self.waiting(w.name, partition)
-        shares = None
-        if placed and len({t.client for t in left}) > 1:
-            even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
-            shares = {t.client: even - len([p for p in placed if p.client == t.client]) for t in left}
-        stage = base[0][0].stage if base else None
+        return w.flush.max_batch_size - len(placed), w.rooms.get(partition)
+
+    def shares(self, w: World, partition: Hashable) -> dict[Hashable, int] | None:
+        """Places each client may still take, when others wait beside residents."""
+        placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
+        clients = {t.client for t in self.waiting(w.name, partition)}
+        if not placed or len(clients) < 2:
+            return None
+        even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
+        return {c: even - len([p for p in placed if p.client == c]) for c in clients}
+
+    def newcomers(
+        self, w: World, partition: Hashable, base: Members
+    ) -> tuple[list[tuple[Seen, float]], bool, bool, str]:
+        """(who enters, whether something did not fit, whether all places are taken, what kept the others out)."""
+        budget = w.flush.max_batch_cost
+        free, room = self.places(w, partition)
+        places = max(0, free if room is None else min(free, room))
+        left, shares = self.waiting(w.name, partition), self.shares(w, partition)
         members: list[tuple[Seen, float]] = []
         charged: dict[Hashable, float] = {}
         blocked: set[Hashable] = set()
-        passed_over = False
-        while len(members) < places:
-            ticket = self.serving_order(w, left, blocked, charged)
-            if ticket is None:
+        passed_over, why = False, ""
+        while (ticket := self.serving_order(w, left, blocked, charged)) is not None:
+            if len(members) >= places:
+                why = "room" if room is not None and room < free else "places"
                 break
             left.remove(ticket)
             if ticket.held:
                 continue
             entitled = shares is None or shares[ticket.client] > 0
-            if w.pool is not None and stage is not None and ticket.stage != stage:
-                entitled = False
             units = w.meter.room(base, members, ticket, budget) if entitled else 0.0
-            no_memory = w.pool is not None and units > 0.0 and self.used() + units > w.pool
-            if units > 0.0 and not no_memory:
-                if w.pool is not None:
-                    self.memory.append((ticket, units))
+            if units > 0.0:
                 members.append((ticket, units))
-                stage = ticket.stage
-                charged[ticket.client] = (
-                    charged.get(ticket.client, 0.0) + w.meter.charge(ticket, units) / ticket.request.weight
-                )
+                charge = w.meter.charge(ticket, units) / ticket.request.weight
+                charged[ticket.client] = charged.get(ticket.client, 0.0) + charge
                 if shares is not None:
                     shares[ticket.client] -= 1
                 continue
             passed_over = passed_over or entitled
             blocked.add(ticket.client)
-            if no_memory or len(blocked) >= 16 or w.meter.cost(base, members, budget) >= budget:
+            full = w.meter.cost(base, members, budget) >= budget
+            why = "budget" if full else why or ("budget" if entitled else "share")
+            if full or len(blocked) >= 16:
                 break
-        return members, passed_over, len(members) >= places
+        return members, passed_over, len(members) >= places, why
+
+    # -- forming where there is memory ---------------------------------------------------------------------------------
+
+    def step_with_memory(self, w: World, partition: Hashable) -> tuple[Stepped, bool]:
+        """The step, and whether all places are taken. Those that wait one by one, in serving order; before each the
+        residents that are no less urgent than its priority; at last all other residents."""
+        s = Stepped()
+        left, shares = self.waiting(w.name, partition), self.shares(w, partition)
+        charged: dict[Hashable, float] = {}
+        blocked: set[Hashable] = set()
+        reached = -1  # residents up to this tier have had their turn
+        while (ticket := self.serving_order(w, left, blocked, charged)) is not None:
+            left.remove(ticket)
+            if ticket.held:
+                continue
+            for tier in range(reached + 1, ticket.request.priority + 1):
+                self.let_step(w, partition, s, tier)
+            reached = max(reached, ticket.request.priority)
+            over = [t for t in self.present(w, partition, s) if t.tier > ticket.request.priority]
+            why, stop = self.let_in(w, partition, s, ticket, over, reached, shares)
+            if not why:
+                units = s.entered[-1][1]
+                charge = w.meter.charge(ticket, units) / ticket.request.weight
+                charged[ticket.client] = charged.get(ticket.client, 0.0) + charge
+                if shares is not None:
+                    shares[ticket.client] -= 1
+                continue
+            if stop:
+                s.short_of = why
+                break
+            s.passed_over = s.passed_over or why in ("budget", "memory")
+            blocked.add(ticket.client)
+            full = w.meter.cost(s.base, s.entered, w.flush.max_batch_cost) >= w.flush.max_batch_cost
+            s.short_of = "memory" if why == "memory" else "budget" if full else s.short_of or why
+            if why == "memory" or full or len(blocked) >= 16:
+                break
+        for tier in range(reached + 1, 3):
+            self.let_step(w, partition, s, tier)
+        if s.thrown_out and not s.short_of:
+            s.short_of = "memory" if s.memory_short else "places"
+        free, room = self.places(w, partition)
+        free += len(s.thrown_out)
+        return s, len(s.entered) >= (free if room is None else min(free, room))
+
+    def present(self, w: World, partition: Hashable, s: Stepped) -> list[Seen]:
+        """Residents that do not run in another batch and have not been thrown out."""
+        here = self.unsettled(w.name, partition)
+        return [t for t in here if t.state == "resident" and t not in s.thrown_out]
+
+    def victims(self, among: list[Seen], s: Stepped, nothing_runs: bool) -> list[Seen]:
+        """Those that may be thrown out, in order: held first, then the lowest tier, then the newest; of those that hold
+        more than they lost the last time, then the others, but these only when nothing runs."""
+        found = [t for t in among if not s.runs(t) and (t.computed > t.lost or nothing_runs)]
+        return sorted(found, key=lambda t: (t.computed > t.lost, t.held, t.tier, t.seq), reverse=True)
+
+    def throw_out(self, s: Stepped, victim: Seen) -> None:
+        self.memory = [(t, u) for t, u in self.memory if t is not victim]
+        s.thrown_out.append(victim)
+
+    def held_by(self, tickets: list[Seen]) -> float:
+        return sum(u for t, u in self.memory if t in tickets)
+
+    def let_step(self, w: World, partition: Hashable, s: Stepped, tier: int) -> None:
+        """The residents of one tier."""
+        assert w.pool is not None
+        able = [t for t in self.present(w, partition, s) if t.tier == tier and not t.held]
+        for ticket in sorted(able, key=lambda t: (t.wants > 1.0, t.seq)):
+            if ticket in s.thrown_out or len(s.base) + len(s.entered) >= w.flush.max_batch_size:
+                continue
+            s.stage = ticket.stage if s.stage is None else s.stage
+            units = w.meter.room(s.base, s.entered, ticket, w.flush.max_batch_cost)
+            if ticket.stage != s.stage or units <= 0.0:
+                continue
+            if self.used() + units > w.pool:
+                alone = not s.base and not s.entered
+                mine = (ticket.held, ticket.tier, ticket.seq)
+                behind = [t for t in self.present(w, partition, s) if (t.held, t.tier, t.seq) > mine]
+                victims = self.victims(behind, s, alone)
+                if self.used() - self.held_by(victims) + units > w.pool:
+                    victims = self.victims([ticket], s, alone)
+                for victim in victims:
+                    if self.used() + units > w.pool:
+                        self.throw_out(s, victim)
+                        s.memory_short = True
+            if ticket not in s.thrown_out and self.used() + units <= w.pool:
+                self.memory.append((ticket, units))
+                s.base.append((ticket, units))
+
+    def let_in(
+        self, w: World, partition: Hashable, s: Stepped, ticket: Seen, over: list[Seen], reached: int, shares: Any
+    ) -> tuple[str, bool]:
+        """(why it cannot enter, whether that keeps out all that come after it)."""
+        assert w.pool is not None
+        budget = w.flush.max_batch_cost
+        free, room = self.places(w, partition)
+        free += len(s.thrown_out) - len(s.entered)
+        todo = [t for t in over if not t.held and t.tier > reached]
+        victims = self.victims(over, s, not s.base and not s.entered and not todo)
+        if s.memory_short and not over:
+            return "memory", True
+        if (free <= 0 and not victims) or len(s.base) + len(s.entered) >= w.flush.max_batch_size:
+            return "places", True
+        if room is not None and len(s.entered) >= room:
+            return "room", True
+        if not over and shares is not None and shares[ticket.client] <= 0:
+            return "share", False
+        if (s.base or s.entered) and ticket.stage != s.stage:
+            return "stage", False
+        out = victims[:1] if free <= 0 else []
+        cached = min(w.there, ticket.wants - 1.0)
+        ticket.wants -= cached
+        decodes = [(t, 1.0) for t in todo if t.wants <= 1.0 and t.stage == ticket.stage and t not in out]
+        units = w.meter.room([*s.base, *decodes], s.entered, ticket, budget) if over else 0.0
+        if units <= 0.0:
+            units = w.meter.room(s.base, s.entered, ticket, budget)
+            units = min(1.0, units) if over else units
+        enough = self.used() + units <= w.pool or self.used() - self.held_by(victims) + units <= w.pool
+        if units <= 0.0 or not enough:
+            ticket.wants += cached
+            return ("memory" if units > 0.0 else "budget"), False
+        for victim in victims:
+            if victim in out or self.used() + units > w.pool:
+                s.memory_short = s.memory_short or victim not in out
+                self.throw_out(s, victim)
+        self.memory.append((ticket, units))
+        ticket.computed = cached
+        if cached:
+            s.cached[ticket] = cached
+        s.entered.append((ticket, units))
+        s.stage = ticket.stage
+        return "", False
+
+    # -- when ----------------------------------------------------------------------------------------------------------
 
     def holds(self, w: World, partition: Hashable, members: Members, sure: bool) -> bool:
         """Whether to wait for company. What was promised stands until the next input."""
@@ -596,7 +741,15 @@ class Oracle:
         return until
 
     def staged(
-        self, w: World, partition: Hashable, base: Members, members: Members, passed_over: bool, size_reached: bool
+        self,
+        w: World,
+        partition: Hashable,
+        base: Members,
+        members: Members,
+        passed_over: bool,
+        size_reached: bool,
+        short_of: str,
+        cached: dict[Seen, float],
     ) -> Expected:
         """A batch has one stage: newcomers of another stage than the residents' go first if that pays, else wait."""
         budget = w.flush.max_batch_cost
@@ -626,7 +779,11 @@ class Oracle:
             cause = "drain"
         else:
             cause = "timeout" if w.was_held.get(partition) else "idle"
-        return self.schedule(w, partition, batch, [t for t, _ in joining], cost_of, cause)
+        short_of = "stage" if len(joining) < len(members) else short_of
+        made = self.schedule(w, partition, batch, [t for t, _ in joining], cost_of, cause)
+        made.short_of = short_of if self.waiting(w.name, partition) else ""
+        made.cached = cached
+        return made
 
     def enters_first(self, w: World, base: Members, entering: Members) -> bool:
         takes = w.meter.fixed(entering[0][0]) + sum(w.meter.charge(t, 1.0) for t, _ in entering)
@@ -637,11 +794,15 @@ class Oracle:
         return len(entering) * w.meter.cost([], base, w.flush.max_batch_cost) > len(base) * takes
 
     def schedule(
-        self, w: World, partition: Hashable, batch: Members, admitted: list[Seen], cost_of: Any, cause: str
+        self,
+        w: World,
+        partition: Hashable,
+        batch: Members,
+        admitted: list[Seen],
+        cost_of: tuple[Members, Members],
+        cause: str,
     ) -> Expected:
         budget = w.flush.max_batch_cost
-        if cause == "step" and not admitted and isinstance(cost_of, list):
-            cost_of = ([], cost_of)
         cost = w.meter.cost(*cost_of, budget)
         fixed = w.meter.fixed(batch[0][0])
         expected = fixed
@@ -668,9 +829,9 @@ class Oracle:
     def preempt(self, w: World, ticket: Seen) -> None:
         """It starts over, from the front of its queue: queues are in order of arrival, so nothing else to do."""
         ticket.recomputed += ticket.computed
+        ticket.lost = ticket.computed
         ticket.wants += ticket.computed
         ticket.computed = 0.0
-        ticket.progressed = False
         ticket.stage = ticket.request.stage
         ticket.state, ticket.has_place = "waiting", False
         w.left.append(ticket)

@@ -16,7 +16,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.resources import UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 
-from .helpers import Generation, ask, finish, ids, outcome_of, scheduler_of, take
+from .helpers import Cached, Generation, ask, finish, ids, outcome_of, scheduler_of, take
 
 
 def engine(pool: Any, budget: int = 64, seqs: int = 16, **config: Any) -> Scheduler:
@@ -196,17 +196,6 @@ def test_l4_identity_holds_under_preemption() -> None:
     for ticket in tickets:
         assert ticket.granted - ticket.recomputed == generation.total[ticket.id] - ticket.cached
     assert pool.used == 0.0
-
-
-class Cached(UnitPool):
-    """A pool in which the first units of every ticket are already there."""
-
-    def __init__(self, capacity: float, there: float) -> None:
-        super().__init__(capacity)
-        self.there = there
-
-    def begin(self, ticket: Ticket) -> float:
-        return min(self.there, ticket.wants - 1.0)
 
 
 def test_l4_identity_with_cached_units() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 from reflex_runtime.core.errors import Closed, InFlightCapReached, QueueFull, TooLarge, TooLate
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.request import Ticket
@@ -9,22 +12,25 @@ from reflex_runtime.core.request import Ticket
 RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 
 
-def admit(group: Group, ticket: Ticket, closed: bool, replaces: int, now: float, displaces: bool = False) -> None:
+def admit(
+    group: Group, ticket: Ticket, closed: bool, replaced: Sequence[Ticket], now: float, displaced: Ticket | None
+) -> None:
     """Return if the ticket may enter, else raise the `Rejected` that says why.
 
-    replaces: waiting tickets of the same client that it would supersede. displaces: whether somebody else makes room.
+    replaced: waiting tickets of the same client that it would supersede. displaced: who else would make room for it.
     """
-    request = ticket.request
-    config = group.config
+    request, config, replaces = ticket.request, group.config, len(replaced)
     if closed:
         raise Closed("the server is shutting down", retry_after=RETRY_FLOOR)
-    if group.queued - replaces >= config.capacity and not displaces:
+    if group.queued - replaces >= config.capacity and displaced is None:
         raise QueueFull(
             "policy runtime queue at capacity",
             retry_after=max(RETRY_FLOOR, group.drain_time()),
             policy_id=group.name,
             max_queue=config.capacity,
         )
+    if config.max_queued_units < inf:
+        _units_fit(group, request.wants, (*replaced, displaced) if displaced is not None else replaced)
     cap = config.max_in_flight_per_client
     if cap and group.clients.unsettled(request.client) - replaces >= cap:
         raise InFlightCapReached(
@@ -40,3 +46,16 @@ def admit(group: Group, ticket: Ticket, closed: bool, replaces: int, now: float,
                 needed_ms=round(needed * 1e3, 3),
                 deadline_ms=round(request.time_limit * 1e3, 3),
             )
+
+
+def _units_fit(group: Group, wants: float, leaving: Sequence[Ticket]) -> None:
+    """Refuse what would make those that wait want too much together; whatever comes to an empty queue may wait."""
+    most, queued_units = group.config.max_queued_units, group.queued_units - sum(t.wants for t in leaving)
+    if group.queued > len(leaving) and queued_units + wants > most:
+        raise QueueFull(
+            "policy runtime queue at its limit of units",
+            retry_after=max(RETRY_FLOOR, group.drain_time()),
+            policy_id=group.name,
+            max_queued_units=most,
+            queued_units=queued_units,
+        )

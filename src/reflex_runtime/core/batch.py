@@ -78,7 +78,11 @@ class Batch:
         its last member ends, tokens, requests).
     admitted: the tickets in it that run for the first time (the admission group; empty for a pure step).
     left: residents gone since the group's last batch (preempted, cancelled, expired): the processor drops their state
-    first. notes: free for drivers and processors, written into the trace.
+    first.
+    short_of: what kept the rest of its partition's queue waiting when it left: "budget" (time that deadlines allow
+        included), "places", "room", "memory", "share" or "stage"; "" when nobody waited, or only who is held.
+    cached: of the tickets that enter with it, the units that were found already done, where there were any.
+    notes: free for drivers and processors, written into the trace.
     """
 
     id: int
@@ -92,6 +96,8 @@ class Batch:
     grants: dict[Ticket, float]
     admitted: tuple[Ticket, ...] = ()
     left: tuple[Ticket, ...] = ()
+    short_of: str = ""
+    cached: dict[Ticket, float] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -6,11 +6,10 @@ partition is held. Only `Resources` are asked on the way, and then there are no 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from math import ceil, inf
+from math import inf
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import Tally
@@ -18,13 +17,14 @@ from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
+from reflex_runtime.core.residents import Step, movable, shares_of_places
 from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, value, window
 
 
 @dataclass(slots=True)
 class Formed:
-    """A batch that may go. shed: waiting tickets that can no longer be answered in time. preempted: residents that
-    lost their place, in the order it happened."""
+    """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached: as in
+    `Batch`. preempted: residents that lost their place, in the order it happened."""
 
     stage: str
     grants: dict[Ticket, float]
@@ -32,7 +32,9 @@ class Formed:
     cause: Cause
     newcomers: list[Ticket]
     shed: list[Ticket] = field(default_factory=list)
+    short_of: str = ""
     preempted: list[Ticket] = field(default_factory=list)
+    cached: dict[Ticket, float] = field(default_factory=dict)
 
 
 class Former:
@@ -43,9 +45,7 @@ class Former:
     ) -> None:
         self.group, self.partition, self.now = group, partition, now
         self.free_since, self.epoch, self.draining = free_since, epoch, draining
-        self.preempted: list[Ticket] = []
         self.held_until = inf
-        self._out_of_memory = False
         self._line: list[Ticket] | None = None  # what waits, if all are equals: see `_equals`
         self.policy = self._policy()
 
@@ -72,9 +72,9 @@ class Former:
 
     def form(self) -> Formed | None:
         """The batch to send now, or None; then `held_until` says when to look again (inf: not without an input)."""
+        if self.group.config.resources is not None:
+            return self._form_step()
         base = self._seed()
-        if self.preempted:  # memory is short: nobody enters in a step that threw somebody out
-            return self._finish(base, Filled({}, base.tally), [])
         self._line = self._equals()
         filled = self._fill_waiting(base)
         shed: list[Ticket] = []
@@ -84,10 +84,20 @@ class Former:
             return Formed("", {}, 0.0, Cause.IDLE, [], shed) if shed else None
         return self._finish(base, filled, shed)
 
+    def _form_step(self) -> Formed | None:
+        """The next step where there is memory: no holds, no shedding, and some may give way to others."""
+        step = Step(self.group, self.partition, self.policy)
+        step.fill()
+        if not (step.base.grants or step.entered.grants or step.preempted):
+            return None
+        formed = self._finish(step.base, step.entered, [])
+        formed.preempted, formed.cached = list(step.preempted), step.cached
+        return formed
+
     def _finish(self, base: Filled, filled: Filled, shed: list[Ticket]) -> Formed:
         grants, newcomers, tally = self._stage(base, filled)
         if not grants:
-            return Formed("", {}, 0.0, Cause.IDLE, [], shed, self.preempted)
+            return Formed("", {}, 0.0, Cause.IDLE, [], shed)
         fill = Fill(
             cost=tally.cost,
             dearest=tally.dearest,
@@ -101,7 +111,8 @@ class Former:
         )
         cause = cause_of(fill, self.policy.max_batch_cost)
         stage = next(iter(grants)).stage
-        return Formed(stage, grants, tally.cost, cause, newcomers, shed, self.preempted)
+        short_of = "stage" if len(newcomers) < len(filled.grants) else filled.short_of
+        return Formed(stage, grants, tally.cost, cause, newcomers, shed, short_of)
 
     def _stage(self, base: Filled, filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
         """A batch has one stage. Newcomers of another stage than the residents' go first if that pays, else wait."""
@@ -139,48 +150,21 @@ class Former:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def _seed(self) -> Filled:
-        """The batch of residents alone: those of the first one's stage, within the budget.
-
-        In order: tiers, then those that want one unit, then the others, each by arrival.
-        """
+        """The batch of residents alone: those of the first one's stage, within the budget."""
         filled = Filled({}, self.group.cost.tally())
-        movable = [t for t in self.partition.residents if t.state is TicketState.RESIDENT and not t.held]
-        movable.sort(key=lambda t: (t.tier, t.wants > 1.0, t.seq))
-        for ticket in movable:
+        if not self.partition.residents:
+            return filled
+        able = movable(self.partition)
+        for ticket in able:
             if len(filled.grants) >= self.policy.max_batch_size:
                 break
-            if ticket in self.preempted or ticket.stage != movable[0].stage:
+            if ticket.stage != able[0].stage:
                 continue
             units = filled.tally.offer(ticket, self.policy.max_batch_cost)
-            if units > 0.0 and self._make_room(ticket, units, filled.grants):
+            if units > 0.0:
                 filled.tally.add(ticket, units)
                 filled.grants[ticket] = units
         return filled
-
-    def _make_room(self, ticket: Ticket, units: float, granted: dict[Ticket, float]) -> bool:
-        """Reserve for a resident, preempting the lowest tier's newest until it fits or nobody is left."""
-        resources = self.group.config.resources
-        if resources is None:
-            return True
-        while not resources.reserve(ticket, units):
-            victim = self._victim(granted)
-            if victim is None:
-                return False
-            resources.release(victim)
-            self.preempted.append(victim)
-            if victim is ticket:
-                return False
-        return True
-
-    def _victim(self, granted: dict[Ticket, float]) -> Ticket | None:
-        candidates = [
-            t
-            for t in self.partition.residents
-            if t.state is TicketState.RESIDENT and t not in granted and t not in self.preempted
-        ]
-        # Not twice without progress between, unless nothing could run at all otherwise.
-        fresh = [t for t in candidates if t.progressed] or ([] if granted else candidates)
-        return max(fresh, key=lambda t: (t.held, t.tier, t.seq), default=None)
 
     def _equals(self) -> list[Ticket] | None:
         """What waits, in serving order, where grants change neither that order nor what the next one costs.
@@ -189,7 +173,7 @@ class Former:
         None otherwise; the plain way, ticket by ticket, decides the same.
         """
         group, partition = self.group, self.partition
-        if not group.cost.linear or partition.residents or group.config.resources is not None:
+        if not group.cost.linear or partition.residents:
             return None
         line = Cursor.fixed_order(partition)
         if line:
@@ -222,26 +206,17 @@ class Former:
 
     def _fill(self, base: Filled, candidates: Iterable[Ticket], limit: float, cursor: Cursor | None = None) -> Filled:
         """Beside the residents, candidates in order while the cost stays within the budget and the time in `limit`."""
-        stage = next((t.stage for t in base.grants), None)
-        return self._add(Filled({}, self._copy(base.grants)), candidates, limit, stage, cursor)
+        return self._add(Filled({}, self._copy(base.grants)), candidates, limit, cursor)
 
-    def _add(
-        self,
-        filled: Filled,
-        candidates: Iterable[Ticket],
-        limit: float,
-        stage: str | None = None,
-        cursor: Cursor | None = None,
-    ) -> Filled:
-        """Add candidates in order, one by one, to what is filled already. stage: of the residents, if there are any."""
+    def _add(self, filled: Filled, candidates: Iterable[Ticket], limit: float, cursor: Cursor | None = None) -> Filled:
+        """Add candidates in order, one by one, to what is filled already."""
         model, budget = self.group.cost, self.policy.max_batch_cost
-        places, shares = self._places(), self._shares()
-        # Memory is reserved on the way, so only what this batch can hold is offered: tickets of its one stage.
-        reserves = self.group.config.resources is not None
+        places, shares = self._places(), shares_of_places(self.group, self.partition, self.policy.max_batch_size)
         tally, grants = filled.tally, filled.grants
         blocked: set[object] = set()
         for ticket in candidates:
             if len(grants) >= places:
+                filled.short_of = self._closed()
                 break
             client = ticket.request.client
             if client in blocked:
@@ -251,16 +226,8 @@ class Former:
                     cursor.take(0.0)
                 continue
             entitled = shares is None or shares[client] > 0
-            if reserves and stage is not None and ticket.stage != stage:
-                entitled = False
-            if not entitled:
-                units = 0.0
-            elif reserves:
-                units = self._offer(tally, ticket, limit)
-            else:
-                units = tally.offer(ticket, budget, limit)
+            units = tally.offer(ticket, budget, limit) if entitled else 0.0
             if units > 0.0:
-                stage = ticket.stage
                 tally.add(ticket, units)
                 grants[ticket] = units
                 if shares is not None:
@@ -272,26 +239,12 @@ class Former:
             blocked.add(client)
             if cursor is not None:
                 cursor.skip()
-            if self._out_of_memory or len(blocked) >= MAX_PASSED_OVER or tally.cost >= budget:
+            spent = tally.cost >= budget
+            filled.short_of = "budget" if spent else filled.short_of or ("budget" if entitled else "share")
+            if spent or len(blocked) >= MAX_PASSED_OVER:
                 break
         filled.size_reached = len(grants) >= places
         return filled
-
-    def _offer(self, tally: Tally, ticket: Ticket, limit: float) -> float:
-        resources, budget = self.group.config.resources, self.policy.max_batch_cost
-        if resources is None:
-            return tally.offer(ticket, budget, limit)
-        cached = resources.begin(ticket)
-        ticket.wants -= cached
-        units = tally.offer(ticket, budget, limit)
-        if units > 0.0 and resources.reserve(ticket, units):
-            ticket.cached += cached
-            ticket.computed = cached
-            return units
-        self._out_of_memory = units > 0.0
-        ticket.wants += cached
-        resources.release(ticket)
-        return 0.0
 
     def _copy(self, grants: dict[Ticket, float]) -> Tally:
         tally = self.group.cost.tally()
@@ -305,19 +258,11 @@ class Former:
         room = self.partition.room
         return max(0, places if room is None else min(places, room))
 
-    def _shares(self) -> dict[object, int] | None:
-        """Resident places each client may still take while others wait: its even part less what it holds.
-
-        None when work is one-shot or nobody else waits.
-        """
-        active = len(self.group.clients)
-        if not self.partition.residents or active < 2 or not self.partition.contended():
-            return None
-        even = ceil(self.policy.max_batch_size / active)
-        left: dict[object, int] = defaultdict(lambda: even)
-        for ticket in self.partition.residents:
-            left[ticket.request.client] -= 1
-        return left
+    def _closed(self) -> str:
+        """What keeps the others out when as many entered as may."""
+        room = self.partition.room
+        short = room is not None and room < self.policy.max_batch_size - len(self.partition.residents)
+        return "room" if short else "places"
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -336,6 +281,7 @@ class Former:
                 members = window(candidates, full, fit, price, self.now)
                 by_number = alike and not self.partition.residents  # beside residents places are shared
                 chosen = self._fill_line(members) if by_number else self._fill(base, members, inf)
+            chosen.short_of = full.short_of or "budget"  # of the time that deadlines allow
             shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
         return chosen, shed + self._infeasible(chosen, shed)
 
@@ -460,6 +406,4 @@ class Former:
         longest = max(oldest, self.free_since) + self.policy.returns - self.now
         head = next(iter(filled.grants))
         marginal = self.group.cost.marginal(head, 1.0)
-        return self.now + self.group.returns.hold(
-            self.now, longest, len(filled.grants), filled.tally.seconds, marginal
-        )
+        return self.now + self.group.returns.hold(self.now, longest, len(filled.grants), filled.tally.seconds, marginal)

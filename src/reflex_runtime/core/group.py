@@ -26,6 +26,8 @@ class GroupConfig:
     """What a group is made of.
 
     capacity: most waiting tickets; beyond it QueueFull.
+    max_queued_units: most units that waiting tickets want together (tokens, steps; preempted ones with what they want
+        then); beyond it QueueFull. An empty queue admits any one. What bounds the wait where requests differ in length.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
     gap_chance: for groups of weight 0: a batch starts only when nobody of the other groups is likely to ask before it
@@ -49,10 +51,13 @@ class GroupConfig:
     cost: Callable[[], CostModel] = TimeCost
     resources: Resources | None = None
     controller: Controller | None = None
+    max_queued_units: float = inf
 
     def __post_init__(self) -> None:
         if not self.capacity >= 1:
             raise ConfigError(f"GroupConfig.capacity={self.capacity!r}: must be >= 1 tickets")
+        if not self.max_queued_units > 0:
+            raise ConfigError(f"GroupConfig.max_queued_units={self.max_queued_units!r}: must be > 0 units")
         if not self.max_in_flight_per_client >= 0:
             raise ConfigError(f"GroupConfig.max_in_flight_per_client={self.max_in_flight_per_client!r}: must be >= 0")
         if not (self.weight >= 0 and isfinite(self.weight)):
@@ -87,6 +92,7 @@ class Group:
         self.partitions: OrderedDict[Hashable, Partition] = OrderedDict()
         self.active: dict[Hashable, Partition] = {}  # partitions with unsettled tickets
         self.queued = 0
+        self.queued_units = 0.0  # that those want
         self.unsettled = 0
         self.paused_until = -inf
         self.device_time = 0.0  # virtual: seconds over weight
@@ -130,6 +136,7 @@ class Group:
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now)
         self.queued += 1
+        self.queued_units += request.wants
         self.unsettled += 1
 
     def stays_held(self, ticket: Ticket, epoch: int, now: float) -> bool:
@@ -191,6 +198,12 @@ class Group:
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
         self.queued += 1
+        self.queued_units += ticket.wants
+
+    def dequeue(self, count: int, units: float) -> None:
+        """So many tickets stopped waiting, that wanted so many units together."""
+        self.queued -= count
+        self.queued_units = self.queued_units - units if self.queued else 0.0  # no rounding is carried on
 
     def _age(self, ticket: Ticket, partition: Partition) -> None:
         """Note when a background ticket counts as default."""

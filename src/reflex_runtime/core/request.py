@@ -123,7 +123,7 @@ class Ticket:
     tier: the tier it is served in; differs from the request's priority once aged.
     stage, wants: what a resident does next and how many units of it are left.
     granted, cached, recomputed: units granted in all, found already done, and granted but lost to preemption;
-    computed: units whose result the processor holds now.
+    computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
     batches: how many batches it was in; `admission`: the batch that took it in, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
     queue: where it stands or last stood among its client's others (`order`).
@@ -142,8 +142,8 @@ class Ticket:
         "deadline",
         "granted",
         "held",
+        "lost",
         "outcome",
-        "progressed",
         "queue",
         "recomputed",
         "request",
@@ -171,7 +171,7 @@ class Ticket:
         self.admission: Admission | None = None
         self.started: float | None = None
         self.cancel_requested = self.abandoned = self.held = self.answered = False
-        self.progressed = True  # since it was last preempted; a ticket is not preempted twice without progress
+        self.lost = -1.0
         self.outcome: Any = None
         self.queue: Any = None
         self.waiter: Any = None
@@ -180,6 +180,11 @@ class Ticket:
     def id(self) -> str:
         """The request's id."""
         return self.request.id
+
+    @property
+    def progressed(self) -> bool:
+        """Whether it holds more than it lost when it was last preempted: it is not preempted twice without that."""
+        return self.computed > self.lost
 
     def __repr__(self) -> str:
         return f"Ticket({self.seq}, {self.request.id!r}, {self.state.value})"

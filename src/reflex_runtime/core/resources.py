@@ -6,6 +6,7 @@ a transaction. `UnitPool` is the smallest real resource and the example to copy.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from reflex_runtime.core.batch import Batch
@@ -24,6 +25,9 @@ class Resources(Protocol):
 
     def reserve(self, ticket: Ticket, units: float) -> bool:
         """Make room for `units` more of the ticket; False when there is none."""
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        """Whether `reserve(ticket, units)` would succeed once these others were released. Changes nothing."""
 
     def commit(self, batch: Batch) -> None:
         """The step succeeded."""
@@ -57,6 +61,9 @@ class UnitPool:
         self._held[ticket] = self._held.get(ticket, 0.0) + units
         self.used += units
         return True
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        return self.used - sum(self._held.get(t, 0.0) for t in released) + units <= self.capacity
 
     def commit(self, batch: Batch) -> None:
         return

@@ -115,7 +115,7 @@ class Scheduler:
         if group.config.share_room and not replaced and group.queued >= group.config.capacity:
             displaced = group.to_displace(request.client)
         try:
-            admit(group, ticket, self._closed, len(replaced), now, displaced is not None)
+            admit(group, ticket, self._closed, replaced, now, displaced)
         except Rejected as error:
             self._events.append(RequestRejected(now, request, error))
             raise
@@ -371,13 +371,14 @@ class Scheduler:
         self._batches += 1
         model, n = group.cost, len(formed.grants)
         fixed = model.fixed(next(iter(formed.grants)))
-        expected = fixed
+        expected, queued_units = fixed, sum(formed.cached.values())  # `wants` is without these already
         cause = formed.cause
         admission = Admission(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
         for ticket, units in formed.grants.items():
             state = ticket.state
             if state is WAITING:
                 partition.take(ticket)
+                queued_units += ticket.wants
                 ticket.admission = admission
                 if ticket.started is None:
                     ticket.started = self._now
@@ -391,7 +392,7 @@ class Scheduler:
             marginal = model.marginal(ticket, units)
             expected += marginal
             ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
-        group.queued -= len(formed.newcomers)
+        group.dequeue(len(formed.newcomers), queued_units)
         if partition.room is not None:
             partition.room -= len(formed.newcomers)
         partition.was_held = False
@@ -407,6 +408,8 @@ class Scheduler:
             grants=formed.grants,
             admitted=tuple(formed.newcomers),
             left=self.take_left(group.name),
+            short_of=formed.short_of if partition.waiting else "",
+            cached=formed.cached,
         )
         self._in_flight[batch] = None
         self._decided = -1
@@ -448,13 +451,12 @@ class Scheduler:
         if not 0.0 < more.wants < inf:
             return ProcessorError(f"More.wants={more.wants!r}: must be finite and > 0")
         ticket.computed += units
-        ticket.progressed = True
         ticket.wants = more.wants
         if more.stage is not None:
             ticket.stage = more.stage
         self._move(ticket, RESIDENT)
         partition.residents[ticket] = None
-        self._events.append(RequestProgressed(self._now, ticket, more.value))
+        self._events.append(_event(RequestProgressed, (self._now, ticket, more.value)))
         if ticket.request.streams and more.value is not None:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
         error = self._boundary(ticket)
@@ -475,10 +477,10 @@ class Scheduler:
 
     def _preempt(self, group: Group, ticket: Ticket) -> None:
         """A resident starts over from the front of its queue; the scheduler has released its resources."""
+        ticket.lost = ticket.computed
         ticket.recomputed += ticket.computed
         ticket.wants += ticket.computed
         ticket.computed = 0.0
-        ticket.progressed = False
         ticket.stage = ticket.request.stage
         self._move(ticket, WAITING)
         group.requeue(ticket)
@@ -499,7 +501,7 @@ class Scheduler:
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take(ticket)
-                group.queued -= 1
+                group.dequeue(1, ticket.wants)
             elif state is RESIDENT or (isinstance(outcome, Failed) and ticket in partition.residents):
                 group.left.append(ticket)
             if resources is not None and state is not WAITING:

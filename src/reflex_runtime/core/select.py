@@ -24,12 +24,16 @@ THRESHOLDS = 8  # slack thresholds tried
 
 @dataclass(slots=True)
 class Filled:
-    """A filled batch: granted units in order, its tally, and whether something did not fit the budget or the size."""
+    """A filled batch: granted units in order, its tally, and whether something did not fit the budget or the size.
+
+    short_of: what ended the fill; where it went through the whole queue, what kept the first out that was passed over.
+    """
 
     grants: dict[Ticket, float]
     tally: Tally
     passed_over: bool = False
     size_reached: bool = False
+    short_of: str = ""
 
 
 Fitter = Callable[[Sequence[Ticket], float], tuple[Sequence[Ticket], float]]

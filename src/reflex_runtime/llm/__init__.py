@@ -1,0 +1,14 @@
+"""Token generation: continuous batching over a paged cache, on the same scheduler core as everything else."""
+
+from reflex_runtime.llm.engine import EngineConfig, LLMEngine, LLMProcessor, trace_batches
+from reflex_runtime.llm.sequence import RequestOutput, SamplingParams, TokenOutput
+
+__all__ = [
+    "EngineConfig",
+    "LLMEngine",
+    "LLMProcessor",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenOutput",
+    "trace_batches",
+]

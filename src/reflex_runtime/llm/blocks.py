@@ -1,0 +1,174 @@
+"""The paged cache as the scheduler sees it: which blocks are whose, which are free, which hold a known prefix.
+
+`BlockPool` is the core's `Resources`. A sequence holds a table of blocks; a full block is known by the digest of
+everything up to its end (the digest of the block before it, and its own tokens), so that a sequence that begins alike
+finds it and shares it. Blocks nobody holds keep what they know until they are needed: the free list is ordered by when
+they were given back, a hit takes a block out of its middle, and both cost O(1).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+from hashlib import blake2b
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.llm.sequence import Sequence
+
+
+class BlockPool:
+    """num_blocks blocks of block_size tokens each. prefix_caching: whether full blocks are found again by content.
+
+    Every method is O(blocks it hands out or takes back). Called by the scheduler only, under its driver's lock.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        if not num_blocks >= 1:
+            raise ConfigError(f"BlockPool.num_blocks={num_blocks!r}: must be >= 1")
+        if not block_size >= 1:
+            raise ConfigError(f"BlockPool.block_size={block_size!r}: must be >= 1 token")
+        self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
+        self._holders = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to hand out first
+        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks nobody holds, those that still know a prefix included."""
+        return len(self._free)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that know a prefix, held or free."""
+        return len(self._block_of)
+
+    @property
+    def usage(self) -> float:
+        """Fraction of the blocks that is held, 0 to 1."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that so many tokens of one sequence take."""
+        return -(-tokens // self.block_size)
+
+    # -- Resources -----------------------------------------------------------------------------------------------------
+
+    def fits(self, request: Request) -> bool:
+        """Whether the sequence at its longest could be held if it were alone. Its last token is never stored."""
+        sequence: Sequence = request.payload
+        longest = sequence.num_prompt_tokens + sequence.params.max_tokens - 1
+        return self.blocks_for(longest) <= self.num_blocks
+
+    def begin(self, ticket: Ticket) -> float:
+        """Give the sequence the blocks of its longest known prefix; returns the tokens they hold.
+
+        One token is always left to compute: it is what the next one is sampled from.
+        """
+        sequence: Sequence = ticket.request.payload
+        if not self.prefix_caching:
+            return 0.0
+        full = (sequence.num_tokens - 1) // self.block_size
+        self._extend_digests(sequence, full)
+        for digest in sequence.digests[:full]:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            if self._holders[block] == 0:
+                del self._free[block]
+            self._holders[block] += 1
+            sequence.blocks.append(block)
+        sequence.published = len(sequence.blocks)
+        sequence.num_computed_tokens = len(sequence.blocks) * self.block_size
+        return float(sequence.num_computed_tokens)
+
+    def reserve(self, ticket: Ticket, units: float) -> bool:
+        """Blocks for `units` more tokens; what they knew is forgotten. False, and nothing changed, when too few are
+        free."""
+        sequence: Sequence = ticket.request.payload
+        more = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks)
+        if more > len(self._free):
+            return False
+        for _ in range(more):
+            block, _ = self._free.popitem(last=False)
+            digest = self._digest_of[block]
+            if digest is not None:
+                del self._block_of[digest]
+                self._digest_of[block] = None
+            self._holders[block] = 1
+            sequence.blocks.append(block)
+        return True
+
+    def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
+        """Whether `reserve` would succeed once these others were released."""
+        sequence: Sequence = ticket.request.payload
+        more = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks)
+        given: Counter[int] = Counter(block for other in released for block in other.request.payload.blocks)
+        return more <= len(self._free) + sum(self._holders[block] == n for block, n in given.items())
+
+    def commit(self, batch: Batch) -> None:
+        """Blocks that the step filled can be found by who begins alike. What failed was not counted as computed, and is
+        not shown to anybody."""
+        if self.prefix_caching:
+            for ticket in batch.grants:
+                self._publish(ticket.request.payload)
+
+    def rollback(self, batch: Batch) -> None:
+        """Nothing to void: blocks are published by `commit` alone, and a crashed step's tickets are released."""
+
+    def release(self, ticket: Ticket) -> None:
+        """Take the sequence's blocks back. Those that know a prefix are handed out last, the longest prefix first of
+        them; the others next."""
+        sequence: Sequence = ticket.request.payload
+        for block in reversed(sequence.blocks):
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free[block] = None
+                if self._digest_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+        sequence.blocks.clear()
+        sequence.num_computed_tokens = 0
+
+    # -- the prefix cache ----------------------------------------------------------------------------------------------
+
+    def _publish(self, sequence: Sequence) -> None:
+        full = min(sequence.num_computed_tokens // self.block_size, len(sequence.blocks))
+        if full <= sequence.published:
+            return
+        self._extend_digests(sequence, full)
+        for i in range(sequence.published, full):
+            block, digest = sequence.blocks[i], sequence.digests[i]
+            if digest not in self._block_of:  # else somebody computed the same in the same step: one of them is enough
+                self._block_of[digest] = block
+                self._digest_of[block] = digest
+        sequence.published = full
+
+    def _extend_digests(self, sequence: Sequence, full: int) -> None:
+        size, digests, tokens = self.block_size, sequence.digests, sequence.tokens
+        for i in range(len(digests), full):
+            before = digests[-1] if digests else b""
+            own = array("q", tokens[i * size : (i + 1) * size]).tobytes()
+            digests.append(blake2b(before + own, digest_size=16).digest())
+
+    # -- for tests and the curious -------------------------------------------------------------------------------------
+
+    def check(self, sequences: list[Sequence]) -> list[str]:
+        """What is wrong with the pool if these sequences hold all there is to hold; empty when nothing is.
+
+        O(everything): for tests, and for a suspicion.
+        """
+        held = Counter(block for sequence in sequences for block in sequence.blocks)
+        wrong = []
+        for block, (counted, digest) in enumerate(zip(self._holders, self._digest_of, strict=True)):
+            if counted != held[block]:
+                wrong.append(f"block {block}: {counted} holders counted, {held[block]} found")
+            if bool(held[block]) == (block in self._free):
+                wrong.append(f"block {block}: {'held and free' if held[block] else 'neither held nor free'}")
+            if digest is not None and self._block_of.get(digest) != block:
+                wrong.append(f"block {block}: what it knows leads to block {self._block_of.get(digest)}")
+        if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
+            wrong.append("a digest leads to a block that does not know it")
+        return wrong

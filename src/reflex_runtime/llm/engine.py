@@ -1,0 +1,373 @@
+"""The engine: a step is formed by the scheduler, flattened, run, sampled, and handed back.
+
+`LLMProcessor` is everything a driver needs to generate tokens: the group its requests belong to, the requests, and the
+code that runs a batch of them. `LLMEngine` is the same with a driver of its own, for who wants to make every step
+himself; a server runs the processor under the asyncio driver.
+
+A step is a transaction. The scheduler reserves blocks before it grants; the processor changes a sequence only after the
+forward pass came back, and each sequence by itself; the scheduler then publishes what was computed. What fails or is
+cancelled in between leaves no trace in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import TokenCost
+from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, TooLarge
+from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.stepper import Stepper
+from reflex_runtime.llm.blocks import BlockPool
+from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.sampler import sample
+from reflex_runtime.llm.sequence import Choice, RequestOutput, SamplingParams, Sequence
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.processors.base import BaseProcessor
+
+_numbers = count()  # of requests: unique in the process, whoever made them
+_DEFAULT = SamplingParams()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How steps are formed. Raises ConfigError that names the field, its value and its range.
+
+    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds how long a step takes, and so
+        every gap between two tokens. max_num_seqs: most sequences that are being generated at a time.
+    long_prefill_token_threshold: most tokens that one sequence gets in a step; 0 leaves it to the budget.
+    enable_prefix_caching: prompts that begin alike are computed once.
+    max_queue, max_queued_tokens: requests, and tokens of theirs, that may wait; what comes beyond is refused at once.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    long_prefill_token_threshold: int = 0
+    enable_prefix_caching: bool = True
+    max_queue: int = 1000
+    max_queued_tokens: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_num_batched_tokens", 1, 1 << 20),
+            ("max_num_seqs", 1, 1 << 16),
+            ("long_prefill_token_threshold", 0, 1 << 20),
+            ("max_queue", 1, 1_000_000),
+            ("max_queued_tokens", 1, 1 << 40),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"EngineConfig.{name}={value!r}: must be in [{low}, {high}]")
+
+
+class LLMProcessor(BaseProcessor):
+    """Generates tokens: its `group` goes to the scheduler, its `request` makes requests, the driver calls the rest.
+
+    Takes the runner over: `stop` closes it. pool: its blocks, for who wants to look.
+    """
+
+    repeatable = True
+
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
+        self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
+        self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
+
+    @property
+    def group(self) -> GroupConfig:
+        """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
+        config = self.config
+        return GroupConfig(
+            flush=FlushPolicy.every_step(config.max_num_batched_tokens, config.max_num_seqs),
+            cost=partial(TokenCost, config.long_prefill_token_threshold or inf),
+            capacity=config.max_queue,
+            max_queued_units=float(config.max_queued_tokens),
+            resources=self.pool,
+        )
+
+    def request(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams,
+        *,
+        id: str | None = None,
+        priority: Priority = Priority.DEFAULT,
+        client: Hashable = "",
+        time_limit: float | None = None,
+    ) -> Request:
+        """A request for this processor. time_limit: seconds until its first token.
+
+        Raises TooLarge when it could never run here, naming the limit; ConfigError for a prompt that is none.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(ids, params)
+        sequence = Sequence(ids, params, self.tokenizer.stream(), self.tokenizer.eos_token_ids)
+        return Request(
+            sequence,
+            id=f"req-{next(_numbers)}" if id is None else id,
+            client=client,
+            priority=priority,
+            time_limit=time_limit,
+            wants=float(len(ids)),
+            streams=True,
+        )
+
+    def run(self, batch: Batch) -> list[Outcome]:
+        """One step of every sequence in the batch."""
+        lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
+        logits = self.runner.forward(flatten(lanes))
+        ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n == s.num_tokens]
+        rows = logits if len(ends) == len(lanes) else logits[ends]
+        chosen = dict(zip(ends, sample(rows, [lanes[i][0] for i in ends]), strict=True)) if ends else {}
+        return [_advance(sequence, n, chosen.get(i)) for i, (sequence, n) in enumerate(lanes)]
+
+    def stop(self) -> None:
+        self.runner.close()
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        vocab, longest = self.tokenizer.vocab_size, self.runner.max_model_len
+        if not ids:
+            raise ConfigError("prompt: is empty; at least one token is needed")
+        if not (min(ids) >= 0 and max(ids) < vocab):
+            raise ConfigError(f"prompt: token ids must be in [0, {vocab - 1}], not {min(ids)} to {max(ids)}")
+        told = {"prompt_tokens": len(ids), "max_tokens": params.max_tokens}
+        if len(ids) + params.max_tokens > longest:
+            asked = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens}"
+            raise TooLarge(f"the model's context holds {longest} tokens, not {asked}", max_model_len=longest, **told)
+        blocks = self.pool.blocks_for(len(ids) + params.max_tokens - 1)
+        if blocks > self.pool.num_blocks:
+            size, there = self.pool.block_size, self.pool.num_blocks
+            asked = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} take {blocks}"
+            raise TooLarge(f"{asked} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told)
+
+
+def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:
+    """The next `n` tokens of each sequence, behind one another."""
+    ids: list[int] = []
+    positions: list[int] = []
+    past: list[int] = []
+    begins, blocks, block_begins = [0], [], [0]  # type: tuple[list[int], list[int], list[int]]
+    for sequence, n in lanes:
+        done = sequence.num_computed_tokens
+        if n == 1:
+            ids.append(sequence.tokens[done])
+            positions.append(done)
+        else:
+            ids += sequence.tokens[done : done + n]
+            positions += range(done, done + n)
+        past.append(done)
+        begins.append(len(ids))
+        blocks += sequence.blocks
+        block_begins.append(len(blocks))
+    return Step(
+        np.array(ids, np.int64),
+        np.array(positions, np.int64),
+        np.array(past, np.int32),
+        np.array(begins, np.int32),
+        np.array(blocks, np.int32),
+        np.array(block_begins, np.int32),
+    )
+
+
+def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None) -> Outcome:
+    """What the step came to for one sequence: a chunk of its prompt, a token, its last one, or its own fault."""
+    if isinstance(choice, ProcessorError):
+        return Failed(choice)
+    output = None
+    if choice is not None:
+        try:
+            output = sequence.append(choice)
+        except Exception as error:  # a token that cannot be told as text: its neighbours are not to blame
+            return Failed(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
+    sequence.num_computed_tokens += n
+    if output is None:
+        return More(None, float(sequence.num_tokens - sequence.num_computed_tokens))
+    return More(output, 1.0) if output.finish is None else Done(output)
+
+
+def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
+    """What became of a settled ticket."""
+    sequence: Sequence = ticket.request.payload
+    error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
+    if error is not None and not isinstance(error, ReflexError):
+        error = ProcessorError(f"{type(error).__name__}: {error}")
+    return RequestOutput(
+        request_id=ticket.id,
+        prompt=prompt,
+        prompt_token_ids=tuple(sequence.tokens[: sequence.num_prompt_tokens]),
+        token_ids=sequence.output_ids,
+        text=sequence.text,
+        finish_reason=error.code if error is not None else str(sequence.finish_reason),
+        logprobs=tuple(sequence.choices),
+        cached_tokens=int(min(ticket.cached, sequence.num_prompt_tokens)),
+        error=error,
+    )
+
+
+class LLMEngine:
+    """Generates tokens in the calling thread, one step at a time.
+
+        engine = LLMEngine("path/to/model", max_num_batched_tokens=512)
+        for output in engine.generate(["Robots that", "Cameras that"], SamplingParams.greedy(32)):
+            print(output.text)
+
+    model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: needed with a runner that is not the
+    toy. block_size, num_blocks: of the cache; None takes the runner's own. Further keywords are `EngineConfig`'s.
+    sinks: called with every event of the scheduler. scheduler: the core's, for who wants to look.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        sinks: Iterable[Callable[[Event], object]] = (),
+        clock: Callable[[], float] = time.monotonic,
+        **config: Any,
+    ) -> None:
+        settings = EngineConfig(**config)
+        runner, tokenizer = _model(model, tokenizer, block_size, num_blocks)
+        self.processor = LLMProcessor(runner, tokenizer, settings)
+        self.scheduler = Scheduler([self.processor.group])
+        self._stepper = Stepper(self.scheduler, {"default": self.processor}, [self._settled, *sinks], clock)
+        self._tickets: dict[str, tuple[Ticket, str | None]] = {}
+        self._ended: list[RequestOutput] = []
+        self.processor.start()
+
+    def add_request(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams = _DEFAULT,
+        *,
+        request_id: str | None = None,
+        priority: Priority = Priority.DEFAULT,
+        client: Hashable = "",
+        time_limit: float | None = None,
+    ) -> str:
+        """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter."""
+        if request_id in self._tickets:
+            raise ConfigError(f"request_id={request_id!r}: is still being generated")
+        request = self.processor.request(
+            prompt, params, id=request_id, priority=priority, client=client, time_limit=time_limit
+        )
+        self._submit(request, prompt)
+        return request.id
+
+    def step(self) -> list[RequestOutput]:
+        """One step; returns the requests that ended with it, or since the last one."""
+        self._stepper.step()
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._tickets)
+
+    def abort(self, request_id: str) -> bool:
+        """Take a request back: its blocks are free when this returns. False when it has ended already."""
+        found = self._tickets.get(request_id)
+        if found is None:
+            return False
+        self.scheduler.cancel(found[0], self._stepper.clock())
+        self._stepper.deliver()
+        return True
+
+    def generate(
+        self, prompts: Seq[str | Seq[int]], params: SamplingParams | Seq[SamplingParams] = _DEFAULT
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, as many at a time as fit; returns their outputs in order.
+
+        params: one for all, or one each. A request that fails has its `error` set; one that could never run raises.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")
+        requests = [self.processor.request(*one) for one in zip(prompts, each, strict=True)]
+        todo = list(zip(requests, prompts, strict=True))[::-1]
+        found: dict[str, RequestOutput] = {}
+        others: list[RequestOutput] = []
+        ours = {request.id for request in requests}
+        while len(found) < len(requests):
+            while todo and self.scheduler.queued("default") < self.processor.config.max_num_seqs:
+                self._submit(*todo.pop())
+            for output in self.step():
+                if output.request_id in ours:
+                    found[output.request_id] = output
+                else:
+                    others.append(output)
+        self._ended = others + self._ended
+        return [found[request.id] for request in requests]
+
+    def close(self) -> None:
+        """Settle what is left, and free the model."""
+        self.scheduler.close(self._stepper.clock(), drain=False)
+        self._stepper.deliver()
+        self.processor.stop()
+
+    def _submit(self, request: Request, prompt: str | Seq[int]) -> None:
+        ticket = self.scheduler.submit(request, self._stepper.clock())
+        self._tickets[request.id] = ticket, prompt if isinstance(prompt, str) else None
+
+    def _settled(self, event: Event) -> None:
+        if isinstance(event, RequestSettled):
+            _, prompt = self._tickets.pop(event.ticket.id)
+            self._ended.append(output_of(event.ticket, prompt))
+
+
+def _model(
+    model: Any, tokenizer: Tokenizer | None, block_size: int | None, num_blocks: int | None
+) -> tuple[Runner, Tokenizer]:
+    cache = {"block_size": block_size, "num_blocks": num_blocks}
+    given = {name: value for name, value in cache.items() if value is not None}
+    if model is None:
+        return ToyRunner(**given), tokenizer or ByteTokenizer()
+    if isinstance(model, ToyRunner) and tokenizer is None:
+        tokenizer = ByteTokenizer()
+    if hasattr(model, "forward"):
+        if given:
+            raise ConfigError(f"{', '.join(given)}: a runner that is already made has its own cache")
+        if tokenizer is None:
+            raise ConfigError("LLMEngine.tokenizer: a runner needs one")
+        return model, tokenizer
+    from reflex_runtime.llm.load import load
+
+    return load(model, block_size=block_size, num_blocks=num_blocks)
+
+
+def trace_batches(
+    prompts: Seq[str | Seq[int]], max_tokens: int = 4, **engine_kwargs: Any
+) -> tuple[list[str], list[dict[str, int]]]:
+    """Who was scheduled for how many tokens, step by step: the batch made visible.
+
+    Adds all prompts (greedy, to exactly max_tokens) to an engine of its own, runs it to the end, and returns the
+    requests' ids and one mapping from id to tokens per step. It watches the scheduler's events and changes nothing.
+    """
+    steps: list[dict[str, int]] = []
+
+    def probe(event: Event) -> None:
+        if isinstance(event, BatchScheduled):
+            steps.append({ticket.id: int(units) for ticket, units in event.batch.grants.items()})
+
+    engine = LLMEngine(**engine_kwargs, sinks=[probe])
+    params = SamplingParams.greedy(max_tokens, ignore_eos=True)
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    while engine.unfinished:
+        engine.step()
+    engine.close()
+    return ids, steps

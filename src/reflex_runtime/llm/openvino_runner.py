@@ -1,0 +1,292 @@
+"""Steps on the CPU: a checkpoint compiled by OpenVINO with paged attention, its key-value blocks owned here.
+
+The vendor's kernels run under our scheduler: OpenVINO sees one flat batch per call and a table of blocks, and knows
+nothing of requests. The size of a block and what it stores come from the compiled model, not from us.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.llm.checkpoint import CONFIG_FILE, Checkpoint
+from reflex_runtime.llm.runner import Step
+
+GIB: Final = 1 << 30
+CACHE_DIR: Final = ".reflex"
+MODEL_FILE: Final = "openvino_model.xml"  # the name other tools look for
+_HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
+_WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
+log = logging.getLogger("reflex.llm")
+
+
+class OpenVinoRunner:
+    """A `Runner` on the CPU.
+
+    directory: a checkpoint. dtype: what products are computed in and blocks hold, "float32" or "bfloat16"; "auto" is
+    the checkpoint's own where it is bfloat16 and the processor has such instructions, else float32. num_blocks: how
+    many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to OpenVINO.
+    max_model_len: None is the checkpoint's. cache: keep the converted graph in `.reflex` beside the checkpoint, where
+    the next start finds it; where nothing can be written there, each start converts anew. weights: "int8" stores
+    matrices in 8 bits with a scale per output channel, for speed; answers then differ a little from the checkpoint's.
+    kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
+    prompts are cut up; "auto" stores them in `dtype`.
+
+    ConfigError: an unusable checkpoint, a value out of range, more blocks than memory, a missing library.
+    """
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    name: str
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        dtype: str = "float32",
+        num_blocks: int | None = None,
+        kv_cache_bytes: int = GIB,
+        threads: int | None = None,
+        max_model_len: int | None = None,
+        cache: bool = True,
+        weights: str = "auto",
+        kv_dtype: str = "auto",
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise ConfigError(f"OpenVinoRunner.threads={threads}: must be >= 1, or None")
+        if weights not in ("auto", "int8"):
+            raise ConfigError(f"OpenVinoRunner.weights={weights!r}: must be 'auto' or 'int8'")
+        if kv_dtype not in ("auto", "uint8"):
+            raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
+        ov = _library()
+        checkpoint = Checkpoint.open(directory)
+        core = ov.Core()
+        dtype = _dtype(dtype, checkpoint, core)
+        self.max_model_len = _length(max_model_len, checkpoint)
+        # a graph that was not read from the cache has its weights in the checkpoint's mapped files
+        self._checkpoint: Checkpoint | None = checkpoint
+        model = _graph(core, checkpoint, cache, weights == "int8")
+        _page(model, checkpoint)
+        stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
+        settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
+        if threads is not None:
+            settings["INFERENCE_NUM_THREADS"] = threads
+        compiled = core.compile_model(model, "CPU", settings)
+        self.vocab_size = checkpoint.config.vocab_size
+        self.name = f"openvino {_HINTS[dtype]}" + (" int8 weights" if weights == "int8" else "")
+        self.name += " uint8 cache" if kv_dtype == "uint8" else ""
+        caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
+        values = next(port for port in caches if port.get_any_name().startswith("value_"))
+        self.block_size = values.get_partial_shape()[2].get_length()  # 8-bit keys have rows of scales beside the tokens
+        self.num_blocks = _num_blocks(num_blocks, kv_cache_bytes, sum(_block_bytes(port) for port in caches))
+        self._request = compiled.create_infer_request()
+        self._tensor = ov.Tensor
+        self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
+        for port in caches:
+            self._request.set_tensor(port.get_any_name(), self._cache(port))
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        ends = step.begins[1:]
+        lengths = step.past_lens + (ends - step.begins[:-1])
+        self._check(step, lengths)
+        inputs = {
+            "input_ids": step.token_ids,
+            "position_ids": step.positions,
+            "max_context_len": np.array(lengths.max()),
+            "past_lens": step.past_lens,
+            "subsequence_begins": step.begins,
+            "block_indices": step.blocks,
+            "block_indices_begins": step.block_begins,
+            "sampled_tokens_indices": ends.astype(np.int64) - 1,
+        }
+        # set one by one and read in place: the library's own way of taking a dict costs five times as much Python
+        for name, array in inputs.items():
+            self._request.set_input_tensor(self._places[name], self._tensor(array, shared_memory=True))
+        self._request.infer(share_outputs=True)
+        logits: npt.NDArray[np.float32] = self._request.get_output_tensor(0).data.reshape(-1, self.vocab_size)
+        return logits
+
+    def close(self) -> None:
+        self._request = self._checkpoint = None
+
+    def _check(self, step: Step, lengths: npt.NDArray[np.int32]) -> None:
+        """What the kernels take on trust, and would otherwise write outside their memory for."""
+        if self._request is None:
+            raise ProcessorError(f"{self.name}: the runner is closed")
+        highest, lowest = int(step.blocks.max()), int(step.blocks.min())
+        if lowest < 0 or highest >= self.num_blocks:
+            raise ProcessorError(f"{self.name}: step names block {lowest if lowest < 0 else highest}: not in the pool")
+        if ((step.block_begins[1:] - step.block_begins[:-1]) * self.block_size < lengths).any():
+            raise ProcessorError(f"{self.name}: a block table of the step does not cover its tokens")
+        if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
+            raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
+
+    def _cache(self, port: Any) -> Any:
+        shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]
+        return self._tensor(port.get_element_type(), shape)
+
+
+def _library() -> Any:
+    try:
+        import openvino
+    except ImportError as error:
+        raise ConfigError("OpenVinoRunner needs openvino: pip install 'reflex-runtime[llm]'") from error
+    return openvino
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def _dtype(dtype: str, checkpoint: Checkpoint, core: Any) -> str:
+    if dtype == "auto":
+        fast = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        return "bfloat16" if fast and checkpoint.config.torch_dtype == "bfloat16" else "float32"
+    if dtype not in _HINTS:
+        raise ConfigError(f"OpenVinoRunner.dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+    return dtype
+
+
+def _length(wanted: int | None, checkpoint: Checkpoint) -> int:
+    most = checkpoint.config.max_position_embeddings
+    if wanted is not None and not 1 <= wanted <= most:
+        file = checkpoint.path / CONFIG_FILE
+        raise ConfigError(f"OpenVinoRunner.max_model_len={wanted}: must be from 1 to {most}, the positions in {file}")
+    return wanted or most
+
+
+def _block_bytes(port: Any) -> int:
+    """Bytes of one block of one layer's keys or values."""
+    shape = port.get_partial_shape()
+    values = shape[1].get_length() * shape[2].get_length() * shape[3].get_length()
+    return int(values * port.get_element_type().bitwidth // 8)
+
+
+def _num_blocks(wanted: int | None, total: int, block_bytes: int) -> int:
+    if wanted is not None and wanted < 1:
+        raise ConfigError(f"OpenVinoRunner.num_blocks={wanted}: must be >= 1, or None")
+    count = wanted if wanted is not None else total // block_bytes
+    if count < 1:
+        raise ConfigError(f"OpenVinoRunner.kv_cache_bytes={total}: one block takes {block_bytes} bytes")
+    free = _free_memory()
+    if count * block_bytes > free:
+        sizes = f"{count} blocks of {block_bytes} bytes are {count * block_bytes / GIB:.1f} GiB"
+        raise ConfigError(
+            f"OpenVinoRunner: {sizes}, but {free / GIB:.1f} GiB are free: at most {free // block_bytes} blocks"
+        )
+    return count
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- the graph ---------------------------------------------------------------------------------------------------------
+
+
+def _graph(core: Any, checkpoint: Checkpoint, cache: bool, int8: bool) -> Any:
+    """The checkpoint's `openvino.Model`: from `.reflex` where it lies, else built, and left there for the next time."""
+    from reflex_runtime.llm import openvino_graph
+
+    kind = "int8" if int8 else "plain"
+    place = checkpoint.path / CACHE_DIR / f"openvino-{kind}-{_fingerprint(checkpoint, openvino_graph.VERSION)}"
+    model = _read(core, place) if cache else None
+    if model is None:
+        started = time.perf_counter()
+        model = openvino_graph.build(checkpoint, int8=int8)
+        if cache and _store(model, place, f"openvino-{kind}-*"):
+            log.info("%s: converted in %.1f s", place, time.perf_counter() - started)
+            return _read(core, place) or model  # the one on disk: its memory is the file's, shared and given back
+    return model
+
+
+def _read(core: Any, place: Path) -> Any:
+    """The graph kept there, or None; one that cannot be read is removed."""
+    if not (place / MODEL_FILE).is_file():
+        return None
+    try:
+        return core.read_model(place / MODEL_FILE)
+    except RuntimeError as error:
+        log.warning("%s: cannot be read and is made anew: %s", place / MODEL_FILE, str(error).strip().splitlines()[-1])
+        shutil.rmtree(place, ignore_errors=True)
+        return None
+
+
+def _fingerprint(checkpoint: Checkpoint, version: int) -> str:
+    """Changes with the configuration, any weight file, the form of the graph and OpenVINO."""
+    import openvino
+
+    digest = hashlib.sha256((checkpoint.path / CONFIG_FILE).read_bytes())
+    for file in checkpoint.files:
+        status = file.stat()
+        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+    digest.update(f"{version} {openvino.__version__}".encode())
+    return digest.hexdigest()[:16]
+
+
+def _store(model: Any, place: Path, older: str) -> bool:
+    """Write the graph so that it is there whole or not at all; whether it is. The first of two writers wins."""
+    import openvino
+
+    try:
+        place.parent.mkdir(exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix="draft-", dir=place.parent))
+        try:
+            openvino.save_model(model, draft / MODEL_FILE, compress_to_fp16=False)
+            for stale in place.parent.glob(older):
+                if stale != place:
+                    shutil.rmtree(stale, ignore_errors=True)
+            draft.rename(place)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except (OSError, RuntimeError) as error:
+        if not (place / MODEL_FILE).is_file():
+            log.warning("%s: the converted graph cannot be kept, so each start converts it: %s", place, error)
+            return False
+    return True
+
+
+def _has_window(layer: Any) -> bool:
+    """Whether a paged layer has a sliding window: its input is the constant 0 where there is none."""
+    window = layer.input_value(_WINDOW).get_node()
+    return window.get_type_name() != "Constant" or bool(np.any(window.get_data()))
+
+
+def _page(model: Any, checkpoint: Checkpoint) -> None:
+    """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`."""
+    import openvino as ov
+    from openvino import opset15 as ops
+    from openvino._offline_transformations import paged_attention_transformation
+
+    paged_attention_transformation(model)
+    layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
+    found = len(layers), sum(_has_window(layer) for layer in layers)
+    windows = checkpoint.config.windows
+    if found != (len(windows), len(windows) - windows.count(None)):  # anything lost here would be lost silently
+        told = f"OpenVINO {ov.__version__} made {found[0]} paged layers of {len(windows)}, {found[1]} with windows"
+        raise ConfigError(f"{checkpoint.path}: {told}; use another version, or the torch runner")
+    product = model.output("logits").get_node().input_value(0).get_node()
+    rows = ops.parameter([-1], ov.Type.i64, name="sampled_tokens_indices")
+    rows.output(0).set_names({"sampled_tokens_indices"})
+    picked = ops.gather(product.input_value(0), rows, ops.constant(np.array(0, np.int64)))
+    product.input(0).replace_source_output(picked.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()

@@ -1,0 +1,55 @@
+"""What runs a step: the flat batch that goes in, and the protocol of everything that can take it.
+
+A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
+tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and
+values are. Nothing here knows who asked or why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over n sequences, t tokens and b blocks.
+
+    token_ids, positions: [t], one sequence behind the other. past_lens: [n], tokens of each that are in the cache.
+    begins: [n + 1], where each one's tokens begin. blocks: [b], the block tables; block_begins: [n + 1]. Position p of
+    a sequence lies in row p % block_size of the block at p // block_size of its table, which covers this step's tokens.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    past_lens: npt.NDArray[np.int32]
+    begins: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int32]
+    block_begins: npt.NDArray[np.int32]
+
+
+class Runner(Protocol):
+    """A model and its key-value blocks.
+
+    vocab_size: width of a row of logits. block_size: tokens a block holds. num_blocks: how many there are.
+    max_model_len: most tokens of one sequence, prompt and output. name: for people ("openvino bf16").
+    """
+
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    name: str
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits [n, vocab_size] after the last token of each sequence; keys and values of the step are in its blocks.
+
+        Called by one thread at a time; the array may be reused by the next call. When it raises, what earlier steps
+        left in the cache is untouched.
+        """
+
+    def close(self) -> None:
+        """Free the model. Nothing is called afterwards."""

@@ -1,0 +1,100 @@
+"""From rows of logits to tokens.
+
+A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on who shared the
+batch, not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
+together and drawn one by one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence as Seq
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.llm.sequence import Choice, Sequence
+
+Logits = npt.NDArray[np.float32]
+
+
+def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorError]:
+    """The next token of each sequence from its row of logits [n, vocab_size].
+
+    A row without a finite best value is that sequence's fault alone: a ProcessorError stands in its place.
+    """
+    best = logits.argmax(axis=1)  # a NaN counts as the largest: it is found here too
+    tokens = best.tolist()
+    finite = np.isfinite(logits[np.arange(len(tokens)), best]).tolist()
+    drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and finite[i]]
+    if drawing:
+        for i, token in zip(drawing, _draw(logits[drawing], [sequences[i] for i in drawing]), strict=True):
+            tokens[i] = token
+    found: list[Choice | ProcessorError] = []
+    for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+        if not finite[i]:
+            found.append(ProcessorError(f"the model's logits are not finite after {sequence.num_tokens} tokens"))
+        elif sequence.params.logprobs is None:
+            found.append(Choice(token))
+        else:
+            found.append(_explained(logits[i], token, sequence.params.logprobs))
+    return found
+
+
+def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
+    heat = np.array([s.params.temperature for s in sequences], np.float32)
+    weights = logits - logits.max(axis=1, keepdims=True)
+    weights /= heat[:, None]
+    np.exp(weights, out=weights)
+    return [_pick(row, s) for row, s in zip(weights, sequences, strict=True)]
+
+
+def _pick(weights: npt.NDArray[np.float32], sequence: Sequence) -> int:
+    """One token by its weight (the likeliest has 1), among those that top_k and top_p leave."""
+    params = sequence.params
+    ids: npt.NDArray[np.intp] | None = None
+    if 0 < params.top_k < len(weights):
+        ids = np.argpartition(weights, -params.top_k)[-params.top_k :]
+        weights = weights[ids]
+    if params.top_p < 1.0:
+        kept = _nucleus(weights, params.top_p)
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
+    sums = weights.cumsum(dtype=np.float64)
+    at = int(np.searchsorted(sums, uniform(sequence.seed, sequence.num_output_tokens) * sums[-1], side="right"))
+    at = min(at, len(sums) - 1)
+    return at if ids is None else int(ids[at])
+
+
+def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.intp]:
+    """The likeliest tokens that together have probability top_p, at least one. Sorts a few before it sorts all."""
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    few = min(256, len(weights))
+    while True:
+        some = np.argpartition(weights, -few)[-few:] if few < len(weights) else np.arange(len(weights))
+        some = some[np.argsort(-weights[some], kind="stable")]
+        sums = weights[some].cumsum(dtype=np.float64)
+        if sums[-1] >= wanted or few == len(weights):
+            return some[: int(np.searchsorted(sums, wanted)) + 1]
+        few = min(8 * few, len(weights))
+
+
+def uniform(seed: int, index: int) -> float:
+    """The draw of a sequence's index-th token, in [0, 1)."""
+    digest = blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
+    return float(int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _explained(logits: Logits, token: int, alternatives: int) -> Choice:
+    row = logits.astype(np.float64)
+    row -= row.max()
+    row -= np.log(np.exp(row).sum())
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        n = min(alternatives, len(row))
+        ids = np.argpartition(row, -n)[-n:]
+        ids = ids[np.lexsort((ids, -row[ids]))]
+        top = tuple((int(i), float(row[i])) for i in ids)
+    return Choice(token, float(row[token]), top)

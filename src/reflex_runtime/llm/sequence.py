@@ -1,0 +1,208 @@
+"""One request's tokens: what is known, what is computed, and what may be shown.
+
+Two counters say everything: `num_tokens` are known (the prompt and what was sampled), `num_computed_tokens` have their
+keys and values in the cache. Neither prefill nor decode is a state: a sequence wants the difference computed, and one
+that has it all computed gets a new token. Preemption sets the second counter to 0 and forgets nothing that was said.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, NamedTuple, Self
+
+from reflex_runtime.core.errors import ConfigError, ReflexError
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a sequence goes on, and when it ends. Raises ConfigError that names the field, its value and its range.
+
+    max_tokens: most tokens of output. temperature: 0 takes the likeliest token. top_p: sample from the likeliest tokens
+    that together have this probability. top_k: from the k likeliest; 0 is off. seed: same seed, same draws; None draws
+    one. stop: texts before which the output ends. stop_token_ids: ids with which it ends. ignore_eos: go on after the
+    model's own end. logprobs: how many alternatives to report for each token; None reports nothing, 0 the token's own.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "must be >= 1 token")
+        temperature = self.temperature
+        _check("temperature", temperature, isfinite(temperature) and 0.0 <= temperature <= 2.0, "must be in [0, 2]")
+        _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "must be in (0, 1]")
+        _check("top_k", self.top_k, self.top_k >= 0, "must be >= 0, where 0 is off")
+        _check("seed", self.seed, self.seed is None or -(1 << 63) <= self.seed < 1 << 64, "must fit 64 bits")
+        well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
+        _check("stop", self.stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
+        logprobs = self.logprobs
+        _check("logprobs", logprobs, logprobs is None or 0 <= logprobs <= MOST_LOGPROBS, f"[0, {MOST_LOGPROBS}]")
+
+    @classmethod
+    def greedy(cls, max_tokens: int = 16, **more: Any) -> Self:
+        """Always the likeliest token."""
+        return cls(max_tokens=max_tokens, temperature=0.0, **more)
+
+
+def _check(name: str, value: object, holds: bool, rule: str) -> None:
+    if not holds:
+        told = rule if rule.startswith("must") else f"must be in {rule}"
+        raise ConfigError(f"SamplingParams.{name}={value!r}: {told}")
+
+
+class Choice(NamedTuple):
+    """A sampled token. logprob, top: of the model's own distribution at temperature 1, natural logarithms; `top` are
+    the likeliest (id, logprob), best first. None and () where nobody asked."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenOutput(NamedTuple):
+    """One token of output, as it is sampled.
+
+    text: what may be shown with it: empty while a character is incomplete, and while it may be the beginning of a stop
+    text. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
+    """
+
+    token_id: int
+    text: str
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+    finish: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
+    that the prefix cache had. error: why it ended without an answer; what it had said until then is there all the
+    same."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    logprobs: tuple[Choice, ...]
+    cached_tokens: int
+    error: ReflexError | None = None
+
+
+class Sequence:
+    """The payload of a request: its tokens, its blocks, its text.
+
+    Between steps the scheduler's side owns it (`blocks.py`), during a step the processor (`engine.py`); both under the
+    driver's order, so that it needs no lock. stream: feed it an id, get the text that is complete by it.
+    """
+
+    __slots__ = (
+        "_held",
+        "_longest",
+        "_pieces",
+        "_stream",
+        "blocks",
+        "choices",
+        "digests",
+        "eos",
+        "finish_reason",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "params",
+        "published",
+        "seed",
+        "tokens",
+    )
+
+    def __init__(
+        self, prompt: Seq[int], params: SamplingParams, stream: Callable[[int], str], eos: frozenset[int] = frozenset()
+    ) -> None:
+        self.tokens = list(prompt)
+        self.num_prompt_tokens = len(self.tokens)
+        self._longest = self.num_prompt_tokens + params.max_tokens
+        self.num_computed_tokens = 0
+        self.params = params
+        self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
+        self.blocks: list[int] = []
+        self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
+        self.published = 0  # blocks of `blocks` that the prefix cache knows
+        self.choices: list[Choice] = []
+        self.finish_reason: str | None = None
+        self._stream = stream
+        self._pieces: list[str] = []
+        self._held = ""  # complete characters that may be the beginning of a stop text
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and the output."""
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        """The sampled tokens."""
+        return tuple(self.tokens[self.num_prompt_tokens :])
+
+    @property
+    def text(self) -> str:
+        """The output as text, as far as it may be shown."""
+        return "".join(self._pieces)
+
+    def append(self, choice: Choice) -> TokenOutput:
+        """Take a sampled token: the sequence knows one more, and may have ended."""
+        token = choice.token_id
+        self.tokens.append(token)
+        if self.params.logprobs is not None:
+            self.choices.append(choice)
+        if token in self.eos:
+            self.finish_reason = STOP
+            shown, self._held = self._held, ""
+        else:
+            shown = self._stream(token)
+            if self.params.stop:
+                shown = self._show(shown)
+            if len(self.tokens) >= self._longest and self.finish_reason is None:
+                self.finish_reason = LENGTH
+                shown, self._held = shown + self._held, ""
+        if shown:
+            self._pieces.append(shown)
+        return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason)
+
+    def _show(self, piece: str) -> str:
+        """What of the held text and the piece may be shown; ends the sequence at a stop text."""
+        stops = self.params.stop
+        text = self._held + piece
+        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.finish_reason, self._held = STOP, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of the text may be the beginning of the stop text."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

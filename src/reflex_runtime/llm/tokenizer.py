@@ -1,0 +1,211 @@
+"""Text to token ids and back: what the engine asks of a tokenizer, and the one read from a model directory.
+
+The merges and the normalisation are the `tokenizers` library's; chat templates are Jinja programs that came with the
+model and run in a sandbox. Both libraries are imported when a directory is loaded, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+SETTINGS_FILE: Final = "tokenizer_config.json"
+GENERATION_FILE: Final = "generation_config.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+# marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
+_MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+_SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer(Protocol):
+    """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer."""
+
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a prompt to be completed, with the token that begins a text where the model wants one."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Their text, special tokens left out; an incomplete character becomes U+FFFD."""
+
+    def stream(self) -> Callable[[int], str]:
+        """A function that takes one id after the other and returns the text complete by now ("" inside a character)."""
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template."""
+
+    def token(self, id: int) -> str:
+        """One token as text, special ones too."""
+
+
+class HFTokenizer:
+    """The tokenizer of a Hugging Face model directory. One may serve many threads."""
+
+    def __init__(self, core: Any, file: Path, settings: Mapping[str, Any], template: Any, eos: frozenset[int]) -> None:
+        """core: a `tokenizers.Tokenizer`; template: a compiled Jinja template or None. Use `load`."""
+        self._core, self._file, self._template = core, file, template
+        self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
+        self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
+        self._add_bos: bool | None = settings.get("add_bos_token")
+        ending = core.token_to_id(self._special["eos_token"]) if "eos_token" in self._special else None
+        self.eos_token_ids = eos | ({ending} if ending is not None else frozenset())
+        self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def load(cls, directory: Path | str) -> HFTokenizer:
+        """Read tokenizer.json and what stands beside it; ConfigError naming the file that is missing or wrong."""
+        root = Path(directory)
+        settings = _optional(root / SETTINGS_FILE)
+        flag = settings.get("add_bos_token")
+        if flag is not None and type(flag) is not bool:
+            raise ConfigError(f"{root / SETTINGS_FILE}: add_bos_token={flag!r}: must be true or false")
+        eos: frozenset[int] = frozenset()
+        for name in (CONFIG_FILE, GENERATION_FILE):  # the second, where it says something, stands
+            eos = token_ids(root / name, "eos_token_id", _optional(root / name).get("eos_token_id")) or eos
+        core = _read_core(root / TOKENIZER_FILE)
+        return cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._encode(text, special=self._add_bos is not False)
+        if self._add_bos and self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._core.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def stream(self) -> Callable[[int], str]:
+        from tokenizers.decoders import DecodeStream
+
+        decoder, core = DecodeStream(skip_special_tokens=True), self._core
+        return lambda id: decoder.step(core, id) or ""
+
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        if self._template is None:
+            where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
+            raise ConfigError(f"{self._file.parent}: has no chat template in {where}, so it takes no messages")
+        plain = [_message(i, message) for i, message in enumerate(messages)]
+        try:
+            text = self._template.render(messages=plain, add_generation_prompt=True, **self._special)
+        except ConfigError:
+            raise
+        except Exception as error:  # a template is a program of the model's author: anything can come out of it
+            raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
+        return self._encode(text, special=False)  # a template writes its own special tokens
+
+    def token(self, id: int) -> str:
+        raw = self._core.id_to_token(id)
+        if raw is None:
+            return ""
+        if raw.startswith("▁"):  # a decoder would take this space for the text's first and drop it
+            return str(raw.replace("▁", " "))
+        text: str = self._core.decode([id], skip_special_tokens=False)
+        return text
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets
+        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return ids
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _optional(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
+def _read_core(file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError(f"{file}: needs the library tokenizers: pip install 'reflex-runtime[llm]'") from error
+    if not file.is_file():
+        raise ConfigError(f"{file}: not found, expected the model's tokenizer")
+    try:
+        core = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for a file it cannot use
+        raise ConfigError(f"{file}: is not a tokenizer: {error}") from error
+    core.no_truncation()  # limits stored for training would cut prompts silently
+    core.no_padding()
+    return core
+
+
+def _read_template(root: Path, settings: Mapping[str, Any]) -> Any:
+    """The compiled chat template, from its own file or the settings, or None."""
+    file, source = root / TEMPLATE_FILE, settings.get("chat_template")
+    if file.is_file():
+        try:
+            source = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}: cannot be read: {error}") from error
+    elif isinstance(source, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        file, source = root / SETTINGS_FILE, named.get("default")
+    else:
+        file = root / SETTINGS_FILE
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ConfigError(f"{file}: chat_template: must be a Jinja template, found {type(source).__name__}")
+    return _compile(file, source)
+
+
+def _compile(file: Path, source: str) -> Any:
+    """Whitespace, filters and functions are those that templates of model hubs are written against."""
+    try:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise ConfigError(f"{file}: its template needs jinja2: pip install 'reflex-runtime[llm]'") from error
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(_MARKS.sub(r"{#\1 \2#}", source))
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{file}: chat template: {error}") from error
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **more)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(f"messages: the chat template refuses them: {message}")
+
+
+def _message(place: int, message: Any) -> dict[str, Any]:
+    """The message with its content as one text: most templates know no other form."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or not role:
+        raise ConfigError(f"messages[{place}].role={role!r}: must be a text such as 'user'")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
+        if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
+            raise ConfigError(f"messages[{place}].content: every part must be {{'type': 'text', 'text': …}}")
+        content = "\n".join(map(str, parts))
+    if content is not None and not isinstance(content, str):
+        raise ConfigError(f"messages[{place}].content: must be a text or a list of text parts")
+    return {**message, "content": content}
+
+
+def _text(value: Any) -> str | None:
+    """A special token as older files ({"content": …}) and newer ones write it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

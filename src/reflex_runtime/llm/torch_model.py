@@ -1,0 +1,144 @@
+"""The decoder itself, to be read: what a model of the Llama, Mistral, Qwen2 or Qwen3 family computes, in plain torch.
+
+It sees a flat row of tokens that may belong to many sequences and does not know which. All that differs between
+sequences is what a token may look at, and that is the caller's: `attend` is handed queries, keys and values.
+This module is where torch is imported, so that one place says what to install; import it only when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.checkpoint import EMBEDDING, Checkpoint
+
+try:
+    import torch
+    from torch import Tensor
+    from torch.nn import functional
+except ImportError as missing:
+    raise ConfigError("the torch runner needs torch: pip install torch") from missing
+
+__all__ = ["Attend", "Decoder", "Tensor", "functional", "torch"]
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, queries [t, heads, head_dim], keys and values [t, kv_heads, head_dim]) → [t, heads, head_dim]."""
+
+
+class Linear(NamedTuple):
+    """x [.., in] → [.., out]; weight is [out, in]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. What reads the same input is one matrix: `qkv`, and `gate_up` of the MLP."""
+
+    norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A checkpoint's weights on a device, in one dtype, and the forward pass over them."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
+        self.config = checkpoint.config
+        self._load = _Loader(checkpoint, device, dtype)
+        self._embedding = self._load.tensor(EMBEDDING)
+        tied = self.config.tie_word_embeddings
+        self._head = self._embedding if tied else self._load.tensor(checkpoint.head)
+        self._norm = self._load.tensor("model.norm.weight")
+        self._layers = [self._layer(f"model.layers.{i}") for i in range(self.config.num_layers)]
+        self._frequencies = torch.tensor(self.config.inverse_frequencies(), device=device)
+
+    def _layer(self, name: str) -> Layer:
+        load, attention = self._load, f"{name}.self_attn"
+        normed = self.config.qk_norm
+        return Layer(
+            norm=load.tensor(f"{name}.input_layernorm.weight"),
+            qkv=load.linear(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+            q_norm=load.tensor(f"{attention}.q_norm.weight") if normed else None,
+            k_norm=load.tensor(f"{attention}.k_norm.weight") if normed else None,
+            out=load.linear(f"{attention}.o_proj"),
+            mlp_norm=load.tensor(f"{name}.post_attention_layernorm.weight"),
+            gate_up=load.linear(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"),
+            down=load.linear(f"{name}.mlp.down_proj"),
+        )
+
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the layers make of the tokens: ids and positions [t] → [t, hidden_size]. `attend` once per layer."""
+        eps = self.config.rms_norm_eps
+        cos, sin = self._rotations(positions)
+        x = self._embedding[ids]
+        for i, layer in enumerate(self._layers):
+            q, k, v = self._heads(layer, rms_norm(x, layer.norm, eps))
+            mixed = attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            x = x + layer.out(mixed.flatten(1))
+            gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
+            x = x + layer.down(functional.silu(gate) * up)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden_size] → float32 [n, vocab_size]."""
+        return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
+
+    def _heads(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        heads = layer.qkv(x).view(len(x), -1, config.head_dim)
+        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
+        return q, k, v
+
+    def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of each position's angles, float32 [t, 1, head_dim / 2]."""
+        angles = (positions[:, None].float() * self._frequencies)[:, None]
+        factor = self.config.attention_factor
+        return angles.cos() * factor, angles.sin() * factor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x over the root of its mean square along the last axis, in float32 whatever x is, times weight."""
+    y = x.float()
+    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class _Loader:
+    """Tensors of a checkpoint, copied out of its files onto the device."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
+        self._checkpoint, self._device, self._dtype = checkpoint, device, dtype
+        self._known = checkpoint.config.tensors()
+
+    def tensor(self, name: str) -> Tensor:
+        kind, data, shape = self._checkpoint.raw(name)
+        stored = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
+        copied = torch.from_numpy(np.array(data))  # the file is read-only, which torch would warn of
+        return copied.view(stored).view(shape).to(self._device, self._dtype)
+
+    def linear(self, *names: str) -> Linear:
+        """Projections of one input as one matrix. They have biases all or none, except that o has none beside qkv."""
+        biased = f"{names[0]}.bias" in self._known
+        bias = torch.cat([self.tensor(f"{name}.bias") for name in names]) if biased else None
+        return Linear(torch.cat([self.tensor(f"{name}.weight") for name in names]), bias)

@@ -1,0 +1,313 @@
+"""The runner to read and to compare with, and the one for GPUs: a checkpoint in torch over a paged cache.
+
+A step's tokens run through the model as one flat row; only attention asks which sequence a token is of. Sequences with
+one new token attend together, as a padded batch over their block tables; longer runs attend one by one, over exactly
+their own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
+from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
+
+_MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
+_Record = Callable[[Callable[[], None]], Callable[[], None]]  # what launches work → what launches it again
+_Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
+
+
+@dataclass(frozen=True, slots=True)
+class _Singles:
+    """Sequences with one new token each: which of the step's tokens (None: all), the cache rows [d, length] each may
+    be shown, padded with a row of nobody's, and per window which of them it sees, [d, 1, 1, length]."""
+
+    tokens: Tensor | None
+    rows: Tensor
+    masks: _Masks
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A sequence with several new tokens: where they lie in the step, the cache rows of all its tokens up to the last,
+    and per window what each new token sees, [new, all]; no mask: everything up to itself, all being new."""
+
+    begin: int
+    end: int
+    rows: Tensor
+    masks: dict[int | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What attention needs to know of a step, the same in every layer. rows: where new keys and values go, [t]."""
+
+    rows: Tensor
+    singles: _Singles | None
+    runs: list[_Run]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A decode step of fixed size: fill the inputs, replay, read the logits. lengths count the new token."""
+
+    ids: Tensor  # [size]
+    tables: Tensor  # [size, width] blocks
+    lengths: Tensor  # [size]
+    logits: Tensor  # [size, vocab]
+    replay: Callable[[], None]
+
+
+class TorchRunner:
+    """Runs steps of a Hugging Face checkpoint in torch.
+
+    device: "cpu" or "cuda". dtype: "float32", "bfloat16", or "auto": bfloat16 where the weights are stored so, else
+    float32. num_blocks: blocks of the cache, or None: as many as fit into `kv_cache_bytes`. max_model_len: at most,
+    and by default, what the checkpoint was made for. threads: CPU threads of torch, which is one number for the whole
+    process; None leaves it alone. cuda_graphs: record decode steps; the first step of each size then takes longer,
+    and those after it cost one launch. Raises ConfigError, before any weight is read where it can.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int = 1 << 30,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        cuda_graphs: bool = True,
+    ) -> None:
+        checkpoint = Checkpoint.open(directory)
+        config = self._config = checkpoint.config
+        _check_device(device, dtype)
+        _check_numbers(
+            config, block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len, threads=threads
+        )
+        if dtype == "auto":
+            dtype = "bfloat16" if config.torch_dtype == "bfloat16" else "float32"
+        kind: torch.dtype = getattr(torch, dtype)
+        self.vocab_size, self.block_size = config.vocab_size, block_size
+        self.num_blocks = num_blocks or _blocks_in(kv_cache_bytes, config, block_size, kind)
+        self.max_model_len = max_model_len or config.max_position_embeddings
+        self.name = f"torch {device} {dtype}"
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._device = device
+        self._decoder = Decoder(checkpoint, device, kind)
+        # One block more than anybody is given: padding reads and writes there. Zeros, because a row that was never
+        # written is multiplied with a weight of zero, and not-a-number times zero is not zero.
+        shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
+        self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
+        self._record: _Record | None = _cuda_graph if device == "cuda" and cuda_graphs else None
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits [n, vocab_size] after each sequence's last token of the step.
+
+        Raises ValueError for a token id the model does not have; nothing was written then.
+        """
+        low, high = int(step.token_ids.min()), int(step.token_ids.max())
+        if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
+            raise ValueError(f"token ids from {low} to {high}: must be in [0, {self.vocab_size})")
+        with torch.inference_mode():
+            if self._record is not None and len(step.token_ids) == len(step.past_lens) <= _MOST_RECORDED:
+                logits = self._replayed(step, self._record)
+            else:
+                last = self._tensor(step.begins[1:].astype(np.int64) - 1)
+                logits = self._run(self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step), last)
+            result: npt.NDArray[np.float32] = logits.cpu().numpy()
+        return result
+
+    def close(self) -> None:
+        """Free weights, cache and recorded graphs."""
+        self._recorded.clear()
+        self._keys.clear()
+        self._values.clear()
+        self.__dict__.pop("_decoder", None)
+
+    def _tensor(self, values: npt.ArrayLike) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+    def _run(self, ids: Tensor, positions: Tensor, plan: _Plan, last: Tensor | None) -> Tensor:
+        """Logits of the tokens at `last`; None: of all."""
+        hidden = self._decoder.hidden(ids, positions, lambda *given: self._attend(plan, *given))
+        return self._decoder.logits(hidden if last is None else hidden[last])
+
+    # -- planning: once per step ---------------------------------------------------------------------------------------
+
+    def _plan(self, step: Step) -> _Plan:
+        size, counts = self.block_size, np.diff(step.begins)
+        single = counts == 1
+        runs = []
+        for i in np.flatnonzero(~single):
+            table = step.blocks[step.block_begins[i] : step.block_begins[i + 1]].astype(np.int64)
+            rows = (table[:, None] * size + np.arange(size)).ravel()[: step.past_lens[i] + counts[i]]
+            runs.append(self._run_of(int(step.begins[i]), int(counts[i]), self._tensor(rows)))
+        singles = None
+        if single.any():
+            tables = self._tensor(self._tables(step, single))
+            tokens = self._tensor(step.begins[:-1][single].astype(np.int64)) if runs else None
+            singles = self._singles(tokens, tables, self._tensor(step.past_lens[single].astype(np.int64) + 1))
+        owner = np.repeat(np.arange(len(counts)), counts)
+        block = step.blocks[step.block_begins[owner] + step.positions // size].astype(np.int64)
+        return _Plan(self._tensor(block * size + step.positions % size), singles, runs)
+
+    def _tables(
+        self, step: Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
+    ) -> npt.NDArray[np.int64]:
+        """Block tables of those sequences, at least [count, width]; the rest of it is the block that is nobody's."""
+        widths = np.diff(step.block_begins)
+        shape = max(count, int(which.sum())), max(width, int(widths[which].max()))
+        padded = np.full(shape, self.num_blocks, np.int64)
+        there = np.arange(shape[1]) < widths[which][:, None]
+        padded[: len(there)][there] = step.blocks[np.repeat(which, widths)]
+        return padded
+
+    def _run_of(self, begin: int, count: int, rows: Tensor) -> _Run:
+        past, at = len(rows) - count, torch.arange(len(rows), device=self._device)
+        own = at[past:, None]
+        masks: dict[int | None, Tensor | None] = {}
+        for window in set(self._config.windows):
+            if window is None or window >= len(rows):
+                masks[window] = (at <= own) if past else None
+            else:
+                masks[window] = (at <= own) & (at > own - window)
+        return _Run(begin, begin + count, rows, masks)
+
+    def _singles(self, tokens: Tensor | None, tables: Tensor, lengths: Tensor) -> _Singles:
+        """tables: [d, width] blocks; lengths: [d], counting the new token. All on the device: it can be recorded."""
+        size = self.block_size
+        rows = (tables[:, :, None] * size + torch.arange(size, device=self._device)).flatten(1)
+        at, length = torch.arange(rows.shape[1], device=self._device), lengths[:, None]
+        seen = at < length
+        masks = {
+            window: (seen if window is None else seen & (at >= length - window))[:, None, None]
+            for window in set(self._config.windows)
+        }
+        # What a last block holds behind a sequence's end is another's, and may be anything: it is not even looked at.
+        return _Singles(tokens, torch.where(seen, rows, self.num_blocks * size), masks)
+
+    # -- attention: once per layer -------------------------------------------------------------------------------------
+
+    def _attend(self, plan: _Plan, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._keys[layer].flatten(0, 1), self._values[layer].flatten(0, 1)  # [rows, kv_heads, head_dim]
+        keys[plan.rows] = k
+        values[plan.rows] = v
+        window, singles = self._config.windows[layer], plan.singles
+        if singles is not None and singles.tokens is None:
+            return _attend_singles(q, keys[singles.rows], values[singles.rows], singles.masks[window])
+        out = torch.empty_like(q)
+        if singles is not None:
+            mask = singles.masks[window]
+            out[singles.tokens] = _attend_singles(q[singles.tokens], keys[singles.rows], values[singles.rows], mask)
+        for run in plan.runs:
+            mine = slice(run.begin, run.end)
+            out[mine] = _attend_run(q[mine], keys[run.rows], values[run.rows], run.masks[window])
+        return out
+
+    # -- recorded decode steps -----------------------------------------------------------------------------------------
+
+    def _replayed(self, step: Step, record: _Record) -> Tensor:
+        """A step of single tokens through the recording that is just large enough; made when first asked for."""
+        count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
+        size, width = _power_of_two(count), _power_of_two(widest)
+        tables = self._tables(step, np.ones(count, np.bool_), size, width)
+        ids, lengths = np.zeros(size, np.int64), np.ones(size, np.int64)
+        ids[:count], lengths[:count] = step.token_ids, step.past_lens + 1
+        inputs = [self._tensor(values) for values in (ids, tables, lengths)]
+        recorded = self._recorded.get((size, width))
+        if recorded is None:
+            recorded = self._recorded[size, width] = self._recording(record, *inputs)
+        else:
+            for buffer, values in zip((recorded.ids, recorded.tables, recorded.lengths), inputs, strict=True):
+                buffer.copy_(values)
+        recorded.replay()
+        return recorded.logits[:count]
+
+    def _recording(self, record: _Record, ids: Tensor, tables: Tensor, lengths: Tensor) -> _Recorded:
+        """The tensors become the inputs; running it writes the same keys and values as often as it is run."""
+        logits = torch.empty(len(ids), self.vocab_size, device=self._device)
+
+        def run() -> None:
+            at = lengths - 1
+            block = tables.gather(1, (at // self.block_size)[:, None])[:, 0]
+            plan = _Plan(block * self.block_size + at % self.block_size, self._singles(None, tables, lengths), [])
+            logits.copy_(self._run(ids, at, plan, None))
+
+        return _Recorded(ids, tables, lengths, logits, record(run))
+
+
+def _attend_singles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [d, heads, head_dim]; k, v [d, length, kv_heads, head_dim]; mask [d, 1, 1, length]. Query heads that share keys
+    stand where several queries would, so that no key is copied."""
+    shared = q.view(len(q), k.shape[2], -1, q.shape[2])
+    out = functional.scaled_dot_product_attention(shared, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    return out.reshape(q.shape)
+
+
+def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q [new, heads, head_dim]; k, v [all, kv_heads, head_dim]; mask [new, all], or None: causal, all being new."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
+    """Record what `run` launches. It runs twice before: libraries make their choices and their workspaces then."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not below number >= 1."""
+    return 1 << (number - 1).bit_length()
+
+
+def _blocks_in(kv_cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    numbers = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim
+    block = numbers * (2 if dtype == torch.bfloat16 else 4)
+    if kv_cache_bytes < block:
+        raise ConfigError(f"kv_cache_bytes={kv_cache_bytes}: must be at least {block}, one block of this model")
+    return kv_cache_bytes // block
+
+
+def _check_device(device: str, dtype: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r}: must be 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': this torch sees no CUDA device; use 'cpu'")
+    if dtype not in ("float32", "bfloat16", "auto"):
+        raise ConfigError(f"dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+
+
+def _check_numbers(config: ModelConfig, **numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value}: must be >= 1")
+    longest, trained = numbers["max_model_len"], config.max_position_embeddings
+    if longest is not None and longest > trained:
+        raise ConfigError(
+            f"max_model_len={longest}: must be at most {trained}, the checkpoint's max_position_embeddings"
+        )

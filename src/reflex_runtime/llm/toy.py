@@ -1,0 +1,109 @@
+"""A model without a model: bytes as tokens, deterministic, no weights, nothing to install.
+
+Tests, docs and teaching run on it. It is a toy only in what it says: its next token depends on every token before it,
+and it knows those only through the cache blocks it is handed, as a real model does. A scheduler or a block table that
+is wrong by one row changes what it says.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.runner import Step
+
+_MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_VOWELS = frozenset(b"aeiou")
+_LETTERS = b"abcdefghiklmnoprstuvz"
+
+
+class ByteTokenizer:
+    """One token is one byte of UTF-8."""
+
+    vocab_size = 256
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Seq[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def stream(self) -> Callable[[int], str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: decoder.decode(bytes((token,)))
+
+    def chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join([*lines, "assistant: "]))
+
+    def token(self, token: int) -> str:
+        return bytes((token,)).decode(errors="replace")
+
+
+class ToyRunner:
+    """Runs steps on a cache of one number per token.
+
+    num_blocks, block_size: of the cache. max_model_len: most tokens of a sequence.
+    """
+
+    vocab_size = ByteTokenizer.vocab_size
+    name = "toy"
+
+    def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
+        if not (num_blocks >= 1 and block_size >= 1 and max_model_len >= 2):
+            told = f"num_blocks={num_blocks!r}, block_size={block_size!r}, max_model_len={max_model_len!r}"
+            raise ConfigError(f"ToyRunner: {told}: must be >= 1, >= 1 and >= 2")
+        self.num_blocks, self.block_size, self.max_model_len = num_blocks, block_size, max_model_len
+        self._rows = np.zeros(num_blocks * block_size, np.uint64)
+        self._ids = np.arange(256, dtype=np.uint64)
+        self._after_vowel = _bias(set(_LETTERS) - _VOWELS | {ord(" ")})
+        self._after_consonant = _bias(set(_VOWELS))
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        """Logits [n, 256]; see `Runner`. Raises ValueError for a step that no scheduler may form."""
+        size = self.block_size
+        found = np.empty((len(step.past_lens), self.vocab_size), np.float32)
+        for i, past in enumerate(step.past_lens.tolist()):
+            begin, end = int(step.begins[i]), int(step.begins[i + 1])
+            table = step.blocks[step.block_begins[i] : step.block_begins[i + 1]]
+            length = past + end - begin
+            if not (end > begin and (step.positions[begin:end] == np.arange(past, length)).all()):
+                raise ValueError(f"sequence {i}: positions do not follow its {past} tokens in the cache")
+            if len(table) != -(-length // size):
+                raise ValueError(f"sequence {i}: {len(table)} blocks of {size} for {length} tokens")
+            rows = (table.astype(np.int64)[:, None] * size + np.arange(size)).reshape(-1)[:length]
+            tokens = step.token_ids[begin:end]
+            self._rows[rows[past:]] = _mixed(tokens.astype(np.uint64), np.arange(past, length, dtype=np.uint64))
+            found[i] = self._logits(self._rows[rows], int(tokens[-1]))
+        return found
+
+    def _logits(self, rows: npt.NDArray[np.uint64], last: int) -> npt.NDArray[np.float32]:
+        state = np.add.reduce(rows)  # each row knows its token and its place, so their sum knows the order
+        noise = (_mixed(self._ids, state) >> np.uint64(40)).astype(np.float32) * np.float32(6.0 / (1 << 24))
+        return noise + (self._after_vowel if last in _VOWELS else self._after_consonant)
+
+    def close(self) -> None:
+        return
+
+
+def _bias(likely: set[int]) -> npt.NDArray[np.float32]:
+    bias = np.full(256, -30.0, np.float32)
+    bias[sorted(likely)] = 0.0
+    return bias
+
+
+def _mixed(value: npt.NDArray[np.uint64], with_: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
+    """Two numbers mixed into one; arithmetic is modulo 2^64."""
+    a, b, c = _MIX
+    with np.errstate(over="ignore"):
+        x: npt.NDArray[np.uint64] = value * a + (with_ + np.uint64(1)) * b
+        x = (x ^ (x >> np.uint64(30))) * b
+        x = (x ^ (x >> np.uint64(27))) * c
+        return x ^ (x >> np.uint64(31))

@@ -1,0 +1,98 @@
+"""Models for the tests: real configurations scaled down, weights at random, and the outputs `transformers` gives."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+KINDS = ("llama", "qwen2", "qwen3", "mistral")
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # large enough for logits that differ by more than rounding
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True, "rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 11, "head_dim": 16},
+}
+
+
+@functools.cache
+def library() -> Any:
+    """`transformers`, imported once; what it says about itself while importing is no warning of ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+    return transformers
+
+
+def random_model(kind: str, directory: Path, *, dtype: str = "float32", seed: int = 0, **config: Any) -> Path:
+    """Save a small model of a kind in KINDS; `config` overrides single keys. The directory is returned."""
+    import torch
+
+    lib = library()
+    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}[kind]
+    settings = getattr(lib, f"{name}Config")(**{**SIZES, **SPECIAL[kind], **config})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(lib, f"{name}ForCausalLM")(settings).eval()
+        for key, parameter in model.named_parameters():  # norms start at 1 and biases at 0, which would hide both
+            if key.endswith("bias") or "norm" in key:
+                parameter.data += 0.3 * torch.randn_like(parameter)
+    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    return directory
+
+
+class Oracle:
+    """The reference: a saved model run by `transformers` in float32, one sequence at a time and without any cache."""
+
+    def __init__(self, directory: Path) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        model = library().AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+        self._model = model.to(torch.float32).eval()
+
+    def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+        """[len(tokens), vocab]: the logits after each token."""
+        with self._torch.inference_mode():
+            result: npt.NDArray[np.float32] = self._model(self._torch.tensor([tokens])).logits[0].float().numpy()
+        return result
+
+    def greedy(self, tokens: list[int], count: int) -> list[int]:
+        """The next `count` tokens by `generate`, whatever the end token is."""
+        with self._torch.inference_mode():
+            given = self._torch.tensor([tokens])
+            output = self._model.generate(
+                given,
+                attention_mask=self._torch.ones_like(given),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return [int(token) for token in output[0, len(tokens) :]]

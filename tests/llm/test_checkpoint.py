@@ -1,0 +1,259 @@
+"""A model directory is read as it is, and refused by name where it is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm.models import LLAMA3, library, random_model
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.checkpoint import Checkpoint
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 12,
+    "hidden_size": 8,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "eos_token_id": [2, 3],
+    "torch_dtype": "float32",
+}
+SHAPES = {
+    "model.embed_tokens.weight": (12, 8),
+    "lm_head.weight": (12, 8),
+    "model.norm.weight": (8,),
+    **{
+        f"model.layers.{layer}.{name}.weight": shape
+        for layer in range(2)
+        for name, shape in {
+            "self_attn.q_proj": (8, 8),
+            "self_attn.k_proj": (4, 8),
+            "self_attn.v_proj": (4, 8),
+            "self_attn.o_proj": (8, 8),
+            "mlp.gate_proj": (6, 8),
+            "mlp.up_proj": (6, 8),
+            "mlp.down_proj": (8, 6),
+            "input_layernorm": (8,),
+            "post_attention_layernorm": (8,),
+        }.items()
+    },
+}
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def write_weights(file: Path, shapes: dict[str, tuple[int, ...]], dtype: str = "F32", **header: Any) -> None:
+    """A safetensors file: the header's length, the header, and count-up numbers for every tensor."""
+    width, body, table = (4 if dtype == "F32" else 2), b"", dict(header)
+    for name, shape in shapes.items():
+        size = math.prod(shape) * width
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [len(body), len(body) + size]}
+        body += np.arange(math.prod(shape), dtype=np.float32 if width == 4 else np.float16).tobytes()
+    text = json.dumps(table).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + body)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    write_weights(tmp_path / "model.safetensors", SHAPES)
+    return tmp_path
+
+
+def config(root: Path, **changes: Any) -> None:
+    values = {key: value for key, value in {**CONFIG, **changes}.items() if value != "absent"}
+    (root / "config.json").write_text(json.dumps(values))
+
+
+def refusal(root: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Checkpoint.open(root)
+    assert str(root) in caught.value.message  # every message begins with the file
+    return caught.value.message.replace(str(root), "ROOT")
+
+
+def test_a_directory_is_described_and_its_tensors_are_those_of_the_file(root: Path) -> None:
+    checkpoint = Checkpoint.open(root)
+    found = checkpoint.config
+    assert (found.num_layers, found.head_dim, found.rms_norm_eps, found.rope_theta) == (2, 4, 1e-5, 10000.0)
+    assert (found.eos_token_ids, found.torch_dtype, found.sliding_window) == ({2, 3}, "float32", None)
+    assert found.tensors() == SHAPES
+    assert checkpoint.head == "lm_head.weight"
+    np.testing.assert_array_equal(checkpoint.tensor(Q), np.arange(64, dtype=np.float32).reshape(8, 8))
+    dtype, data, shape = checkpoint.raw(Q)
+    assert (dtype, data.nbytes, shape, data.flags.writeable) == ("F32", 256, (8, 8), False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_tensors_of_every_dtype_and_in_shards_equal_those_of_transformers(tmp_path: Path, dtype: str) -> None:
+    pytest.importorskip("transformers")
+    random_model("qwen2", tmp_path, dtype=dtype)
+    whole = Checkpoint.open(tmp_path)
+    model = library().AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    shards = Checkpoint.open(tmp_path / "shards")
+    assert len(shards.files) > 1
+    state = model.state_dict()
+    assert whole.config.torch_dtype == dtype
+    assert set(whole.config.tensors()) == set(state)
+    for name, reference in state.items():
+        np.testing.assert_array_equal(whole.tensor(name), reference.float().numpy())
+        np.testing.assert_array_equal(shards.tensor(name), reference.float().numpy())
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128},
+    "yarn, all keys": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+        "truncate": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    random_model("llama", tmp_path, rope_parameters=ROPES[kind], head_dim=64)
+    found = Checkpoint.open(tmp_path).config
+    rotary = library().AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb
+    np.testing.assert_allclose(found.inverse_frequencies(), rotary.inv_freq.numpy(), rtol=1e-6)
+    assert found.attention_factor == pytest.approx(rotary.attention_scaling)
+
+
+def test_older_files_say_the_same_with_other_keys(root: Path) -> None:
+    values = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    config(root, rope_theta=5e5, rope_scaling={"type": "llama3", **values})
+    older = Checkpoint.open(root).config
+    config(root, rope_theta="absent", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **values})
+    assert Checkpoint.open(root).config == older
+    assert older.rope_theta == 5e5
+
+
+def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9, "tie_word_embeddings": True}
+    biases = {f"model.layers.{i}.self_attn.{n}_proj.bias": (8 if n == "q" else 4,) for i in (0, 1) for n in "qkv"}
+    write_weights(root / "model.safetensors", {**SHAPES, **biases})
+    for changes, windows in [
+        ({}, (None, None)),
+        ({"use_sliding_window": True, "max_window_layers": 1}, (None, 9)),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}, (9, None)),
+        ({"architectures": ["MistralForCausalLM"]}, (9, 9)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["LlamaForCausalLM"]}, (None, None)),
+    ]:
+        config(root, **{**qwen, **changes})
+        assert Checkpoint.open(root).config.windows == windows
+    assert Checkpoint.open(root).head == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures=['GPT2LMHeadModel']: must be a list of one of LlamaFor",
+        ),
+        ({"architectures": None}, "architectures=missing: must be"),
+        ({"architectures": [["x"]]}, "architectures=[['x']]: must be"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: must be absent"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu': must be 'silu'"),
+        ({"vocab_size": "absent"}, "vocab_size=missing: must be an integer from 1 to"),
+        ({"vocab_size": True}, "vocab_size=True: must be"),
+        ({"hidden_size": 10**9}, "hidden_size=1000000000: must be an integer from 1 to 131072"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0: must be"),
+        ({"num_attention_heads": 3}, "num_attention_heads=3: must be a divisor of hidden_size=8"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads=3: must be a divisor of num_at"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4: must be an integer from 1 to 2"),
+        ({"head_dim": 3}, "head_dim=3: must be even"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1: must be a finite number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes': must be true or false"),
+        ({"torch_dtype": "float8"}, "torch_dtype='float8': must be one of float32, float16, bfloat16"),
+        ({"eos_token_id": "x"}, "eos_token_id='x': must be a token id"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type='longrope': must be one of default, lin"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling.rope_type=['yarn']: must be one of default, lin"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor=missing: must be a finite number"),
+        ({"rope_scaling": 5}, "rope_scaling=5: must be an object"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta=0: must be a finite number above 1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: must be 1"),
+        ({"attention_bias": True}, "tensor model.layers.0.self_attn.q_proj.bias: not found, expected shape [8]"),
+        ({"intermediate_size": 7}, "gate_proj.weight: found shape [6, 8], expected [7, 8], from the sizes in config"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_key_and_value(root: Path, changes: dict[str, Any], message: str) -> None:
+    config(root, **changes)
+    assert message in refusal(root)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\xff", "[" * 100_000])
+def test_a_configuration_that_is_not_json_is_refused(root: Path, text: str) -> None:
+    (root / "config.json").write_bytes(text.encode("latin-1"))
+    assert refusal(root).startswith("ROOT/config.json: ")
+
+
+def test_missing_files_are_named(root: Path) -> None:
+    (root / "model.safetensors").unlink()
+    assert refusal(root).startswith("ROOT: has neither model.safetensors nor model.safetensors.index.json")
+    (root / "config.json").unlink()
+    assert refusal(root) == "ROOT/config.json: cannot be read: No such file or directory"
+
+
+def test_a_truncated_file_is_named_with_the_tensor_that_is_cut(root: Path) -> None:
+    file = root / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-20])
+    assert "model.safetensors: tensor model.layers.1.post_attention_layernorm.weight: ends at byte" in refusal(root)
+    for size in (0, 7, 8, 100):
+        file.write_bytes(data[:size])
+        assert "truncated" in refusal(root)
+
+
+def test_wrong_tensors_are_named(root: Path) -> None:
+    file = root / "model.safetensors"
+    write_weights(file, {name: shape for name, shape in SHAPES.items() if name != Q})
+    assert refusal(root) == f"ROOT/model.safetensors: tensor {Q}: not found, expected shape [8, 8]"
+    write_weights(file, {**SHAPES, Q: (8, 4)})
+    assert f"model.safetensors: tensor {Q}: found shape [8, 4], expected [8, 8]" in refusal(root)
+    write_weights(file, SHAPES, dtype="I16")
+    assert "dtype I16: must be one of F32, F16, BF16" in refusal(root)
+    write_weights(file, {**SHAPES, "x": (2,)}, y=3)
+    assert "tensor y: expected dtype, shape and data_offsets, found 3" in refusal(root)
+    write_weights(file, SHAPES, y={"dtype": "F32", "shape": [2], "data_offsets": [0, 4]})
+    assert "tensor y: 4 bytes do not fit F32 of shape [2]" in refusal(root)
+    write_weights(file, SHAPES, y={"dtype": "F32", "shape": [-1], "data_offsets": [8, 4]})
+    assert "tensor y: expected dtype" in refusal(root)
+
+
+def test_an_index_that_leads_nowhere_or_outside_is_refused(root: Path) -> None:
+    index = root / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {Q: "gone.safetensors"}}))
+    assert f"ROOT/gone.safetensors: not found, but {index.name} places tensor {Q} there" in refusal(root)
+    for name in ("../model.safetensors", "/etc/passwd", "", 5):
+        index.write_text(json.dumps({"weight_map": {Q: name}}))
+        assert "must be a file name within the directory" in refusal(root)
+    for table in ({}, [], None):
+        index.write_text(json.dumps({"weight_map": table}))
+        assert "weight_map: expected an object" in refusal(root)
+    index.write_text(json.dumps({"weight_map": {Q: "model.safetensors"}}))
+    assert Checkpoint.open(root).tensor(Q).shape == (8, 8)

@@ -1,0 +1,240 @@
+"""The tokenizer of a model directory: a small byte-level one, built here."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("jinja2")
+
+from tokenizers import Tokenizer as Core
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.tokenizer import HFTokenizer
+
+CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {% if loop.index > 8 %}{% break %}{% endif %}
+[{{ message['role'] }}] {{ message['content'] | trim }}
+{% endfor %}
+{% if add_generation_prompt %}
+[assistant] {% generation %}{% endgeneration %}
+{% endif %}"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    special = ["<s>", "</s>", "<pad>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(CORPUS, trainer)
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    core.save(str(tmp_path / "tokenizer.json"))
+    settings(tmp_path)
+    return tmp_path
+
+
+def settings(root: Path, **changes: Any) -> None:
+    values = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE, **changes}
+    kept = {key: value for key, value in values.items() if value is not None}
+    (root / "tokenizer_config.json").write_text(json.dumps(kept))
+
+
+def refusal(root: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        HFTokenizer.load(root)
+    return caught.value.message.replace(str(root), "ROOT")
+
+
+TEXTS = ["", "the quick fox", "  spaces  and\nlines\t", "Straße über 東京 🤖👩‍👩‍👧 é", "<s> is no marker here </s>"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_comes_back_and_a_prompt_begins_as_the_model_wants(root: Path, text: str) -> None:
+    tokenizer = HFTokenizer.load(root)
+    ids = tokenizer.encode(text)
+    assert ids[0] == 0
+    assert all(0 <= token < tokenizer.vocab_size == 320 for token in ids)
+    plain = text.replace("<s>", "").replace("</s>", "")  # special tokens are left out
+    assert tokenizer.decode(ids) == plain
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_stream_gives_the_same_text_and_never_half_a_character(root: Path, text: str) -> None:
+    tokenizer = HFTokenizer.load(root)
+    feed, ids = tokenizer.stream(), tokenizer.encode(text)
+    pieces = [feed(token) for token in ids]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert not any("�" in piece for piece in pieces)
+    assert "🤖" not in text or "" in pieces  # its bytes are several tokens here
+
+
+def test_streams_are_independent(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+    robot = tokenizer.encode("🤖")
+    one, other = tokenizer.stream(), tokenizer.stream()
+    held = [one(token) for token in robot[:-1]]
+    assert "".join(other(token) for token in robot) == "🤖"
+    assert "".join([*held, one(robot[-1])]) == "🤖"
+
+
+def test_one_token_is_shown_as_text(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+    ids = tokenizer.encode("the fox")
+    assert "".join(map(tokenizer.token, ids)) == "<s>the fox"
+    assert tokenizer.token(10**6) == ""
+
+
+def test_a_leading_space_of_a_sentencepiece_token_is_kept(tmp_path: Path) -> None:
+    core = Core(models.BPE(vocab={"▁the": 0, "▁": 1, "the": 2}, merges=[]))
+    core.decoder = decoders.Metaspace()
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HFTokenizer.load(tmp_path)
+    assert [tokenizer.token(id) for id in range(3)] == [" the", " ", "the"]
+    feed = tokenizer.stream()
+    assert [feed(id) for id in (2, 0, 2)] == ["the", " the", "the"]
+
+
+@pytest.mark.parametrize(("flag", "first"), [(True, [0]), (False, []), (None, [0])])
+def test_the_settings_decide_whether_a_beginning_is_added(root: Path, flag: bool | None, first: list[int]) -> None:
+    settings(root, add_bos_token=flag)
+    tokenizer = HFTokenizer.load(root)
+    word = tokenizer.encode("fox")
+    assert word[: len(first)] == first
+    assert tokenizer.decode(word) == "fox"
+    assert len(word) - len(first) == len([token for token in word if token])
+
+
+def test_a_beginning_is_added_once_where_the_file_has_no_rule_for_it(root: Path) -> None:
+    core = Core.from_file(str(root / "tokenizer.json"))
+    core.post_processor = None
+    core.enable_truncation(2)
+    core.enable_padding(length=50)
+    core.save(str(root / "tokenizer.json"))
+    assert 0 not in HFTokenizer.load(root).encode("fox")
+    settings(root, add_bos_token=True)
+    ids = HFTokenizer.load(root).encode("the quick brown fox")
+    assert ids.count(0) == 1
+    assert HFTokenizer.load(root).decode(ids) == "the quick brown fox"  # stored truncation and padding are training's
+
+
+def test_what_ends_an_answer_is_gathered_from_all_files(root: Path) -> None:
+    assert HFTokenizer.load(root).eos_token_ids == {1}
+    (root / "config.json").write_text('{"eos_token_id": 7}')
+    assert HFTokenizer.load(root).eos_token_ids == {1, 7}
+    (root / "generation_config.json").write_text('{"eos_token_id": [8, 9]}')
+    assert HFTokenizer.load(root).eos_token_ids == {1, 8, 9}
+    (root / "tokenizer_config.json").unlink()
+    assert HFTokenizer.load(root).eos_token_ids == {8, 9}
+
+
+def test_a_conversation_is_written_as_the_template_says(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
+    ids = tokenizer.chat([{"role": "system", "content": " be kind"}, {"role": "user", "content": parts}])
+    shown = "".join(map(tokenizer.token, ids))
+    assert shown == "<s>[system] be kind\n[user] one\ntwo\n[assistant] "
+    assert ids.count(0) == 1  # the template wrote it, nobody adds a second
+
+
+WHITESPACE = (
+    "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m | tojson }}\n {%- else %}\n"
+    "<{{ m['content'] }}> {{ strftime_now('%Y') }}\n{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}> {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, WHITESPACE])
+def test_a_conversation_has_the_ids_that_transformers_gives_it(root: Path, template: str) -> None:
+    library = pytest.importorskip("transformers")
+    settings(root, chat_template=template, eos_token="</s>")
+    messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "ü <b>"}, {"role": "a", "content": "z"}]
+    reference = library.PreTrainedTokenizerFast.from_pretrained(root)
+    expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert HFTokenizer.load(root).chat(messages) == expected
+
+
+def test_a_template_may_stand_in_its_own_file_or_among_several(root: Path) -> None:
+    named = [{"name": "tool", "template": "tool"}, {"name": "default", "template": "plain"}]
+    settings(root, chat_template=named)
+    hello = [{"role": "user", "content": "hello"}]
+    tokenizer = HFTokenizer.load(root)
+    assert tokenizer.decode(tokenizer.chat(hello)) == "plain"
+    (root / "chat_template.jinja").write_text("own file")
+    assert tokenizer.decode(HFTokenizer.load(root).chat(hello)) == "own file"
+
+
+def test_a_template_runs_in_a_sandbox(root: Path) -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    for template in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"):
+        settings(root, chat_template=template)
+        with pytest.raises(ConfigError, match="chat template: SecurityError"):
+            HFTokenizer.load(root).chat(hello)
+
+
+def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+    for messages, message in [
+        ([{"content": "x"}], r"messages\[0\].role=None: must be a text"),
+        (["x"], r"messages\[0\].role=None"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content: must be a text or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"messages\[0\].content: every part must be"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"messages\[0\].content: every part must be"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            tokenizer.chat(messages)  # type: ignore[arg-type]
+    settings(root, chat_template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match="the chat template refuses them: roles must alternate"):
+        HFTokenizer.load(root).chat([{"role": "user", "content": "x"}])
+    settings(root, chat_template=None)
+    with pytest.raises(ConfigError, match=r"has no chat template in tokenizer_config\.json"):
+        HFTokenizer.load(root).chat([{"role": "user", "content": "x"}])
+
+
+def test_a_long_text_takes_time_in_proportion(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+
+    def seconds(text: str) -> float:
+        best = []
+        for _ in range(3):
+            start = time.perf_counter()
+            tokenizer.encode(text)
+            best.append(time.perf_counter() - start)
+        return min(best)
+
+    for unit in ("the quick brown fox ", "a", "\n", "東"):  # with and without places to split at
+        short, long = unit * (20_000 // len(unit)), unit * (200_000 // len(unit))
+        assert seconds(long) < 40 * max(seconds(short), 0.002), unit  # 10 times the text; quadratic would be 100
+
+
+def test_missing_and_broken_files_are_named(root: Path) -> None:
+    settings(root, chat_template="{% if %}")
+    assert refusal(root).startswith("ROOT/tokenizer_config.json: chat template: Expected an expression")
+    settings(root, chat_template=5)
+    assert refusal(root) == "ROOT/tokenizer_config.json: chat_template: must be a Jinja template, found int"
+    settings(root, add_bos_token="yes")
+    assert refusal(root) == "ROOT/tokenizer_config.json: add_bos_token='yes': must be true or false"
+    (root / "tokenizer_config.json").write_text("{")
+    assert refusal(root).startswith("ROOT/tokenizer_config.json: is not JSON")
+    settings(root)
+    (root / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    assert refusal(root).startswith("ROOT/generation_config.json: eos_token_id='x': must be a token id")
+    (root / "generation_config.json").unlink()
+    (root / "tokenizer.json").write_text("{}")
+    assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")
+    (root / "tokenizer.json").unlink()
+    assert refusal(root) == "ROOT/tokenizer.json: not found, expected the model's tokenizer"
