@@ -5,44 +5,39 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
+from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.picture import (
-    UNITS,
-    Colours,
-    Units,
-    client_name,
-    ink,
-    plain,
-    request_name,
-    write_pictures,
-)
-from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch, TraceError, read_trace
+from reflex_runtime.cli import trace_prompts
+from reflex_runtime.cli.trace_steps import shows_steps, step_key, step_summary, step_table, text_lines
+from reflex_runtime.cli.trace_table import PLACE, batch_table, place_of, summary, vary
+from reflex_runtime.config import flag, one_line
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.telemetry.colours import plain
+from reflex_runtime.telemetry.picture import UNITS, Units, write_pictures
+from reflex_runtime.telemetry.trace import Trace, TracedBatch, TraceError, read_trace
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.sequence import RequestOutput
 
 ROWS = 40  # a table longer than this shows its two ends, unless --last or --from asked for its rows
-NAMES = 8  # members named in a row
 WIDE = 160  # columns where the output is no terminal and COLUMNS does not say
-NARROW = 120  # with fewer columns than this, everything but the members is cut short
-LEAST = 12  # columns for the members, whatever else there is
-PLACE = ("slot", "partition", "stage")
 
 _DESCRIPTION = """\
-Show a trace of batches, as written by `reflex serve --trace FILE`.
+Show a trace of batches, as written by `reflex serve --trace FILE`; or run prompts, step by step, and show that.
 
 One row per batch: when it left, where (slot, partition, stage), why (the reason, and the finer cause), who was in it
 with how many units, predicted and measured time, how long those that entered had waited, and how many still queued
 behind it. `▸` marks a member that entered from the queue with this batch; the others stayed from an earlier step, and
 `…+3` stands for three more. What is the same in every batch stands once above the table, and a column of nothing but
 zeros is left out. In under 120 columns `why` is the cause alone and `wait` the longest wait alone.
+
+A trace of tokens has one row per step: each member's share as prefill or decode, how many of its tokens were computed
+and known before, who waited and why, preemptions, cache hits, and blocks in use.
 """
 
 _EPILOG = """\
@@ -52,7 +47,11 @@ examples:
   reflex trace run.jsonl --from 120 --to 180     a window, by batch id
   reflex trace run.jsonl --group a --units ms    slot a; bars are estimated milliseconds
 
-exit codes: 0 fine, 1 the trace cannot be read (file and line are named), 2 bad arguments
+  reflex trace --prompts "hello world" "goodbye" --max-num-batched-tokens 8      watch continuous batching
+  reflex trace --prompts "hello world" "goodbye" --sweep 4..64                   steps over budget, and the knee
+  reflex trace --prompts @prompts.txt --slo ttft=200ms,gap=40ms                  the best setting within bounds
+
+exit codes: 0 fine, 1 the trace cannot be read (file and line are named) or no setting meets --slo, 2 bad arguments
 """
 
 
@@ -66,8 +65,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the trace, .jsonl or .jsonl.gz")
-    add("--out", type=Path, metavar="PREFIX", help="write PREFIX.svg and PREFIX.png (default: FILE without its suffix)")
+    add("file", type=Path, metavar="FILE", nargs="?", help="the trace, .jsonl or .jsonl.gz")
+    add(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="PREFIX",
+        help="write PREFIX.svg and PREFIX.png, and PREFIX.jsonl with --prompts (default: FILE without its suffix; "
+        "trace, or sweep with --sweep)",
+    )
     add("--last", metavar="N", help="only the last N batches, N >= 1")
     add("--from", dest="first", metavar="ID", help="only batches from this id on")
     add("--to", dest="final", metavar="ID", help="only batches up to this id")
@@ -80,37 +86,47 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--no-picture", action="store_true", help="the table only")
     add("--no-color", action="store_true", help="no colours in the table")
+    trace_prompts.add_arguments(parser.add_argument_group("prompts, run here and now on the engine of reflex serve"))
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the trace; returns the exit code."""
+    """Show a trace, or what becomes of prompts; returns the exit code."""
+    console = _console(args)
     try:
-        units = _units(args.units)
-        last = _at_least("--last", args.last, 1)
-        first, final = _at_least("--from", args.first, 0), _at_least("--to", args.final, 0)
-        if first is not None and final is not None and first > final:
-            raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
-        trace = read_trace(args.file)
-        batches = _select(trace, args.group, first, final, last)
-        pictures: Sequence[Path] = ()
-        if batches and not args.no_picture:
-            pictures = write_pictures(trace, batches, args.out or _prefix(args.file), units)
+        _check(args)
+        if not args.prompts:
+            return _show(console, args, args.file)
+        if "sweep" in args or "slo" in args:
+            from reflex_runtime.cli.trace_search import search
+
+            return search(console, args, args.out or Path("sweep" if "slo" not in args else "slo"))
+        _, setup = trace_prompts.setup_of(args)
+        prefix = args.out or Path("trace")
+        file = prefix.with_name(prefix.name + ".jsonl")
+        args.out = prefix
+        return _show(console, args, file, trace_prompts.record(setup, file))
     except TraceError as error:
         print(f"reflex trace: {error}", file=sys.stderr)
         return 1
-    except ConfigError as error:
-        print(f"reflex trace: {error}", file=sys.stderr)
+    except ReflexError as error:
+        print(f"reflex trace: {error.message}", file=sys.stderr)
         return 2
-    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    console = Console(no_color=args.no_color, highlight=False, width=None if told else WIDE)
-    _show(console, trace, batches, whole=last is not None or first is not None)
-    for path in pictures:
-        console.print(Text(f"wrote {path}"), soft_wrap=True)
-    return 0
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def _check(args: argparse.Namespace) -> None:
+    """A file or prompts, and no flags of the other."""
+    if args.prompts and args.file is not None:
+        raise ConfigError(f"FILE={one_line(args.file)}: a file and --prompts exclude each other")
+    if not args.prompts:
+        for name in trace_prompts.ONLY_PROMPTS:
+            if name in args:
+                raise ConfigError(f"{flag(name)}={one_line(getattr(args, name))}: only with --prompts")
+        if args.file is None:
+            raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
 
 
 def _units(text: str) -> Units:
@@ -158,25 +174,59 @@ def _prefix(file: Path) -> Path:
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def _show(console: Console, trace: Trace, batches: Sequence[TracedBatch], whole: bool) -> None:
+def _console(args: argparse.Namespace) -> Console:
+    told = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(no_color=args.no_color, highlight=False, width=None if told else WIDE)
+
+
+def _show(
+    console: Console, args: argparse.Namespace, file: Path, outputs: Mapping[str, RequestOutput] | None = None
+) -> int:
+    """Table, summary and pictures of a trace. outputs: what its prompts came to, where they were run for it."""
+    units = _units(args.units)
+    last = _at_least("--last", args.last, 1)
+    first, final = _at_least("--from", args.first, 0), _at_least("--to", args.final, 0)
+    if first is not None and final is not None and first > final:
+        raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
+    trace = read_trace(file)
+    batches = _select(trace, args.group, first, final, last)
+    pictures: Sequence[Path] = ()
+    if batches and not args.no_picture:
+        pictures = write_pictures(trace, batches, args.out or _prefix(file), units)
+    _tell(console, trace, batches, everything=last is not None or first is not None)
+    texts = text_lines(trace, outputs, console.width) if outputs else []
+    if len(texts) > ROWS:
+        texts[ROWS // 2 : -ROWS // 2] = [Text(f"… {len(texts) - ROWS:,} texts left out …", style="dim")]
+    for line in texts:
+        console.print(line)
+    for path in (file, *pictures) if outputs else pictures:
+        console.print(Text(f"wrote {path}"), soft_wrap=True)
+    return 0
+
+
+def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everything: bool) -> None:
     console.print(Text(_origin(trace)), style="dim", soft_wrap=True)
     if not batches:
         console.print("no batches")
         return
     same = [
         f"{name} {plain(value, 200)}"
-        for name, value in zip(PLACE, _place(batches[0]), strict=True)
-        if value and not _vary(batches, name)
+        for name, value in zip(PLACE, place_of(batches[0]), strict=True)
+        if value and not vary(batches, name)
     ]
-    if same:
+    steps = shows_steps(batches)
+    if same and not steps:
         console.print(Text(f"every batch: {', '.join(same)}"), style="dim", soft_wrap=True)
-    if whole or len(batches) <= ROWS:
-        console.print(_table(trace, batches, batches, console.width))
+    table: Any = step_table if steps else batch_table
+    if everything or len(batches) <= ROWS:
+        console.print(table(trace, batches, batches, console.width))
     else:
         half = ROWS // 2
-        console.print(_table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
+        console.print(table(trace, batches, [*batches[:half], *batches[-half:]], console.width, gap_after=half))
         console.print(Text("--last N, or --from ID --to ID, shows those left out", style="dim"))
-    for line in _summary(trace, batches):
+    if steps:
+        console.print(Text(step_key(trace, batches), style="dim"))
+    for line in (step_summary if steps else summary)(trace, batches):
         console.print(line, soft_wrap=True)
 
 
@@ -188,153 +238,3 @@ def _origin(trace: Trace) -> str:
         told = "no budget" if budget is None else f"budget {budget:g} {info.unit}"
         groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
     return "; ".join([f"{trace.path}: started {header.started_at}, reflex {header.reflex_version}", *groups])
-
-
-def _place(batch: TracedBatch) -> tuple[str, str, str]:
-    return batch.group, batch.partition, batch.stage
-
-
-def _vary(batches: Sequence[TracedBatch], name: str) -> bool:
-    return len({_place(b)[PLACE.index(name)] for b in batches}) > 1
-
-
-def _table(
-    trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], width: int, gap_after: int = 0
-) -> Table:
-    """gap_after: after so many rows, say how many batches were left out."""
-    colours = Colours.of(trace, batches)
-    narrow = width < NARROW
-    columns = _columns(batches, rows, narrow)
-    gap = 1 if narrow else 2
-    taken = (max(map(cell_len, [*name.split("\n"), *cells])) for name, cells in columns)
-    room = max(LEAST, width - sum(n + gap for n in taken) - gap)
-    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
-    place = [name for name, _ in columns].index("n") + 1  # the members stand behind their number
-    left = {"where", "why", *PLACE}
-    for i, (name, _) in enumerate(columns):
-        if i == place:
-            table.add_column("who", no_wrap=True)
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    if place == len(columns):
-        table.add_column("who", no_wrap=True)
-    for number, batch in enumerate(rows):
-        if gap_after and number == gap_after:
-            text = f"… {len(batches) - len(rows):,} batches left out …"
-            table.add_row(*[""] * place, Text(text, style="dim", no_wrap=False, overflow="fold"))
-        cells = [Text(column[number]) for _, column in columns]
-        if batch.crashed:
-            cells[[name for name, _ in columns].index("why")].stylize("bold red")
-        cells.insert(place, _who(batch, colours, room, narrow))
-        table.add_row(*cells)
-    return table
-
-
-def _columns(batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], narrow: bool) -> list[tuple[str, list[str]]]:
-    """Header and cells of every column but `who`; what is the same in each row, or zero, is no column."""
-    varying = [name for name in PLACE if _vary(batches, name)]
-    share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
-    columns = [
-        ("id", [str(b.id) for b in rows]),
-        ("at s", [f"{b.scheduled_at:.3f}" for b in rows]),
-    ]
-    if varying:
-        places = [[p for n, p in zip(PLACE, _place(b), strict=True) if n in varying and p] for b in rows]
-        told = varying[0] if len(varying) == 1 else "where"
-        columns.append((told, ["/".join(plain(p, share) for p in place) for place in places]))
-    columns.append(("why", [b.cause if narrow or b.cause == b.reason else f"{b.reason}: {b.cause}" for b in rows]))
-    columns.append(("n", [str(b.size) for b in rows]))
-    measured = [_ms(b.elapsed) for b in rows]
-    if any(b.expected is not None for b in rows):
-        predicted = ["–" if b.expected is None else _ms(b.expected) for b in rows]
-        name = "pred.\n/meas. ms" if narrow else "predicted\n/measured ms"
-        columns.append((name, [f"{p}/{m}" for p, m in zip(predicted, measured, strict=True)]))
-    else:
-        columns.append(("measured\nms" if narrow else "measured ms", measured))
-    waits = [_waited(b, narrow) for b in rows]
-    if any(float(w) for told in waits for w in told):
-        columns.append(("longest\nwait ms" if narrow else "wait ms", [" / ".join(told) for told in waits]))
-    if any(b.queued for b in rows):
-        columns.append(("queued", ["" if b.queued is None else str(b.queued) for b in rows]))
-    return columns
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}" if seconds < 0.9995 else f"{seconds * 1e3:.0f}"
-
-
-def _waited(batch: TracedBatch, narrow: bool) -> list[str]:
-    """Shortest, median and longest of those that entered; one value where one entered or there is room for one."""
-    waits = sorted(m.age for m in batch.entered)
-    if narrow or len(waits) < 2:
-        return [_ms(w) for w in waits[-1:]]
-    return [_ms(w) for w in (waits[0], median(waits), waits[-1])]
-
-
-def _who(batch: TracedBatch, colours: Colours, room: int, narrow: bool) -> Text:
-    """Members in their colours, with the units granted where those differ from one request, and what befell them; as
-    many as there is room for, and how many more."""
-    clients = Counter(m.client for m in batch.members)
-    counted = batch.unit != "seconds" and batch.unit != "requests"
-    text = Text(no_wrap=True)
-    for number, member in enumerate(batch.members):
-        face = colours.hex(member)
-        mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
-        pad = "" if narrow else " "
-        chip = Text(f"{pad}{mark}{_name(member, colours.by, clients)}{units}{pad}", style=f"{ink(face)} on {face}")
-        if member.outcome not in ("done", "more", None):
-            chip = Text.assemble(chip, (f" {member.outcome}", "bold red"))
-        behind = batch.size - number - 1
-        more = f" …+{behind}" if behind else ""
-        if number == 0:
-            chip.truncate(max(1, room - len(more)), overflow="ellipsis")
-        elif text.cell_len + 1 + chip.cell_len + len(more) > room or (number == NAMES and not narrow):
-            text.append(f" …+{behind + 1}", style="dim")
-            break
-        else:
-            text.append(" ")
-        text.append_text(chip)
-    return text
-
-
-def _name(member: Member, by: str, clients: Counter[str]) -> str:
-    if by == "request":
-        return request_name(member)
-    client = client_name(member)
-    return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
-
-
-def _summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
-    reasons = Counter(b.reason for b in batches)
-    lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
-    told = []
-    for reason, count in reasons.most_common():
-        causes = Counter(b.cause for b in batches if b.reason == reason)
-        finer = "" if set(causes) == {reason} else f" ({', '.join(f'{c} {n:,}' for c, n in causes.most_common())})"
-        told.append(f"{reason} {count:,}{finer}")
-    lines.append(f"why: {'; '.join(told)}")
-    ratios = sorted(b.expected / b.elapsed for b in batches if b.expected and b.elapsed > 0.0 and not b.crashed)
-    if ratios:
-        spread = f"p10 {_rank(ratios, 10):.2f}, p90 {_rank(ratios, 90):.2f}"
-        lines.append(f"predicted ÷ measured: median {median(ratios):.2f}, {spread}, over {len(ratios):,} batches")
-    else:
-        lines.append(f"measured: mean {mean(b.elapsed for b in batches) * 1e3:.1f} ms a batch; nothing was predicted")
-    waits = sorted(m.age * 1e3 for b in batches for m in b.entered)
-    if waits:
-        ranks = ", ".join(f"p{q} {_rank(waits, q):.1f}" for q in (50, 90, 99))
-        lines.append(f"wait ms: {ranks}, longest {waits[-1]:.1f}, over {len(waits):,} that entered")
-    outcomes = Counter(m.outcome for b in batches for m in b.members if m.outcome not in ("done", "more", None))
-    if outcomes:
-        lines.append(f"not answered: {', '.join(f'{o} {n:,}' for o, n in outcomes.most_common())}")
-    shown = [Text(line) for line in lines]
-    if trace.footer is None:
-        cut = " and its last line is cut off" if trace.torn else ""
-        shown.append(Text(f"the trace has no footer{cut}: still being written, or the writer was stopped", "yellow"))
-    elif trace.footer.dropped:
-        lost = f"{trace.footer.dropped:,} batches ran and were not written: the writer could not keep up"
-        shown.append(Text(lost, "yellow"))
-    return shown
-
-
-def _rank(ordered: Sequence[float], percent: int) -> float:
-    """Nearest-rank percentile: a value that occurred."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

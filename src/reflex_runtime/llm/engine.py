@@ -126,7 +126,9 @@ class LLMProcessor(BaseProcessor):
         )
 
     def run(self, batch: Batch) -> list[Outcome]:
-        """One step of every sequence in the batch."""
+        """One step of every sequence in the batch. Notes how many blocks are held: the trace tells."""
+        held = self.pool.num_blocks - self.pool.free_blocks
+        batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
         lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
         logits = self.runner.forward(flatten(lanes))
         ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n == s.num_tokens]

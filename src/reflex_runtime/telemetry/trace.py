@@ -25,6 +25,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, Req
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.telemetry.lines import LineFile, LineReader, LineWriter, text, utc
+from reflex_runtime.telemetry.progress import ProgressFold
 from reflex_runtime.version import __version__
 
 SCHEMA_VERSION = 1
@@ -62,8 +63,8 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header"):
     groups: dict[str, GroupInfo]
 
 
-class Member(msgspec.Struct):
-    """One request in one batch.
+class Member(msgspec.Struct, omit_defaults=True):
+    """One request in one batch. What is None is not written.
 
     seq: order of arrival at the scheduler, unique in the file; id and client are the caller's words and need not be.
     units: what this batch granted it. asked: what it wanted when it arrived.
@@ -71,6 +72,8 @@ class Member(msgspec.Struct):
     age: seconds from its arrival until the batch was scheduled; for one that entered, the time it waited.
     limit: seconds it was given to be answered in, from its arrival; None without a deadline.
     outcome: `done`, `more` (it stays for another step), or how it ended: `failed`, `cancelled`, …; None if unknown.
+    computed, known, cached: of tokens only, before this batch: how many were in the cache, how many there were (prompt
+    and outputs), and how many the prefix cache had on entering with it.
     """
 
     seq: int
@@ -82,6 +85,9 @@ class Member(msgspec.Struct):
     age: float
     limit: float | None = None
     outcome: str | None = None
+    computed: float | None = None
+    known: float | None = None
+    cached: float | None = None
 
 
 class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
@@ -90,7 +96,7 @@ class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
     cost, unit: the estimate the budget is compared with, None when it was not finite. expected: predicted seconds of
     this call, None when unknown. queued: how many still waited when it left, None if unknown. crashed: no member
     succeeded and the processor is to blame. left: seqs of residents gone since the group's last batch (preempted,
-    cancelled, expired).
+    cancelled, expired). short_of: what kept the others out: `budget`, `places`, `memory`, `share`, `room`, or empty.
     """
 
     id: int
@@ -110,6 +116,7 @@ class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
     left: list[int]
     notes: dict[str, Any]
     members: list[Member]
+    short_of: str = ""
 
     @property
     def entered(self) -> list[Member]:
@@ -166,6 +173,7 @@ class TraceWriter:
         self._queued: dict[int, int] = {}  # batch in flight → how many waited behind it
         self._open: TracedBatch | None = None  # finished; the outcomes of its members are the next events
         self._next = 0  # the member whose outcome comes next
+        self._progress = ProgressFold()
         self._origin = clock()
         self._groups = {config.name: _info(config) for config in groups}
         self._header = Header(
@@ -193,6 +201,8 @@ class TraceWriter:
         if isinstance(event, (RequestSettled, RequestProgressed)):
             if self._open is not None:
                 self._ended(self._open, event)
+            if self._progress:
+                self._follow(event)
         elif isinstance(event, BatchScheduled):
             self._queued[event.batch.id] = event.queued
         elif isinstance(event, BatchFinished):
@@ -217,6 +227,8 @@ class TraceWriter:
         self._flush()
         batch = event.batch
         queued = self._queued.pop(batch.id, None)
+        info = self._groups.get(batch.group)
+        tokens = self._progress.ran(batch) if info is not None and info.unit == "tokens" else None
         if not self._lines.takes():
             return
         at = batch.scheduled_at
@@ -228,7 +240,9 @@ class TraceWriter:
             age = at - ticket.arrived
             client, limit = str(asked.client), asked.time_limit
             members.append(Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit))
-        info = self._groups.get(batch.group)
+        if tokens is not None:
+            for member, before in zip(members, tokens, strict=True):
+                member.computed, member.known, member.cached = before
         self._open = TracedBatch(
             id=batch.id,
             group=batch.group,
@@ -247,6 +261,7 @@ class TraceWriter:
             left=[ticket.seq for ticket in batch.left],
             notes=dict(batch.notes),
             members=members,
+            short_of=batch.short_of,
         )
         self._next = 0
 
@@ -259,6 +274,12 @@ class TraceWriter:
             self._next += 1
             if self._next == len(open_batch.members):
                 self._flush()
+
+    def _follow(self, event: RequestSettled | RequestProgressed) -> None:
+        if isinstance(event, RequestSettled):
+            self._progress.ended(event.ticket.seq)
+        elif event.value is not None:
+            self._progress.answered(event.ticket.seq)
 
     def _flush(self) -> None:
         if self._open is not None:

@@ -1,0 +1,63 @@
+"""What requests for tokens had computed, and knew, when they entered a batch: a fold over events, because a sink may
+lag behind the scheduler and must not read counters that have moved on since.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from reflex_runtime.core.batch import Batch
+
+
+class Progress(NamedTuple):
+    """Of one member before its batch, in tokens; None where its beginning was not seen.
+
+    computed: in the cache, those found there included. known: prompt and outputs. cached: found in the prefix cache on
+    entering with this batch; None when it found nothing or did not enter.
+    """
+
+    computed: float | None
+    known: float | None
+    cached: float | None
+
+
+class ProgressFold:
+    """Counts computed and known tokens of every request that has run and has not ended, and of no other. One that was
+    preempted starts over when it enters again, and forgets nothing that it knew.
+
+    False while there is none, so that whoever feeds it events of other work pays one test for each.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, tuple[float, float]] = {}  # seq → computed, known
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def ran(self, batch: Batch) -> list[Progress]:
+        """A batch of tokens came back: what its members had before it, in the order of its grants."""
+        entered, counts = set(batch.admitted), self._counts
+        found = []
+        for ticket, units in batch.grants.items():
+            cached = None
+            if ticket in entered:
+                cached = batch.cached.get(ticket)
+                known = counts[ticket.seq][1] if ticket.seq in counts else ticket.request.wants
+                counts[ticket.seq] = (cached or 0.0, known)
+            before = counts.get(ticket.seq)
+            if before is None:
+                found.append(Progress(None, None, None))
+                continue
+            found.append(Progress(*before, cached))
+            counts[ticket.seq] = (before[0] + units, before[1])
+        return found
+
+    def answered(self, seq: int) -> None:
+        """One more token of it is known."""
+        if seq in self._counts:
+            computed, known = self._counts[seq]
+            self._counts[seq] = (computed, known + 1.0)
+
+    def ended(self, seq: int) -> None:
+        """It is of no more interest."""
+        self._counts.pop(seq, None)

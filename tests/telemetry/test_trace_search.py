@@ -1,0 +1,287 @@
+"""`reflex trace --sweep` and `--slo`: the figures against the schedule itself, the knee, the choice, the refusal."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from reflex_runtime.cli import main, trace_search
+from reflex_runtime.cli.trace_runs import Measured
+from reflex_runtime.cli.trace_slo import Bounds, Tried, best, budgets_for, grid, refusal
+from reflex_runtime.cli.trace_sweep import in_words, knee, parse_sweep
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm import trace_batches
+
+L3 = ("--prompts", "hello world", "goodbye")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["trace", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def rows(out: str) -> list[list[str]]:
+    return [re.split(r" {2,}", line.strip()) for line in out.splitlines() if re.match(r" *\d+  ", line)]
+
+
+# -- sweep -------------------------------------------------------------------------------------------------------------
+
+
+def test_l3_l10_steps_over_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *L3, "--sweep", "4..64", "--no-picture")
+    table = {int(row[0]): row[1:] for row in rows(out)}
+    steps = [int(table[max(b for b in table if b <= budget)][0]) for budget in (4, 8, 11, 16, 18, 64)]
+    assert steps == [8, 6, 5, 5, 4, 4]
+    assert table[4] == ["8", "4", "3.0", "25%", "3 / 5"]
+    assert table[7] == ["6", "7", "4.0", "43%", "2 / 3"]
+    assert table[11] == ["5", "11", "4.8", "56%", "1 / 2"]
+    assert table[18] == ["4", "18", "6.0", "67%", "1 / 1", "◀ knee"]
+    assert table[64] == ["4", "18", "6.0", "91%", "1 / 1"]
+    assert sorted(table) == [4, 5, 6, 7, 9, 11, 18, 64]
+    assert "knee at 18: everything fits, and more budget buys nothing (4 steps, as without a limit)" in out
+    assert "sharpest bend" not in out
+    assert os.listdir() == []
+
+
+def test_every_budget_of_a_short_sweep_is_what_the_schedule_is(capsys: pytest.CaptureFixture[str]) -> None:
+    table = {int(row[0]): row[1:] for row in rows(run(capsys, *L3, "--sweep", "4..19:5", "--no-picture"))}
+    assert sorted(table) == [4, 9, 14, 19]
+    for budget, row in table.items():
+        ids, schedule = trace_batches(L3[1:], 4, max_num_batched_tokens=budget)
+        sizes = [sum(step.values()) for step in schedule]
+        first = []
+        for name, prompt in zip(ids, L3[1:], strict=True):
+            so_far = 0
+            for number, step in enumerate(schedule, 1):
+                so_far += step.get(name, 0)
+                if so_far >= len(prompt):
+                    first.append(number)
+                    break
+        assert row[:3] == [str(len(sizes)), str(max(sizes)), f"{sum(sizes) / len(sizes):.1f}"]
+        assert row[3] == f"{1 - sum(sizes) / (budget * len(sizes)):.0%}"
+        assert row[4] == f"{min(first)} / {max(first)}"
+
+
+def test_l10_the_sweep_is_drawn_and_names_the_knee(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *L3, "--sweep", "4..64", "-o", "s")
+    assert out.endswith("wrote s.svg\nwrote s.png\n")
+    svg = Path("s.svg").read_text()
+    words = "knee 18", "everything fits, and more budget buys nothing", "4 steps: needed without a limit"
+    for text in (*words, 'id="knee"', 'id="steps"'):
+        assert text in svg
+    assert 'id="bend"' not in svg
+    with Image.open("s.png") as image:
+        assert image.size == (1800, 1000)
+        assert (204, 102, 119) in {c for _, c in image.convert("RGB").getcolors(1 << 24) or []}
+    before = Path("s.svg").read_bytes(), Path("s.png").read_bytes()
+    run(capsys, *L3, "--sweep", "4..64", "-o", "s")
+    assert (Path("s.svg").read_bytes(), Path("s.png").read_bytes()) == before
+
+
+def test_a_bend_before_the_knee_is_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "--prompts", *("p" * 40,) * 6, "--no-prefix-caching", "--sweep", "8..512:x2", "-o", "s")
+    assert "knee at 256: everything fits" in out
+    assert "sharpest bend at 32: the curve is farthest below the line between its ends" in out
+    assert "◀ sharpest bend" in out
+    svg = Path("s.svg").read_text()
+    assert "sharpest bend 32" in svg
+    assert 'id="bend"' in svg
+
+
+def test_a_knee_before_everything_fits_does_not_claim_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """The steps of a long answer hide those of a prompt in chunks."""
+    out = run(capsys, "--prompts", "a", "p" * 30, "--max-tokens", "20,1", "--sweep", "4..64:x2", "--no-picture")
+    assert "knee at 4: more budget buys nothing (20 steps, as without a limit)" in out
+
+
+def test_other_flags_hold_in_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *L3, "--sweep", "64..64", "--max-num-seqs", "1", "--max-tokens", "2", "--no-picture")
+    assert rows(out)[0][:2] == ["64", "4"]
+
+
+def measured(budget: int, steps: int) -> Measured:
+    return Measured(budget, [1] * steps, [1], [0.0], [0.0], 0.0, [])
+
+
+def test_the_knee_is_where_more_buys_nothing() -> None:
+    runs = [measured(b, s) for b, s in ((1, 100), (2, 50), (4, 26), (8, 14), (16, 9), (32, 8), (64, 8))]
+    found = knee(runs, floor=8)
+    assert found.saturated == 32
+    assert found.bend == 4  # 1 - 2/6 - 18/92 = 0.47 on the axis of doublings; of 2: 0.38, of 8: 0.43
+    assert in_words(found, runs)[1].startswith("sharpest bend at 4")
+    assert knee(runs[1:], floor=8).bend == 8  # 1 - 6/62 - 6/42 = 0.76 on a plain one; of 4: 0.54, of 16: 0.75
+    short = knee(runs[:5], floor=8)
+    assert short.saturated is None
+    assert in_words(short, runs[:5])[0] == "no knee up to 16: 9 steps there, 8 without a limit"
+    dip = [measured(b, s) for b, s in ((1, 9), (2, 8), (3, 9), (4, 8))]
+    assert knee(dip, floor=8).saturated == 4
+    assert knee([measured(5, 8)], floor=8) == (5, 8, 5)
+
+
+def test_a_sweep_is_read() -> None:
+    assert parse_sweep("4..64") == list(range(4, 65))
+    assert parse_sweep("4..64:16") == [4, 20, 36, 52, 64]
+    assert parse_sweep("64..4096:x2") == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert parse_sweep("2..9:x1.5") == [2, 3, 4, 6, 9]
+    assert parse_sweep("7..7") == [7]
+
+
+NO_SWEEPS = ["", "4", "4..", "64..4", "0..4", "4..64:0", "4..64:x1", "1..600", "1..9999999", "4…64"]
+
+
+@pytest.mark.parametrize("text", NO_SWEEPS)
+def test_what_is_no_sweep_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *L3, f"--sweep={text}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        f"reflex trace: --sweep={text}: must be LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:xFACTOR within [1, 1048576], "
+        "of at most 512 budgets, such as 4..64 or 64..4096:x2\n"
+    )
+
+
+def test_a_part_of_many_runs_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *L3, "--sweep", "4..8", "--from", "2"]) == 2
+    assert "--from=2: shows a part of one trace; --sweep and --slo make many runs" in capsys.readouterr().err
+
+
+# -- slo ---------------------------------------------------------------------------------------------------------------
+
+LANDING = ["tell me", "a" * 60, "b" * 25]
+STEP = (0.004, 0.0005)  # seconds, and seconds a token
+
+
+def by_hand(prompts: Sequence[str], budget: int, threshold: int) -> tuple[float, float, float]:
+    """Total, longest first token, longest gap: from the steps of `trace_batches` and the time of each."""
+    ids, schedule = trace_batches(
+        prompts, 8, max_num_batched_tokens=budget, long_prefill_token_threshold=threshold
+    )
+    now, so_far, tokens = 0.0, dict.fromkeys(ids, 0), {name: [] for name in ids}  # type: ignore[var-annotated]
+    for step in schedule:
+        now += STEP[0] + STEP[1] * sum(step.values())
+        for name, units in step.items():
+            so_far[name] += units
+            if so_far[name] >= len(prompts[ids.index(name)]):
+                tokens[name].append(now)
+    ttft = max(times[0] for times in tokens.values())
+    gap = max(b - a for times in tokens.values() for a, b in pairwise(times))
+    return now, ttft, gap
+
+
+def test_l10_the_choice_is_the_one_brute_force_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(
+        capsys, "--prompts", *LANDING, "--max-tokens", "8", "--step-ms", "4+0.5", "--sweep", "16..64:x2",
+        "--slo", "ttft=82ms,gap=17.5ms",
+    )  # fmt: skip
+    table = {(int(r[0]), 0 if r[1] == "off" else int(r[1])): [float(x) for x in (r[2], r[4], r[5])] for r in rows(out)}
+    settings = [(16, 0), (16, 8), (32, 0), (32, 8), (32, 16), (64, 0), (64, 8), (64, 16), (64, 32)]
+    assert list(table) == settings
+    truth = {setting: by_hand(LANDING, *setting) for setting in settings}
+    for setting, figures in table.items():
+        assert figures == pytest.approx([1e3 * x for x in truth[setting]], abs=0.051), setting
+    within = [s for s in settings if truth[s][1] <= 0.082 and truth[s][2] <= 0.0175]
+    assert 0 < len(within) < len(settings)
+    chosen = min(within, key=lambda s: truth[s][0])
+    assert f"--max-num-batched-tokens {chosen[0]} --long-prefill-token-threshold {chosen[1]}" in out
+    marked = [row for row in rows(out) if row[-1] == "◀ most throughput"]
+    assert [(int(r[0]), r[1]) for r in marked] == [(chosen[0], str(chosen[1] or "off"))]
+    assert chosen != min(settings, key=lambda s: truth[s][0])  # the bounds cost throughput
+
+
+def test_the_first_token_counts_from_the_arrival(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--prompts", "a", "b", "--at", "0,30", "--max-tokens", "40", "--step-ms", "4+0.5", "--sweep", "8..8")
+    out = run(capsys, *argv, "--slo", "ttft=5ms")
+    assert rows(out)[0] == ["8", "off", "320.0", "250", "5.0", "5.0", "◀ most throughput"]  # 70 steps, 80 tokens
+
+
+@pytest.mark.parametrize(
+    ("slo", "says"),
+    [
+        ("ttft=1ms", "ttft ≤ 1 ms fails in all of them: best "),
+        ("gap=4ms,ttft=10s", "gap ≤ 4 ms fails in all of them: best "),
+        ("gap=4ms,ttft=10s", "ttft ≤ 10000 ms can be kept: best "),
+        ("ttft=66ms,gap=0.01s", "but not both at once: where gap is kept, ttft is "),
+    ],
+)
+def test_l10_nothing_qualifies_is_exit_1_and_says_which_bound(
+    capsys: pytest.CaptureFixture[str], slo: str, says: str
+) -> None:
+    argv = ["trace", "--prompts", *LANDING, "--max-tokens", "8", "--step-ms", "4+0.5", "--sweep", "8..64:x2"]
+    assert main([*argv, "--slo", slo]) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("reflex trace: --slo: none of 10 settings keeps ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert "◀" not in out
+    assert "missed" in out
+
+
+def test_the_best_is_the_fastest_and_of_equals_the_gentlest() -> None:
+    tried = [
+        Tried(16, 0, 2.0, 0.1, 0.01, 9), Tried(32, 0, 1.0, 0.1, 0.03, 9), Tried(32, 8, 1.0, 0.2, 0.02, 9),
+        Tried(64, 0, 0.5, 0.1, 0.09, 9),
+    ]  # fmt: skip
+    assert best(tried, Bounds(gap=0.05)) == tried[2]
+    assert best(tried, Bounds(ttft=0.1, gap=0.05)) == tried[1]
+    assert best(tried, Bounds()) == tried[3]
+    assert best(tried, Bounds(ttft=0.01)) is None
+    told = refusal(tried, Bounds(0.01))
+    assert "ttft ≤ 10 ms fails in all of them: best 100 ms with budget 64, threshold off" in told
+
+
+def test_settings_are_those_that_differ() -> None:
+    assert grid([8, 20]) == [(8, 0), (20, 0), (20, 8), (20, 16)]
+    assert budgets_for(90, 3) == [8, 12, 16, 24, 32, 48, 64, 96, 128]
+    assert budgets_for(3, 1) == [8, 12, 16]
+    assert budgets_for(500, 64)[0] == 64
+    with pytest.raises(ConfigError, match=r"--sweep: .* settings of budget and threshold; must be at most 2048"):
+        grid(range(1000, 1500))
+
+
+def test_bounds_are_read() -> None:
+    assert Bounds.parse("ttft=200ms,gap=0.04s") == (0.2, 0.04)
+    assert Bounds.parse("gap=1s") == (None, 1.0)
+    assert str(Bounds(0.2, 0.04)) == "ttft ≤ 200 ms and gap ≤ 40 ms"
+
+
+NO_BOUNDS = ["", "ttft", "ttft=200", "ttft=0ms", "ttft=1ms,ttft=2ms", "tpot=4ms", "gap=-1ms", "gap=2d"]
+
+
+@pytest.mark.parametrize("text", NO_BOUNDS)
+def test_what_is_no_bound_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *L3, f"--slo={text}"]) == 2
+    assert capsys.readouterr().err == (
+        f"reflex trace: --slo={text}: must be ttft=TIME,gap=TIME, or one of them, with TIME such as 200ms or 0.2s in "
+        "(0, 86400] s\n"
+    )
+
+
+def test_measured_step_times_are_fitted_first(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, *L3, "--step-ms", "measured", "--slo", "ttft=1000s", "--sweep", "8..32:x2")
+    assert re.search(r"measured over \d+ steps of toy: [\d.e-]+ ms \+ [\d.e-]+ ms a token", out)
+    assert "◀ most throughput" in out
+
+
+def test_progress_is_told_only_where_somebody_waits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = (*L3, "--sweep", "4..8", "--no-picture")
+    with monkeypatch.context() as at_once:
+        at_once.setattr(trace_search, "PATIENCE", 0.0)
+        assert "of 5 budgets" not in run(capsys, *sweep)
+        at_once.setenv("FORCE_COLOR", "1")  # a terminal, to rich
+        assert "of 5 budgets" in run(capsys, *sweep)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "of 5 budgets" not in run(capsys, *sweep)
