@@ -11,10 +11,14 @@ from prometheus_client import CollectorRegistry
 
 import reflex_runtime.policies.observation
 import reflex_runtime.server.errors  # noqa: F401 - both bring their codes
-from reflex_runtime.config import FeedsConfig, ServeConfig, flag
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, flag
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
+from reflex_runtime.llm import LLMProcessor
+from reflex_runtime.llm.series import EngineSeries
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -38,6 +42,8 @@ def _default(field: Any) -> str:
     value = field.default
     if value in ("", (), None) or value is False:
         return "off" if value is False else "–"
+    if value is True:
+        return "on"
     text = f"{value:.10g}" if isinstance(value, float) else str(value)
     return f"`{text}` {field.metadata['unit']}".strip()
 
@@ -69,6 +75,11 @@ def test_feeds_md_has_every_setting_as_it_is() -> None:
     assert settings_table(FeedsConfig) in page("feeds.md"), "the table is now:\n" + settings_table(FeedsConfig)
 
 
+def test_language_models_md_has_every_setting_as_it_is() -> None:
+    table = settings_table(LLMServeConfig)
+    assert table in page("language-models.md"), "the table is now:\n" + table
+
+
 def test_feeds_md_has_every_reason_for_which_a_frame_is_dropped() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page("feeds.md"), re.MULTILINE))
     assert {reason: rows.get(reason) for reason in DROPS} == DROPS
@@ -82,7 +93,9 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     registered = {}
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
-    for family in [*Metrics().registry.collect(), *feeds]:
+    model = ServedModel(LLMServeConfig(), "toy", lambda: (ToyRunner(), ByteTokenizer())).registry
+    EngineSeries(LLMProcessor(ToyRunner(), ByteTokenizer()), int, model)
+    for family in [*Metrics().registry.collect(), *feeds, *model.collect()]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)
     for name, family in registered.items():

@@ -176,6 +176,69 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LLMServeConfig:
+    """Everything `reflex serve MODEL_DIR` can be told."""
+
+    # the model
+    served_model_name: str = option(
+        "", "name that clients ask for and /v1/models tells; without it the directory's own", metavar="NAME"
+    )
+    device: str = option(
+        "auto", "where the model runs; auto is a GPU that PyTorch sees, else the CPU", choices=("auto", "cpu", "cuda")
+    )
+    runner: str = option(
+        "auto", "what runs it; auto is OpenVINO on a CPU and PyTorch on a GPU", choices=("auto", "openvino", "torch")
+    )
+    dtype: str = option(
+        "auto",
+        "what it computes in; auto is the checkpoint's own where the machine is fast at it; int8 is of the weights",
+        choices=("auto", "float32", "bfloat16", "int8"),
+    )
+    threads: int = option(0, "CPU threads of a step; 0 leaves it to the runner", low=0, high=1024)
+    max_model_len: int = option(
+        0, "most tokens of one request, prompt and output; 0 is what the model was made for", low=0, high=1 << 24
+    )
+    # steps
+    max_num_batched_tokens: int = option(
+        2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",
+        low=1, high=1 << 20,
+    )
+    max_num_seqs: int = option(256, "most requests that are being generated at a time", low=1, high=1 << 16)
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step, so that others fit beside it; 0 leaves it to the step's budget",
+        low=0, high=1 << 20,
+    )
+    # the cache
+    block_size: int = option(0, "tokens in a block of the cache; 0 leaves it to the runner", low=0, high=4096)
+    kv_cache_gb: float = option(
+        0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
+    )
+    prefix_caching: bool = option(True, "prompts that begin alike are computed once")
+    # protection
+    max_queue: int = option(1000, "waiting requests; beyond it 429", low=1, high=1_000_000)
+    max_queued_tokens: int = option(
+        1_000_000, "prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+    )
+    max_body_bytes: int = option(4 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    watchdog_s: float = option(
+        60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
+        low=0, high=3600, unit="s",
+    )
+    drain_timeout_s: float = option(
+        30.0, "time to finish what was asked before SIGTERM; the rest is cut short", low=0, high=600, unit="s"
+    )
+    # the door
+    host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    # watching
+    trace: str = option("", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+@dataclass(frozen=True, slots=True)
 class FeedsConfig:
     """Everything `reflex feeds` can be told."""
 
@@ -292,7 +355,11 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
 def _suffix(f: Field[Any]) -> str:
     if f.metadata["secret"] or f.default in ("", (), None, MISSING):
         return ""
-    default = "off" if f.default is False else f"{f.default:g}" if isinstance(f.default, float) else f.default
+    default = f.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, float):
+        default = f"{default:g}"
     unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
     low, high = f.metadata["low"], f.metadata["high"]
     bounds = f", range {low:g} to {high:.10g}" if low is not None else ""
@@ -394,7 +461,7 @@ def table(config: Any) -> list[tuple[str, str]]:
         elif value is False or value is None or value == "" or value == ():
             shown = "off" if value is False else "-"
         else:
-            shown = ",".join(value) if isinstance(value, tuple) else str(value)
+            shown = "on" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
             shown = f"{value:.10g}" if isinstance(value, float) else shown
         rows.append((flag(f.name), f"{shown} {f.metadata['unit']}".strip() if shown != "-" else "-"))
     return rows

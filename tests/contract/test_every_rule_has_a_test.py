@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.config import FeedsConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 
 TESTS = Path(__file__).parent.parent
 IDS = [
@@ -18,6 +18,7 @@ IDS = [
     *(f"V{i}" for i in range(1, 14)),
     *(f"T{i}" for i in range(1, 8)),
     *(f"F{i}" for i in range(1, 15)),
+    *(f"L{i}" for i in range(1, 11)),
 ]
 
 # Where each option is shown to do something, against a running server unless it is about starting one.
@@ -99,6 +100,31 @@ FEEDS_EFFECT = {
     "host": "test_f14_port_and_host_are_where_metrics_and_health_answer",
 }
 
+# The same of `reflex serve MODEL_DIR`.
+LLM_EFFECT = {
+    "served_model_name": "test_h10_the_served_name_is_the_directorys_unless_said",
+    "device": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "runner": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "dtype": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "threads": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "max_model_len": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "block_size": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "kv_cache_gb": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "max_num_batched_tokens": "test_h10_max_num_batched_tokens_bounds_a_step",
+    "max_num_seqs": "test_h10_max_num_seqs_bounds_who_is_generated_at_a_time",
+    "long_prefill_token_threshold": "test_h10_long_prefill_token_threshold_bounds_a_prompts_part_of_a_step",
+    "prefix_caching": "test_h10_no_prefix_caching_computes_prompts_again",
+    "max_queue": "test_l9_a_full_queue_is_429_with_a_hint_when_to_come_again",
+    "max_queued_tokens": "test_h10_max_queued_tokens_bounds_the_prompts_that_wait",
+    "max_body_bytes": "test_l9_a_body_over_the_limit_is_413_announced_or_not",
+    "watchdog_s": "test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back",
+    "drain_timeout_s": "test_b20_when_the_time_is_over_streams_end_with_an_error",
+    "host": "test_h11_a_model_reachable_from_outside_without_a_key_warns",
+    "port": "test_h11_a_port_in_use_is_one_line_for_a_model_too",
+    "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics_of_a_model",
+    "trace": "test_h10_trace_writes_every_step",
+}
+
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
@@ -121,3 +147,8 @@ def test_h10_every_option_has_an_effect_that_a_test_shows(names: set[str]) -> No
 def test_f14_every_option_of_feeds_has_an_effect_that_a_test_shows(names: set[str]) -> None:
     assert set(FEEDS_EFFECT) == {field.name for field in fields(FeedsConfig)}
     assert set(FEEDS_EFFECT.values()) <= names
+
+
+def test_l9_every_option_of_a_model_has_an_effect_that_a_test_shows(names: set[str]) -> None:
+    assert set(LLM_EFFECT) == {field.name for field in fields(LLMServeConfig)}
+    assert set(LLM_EFFECT.values()) <= names

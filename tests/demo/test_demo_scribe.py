@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("tokenizers")
-
-from reflex_runtime.demo.scribe import SCRIBE
+from reflex_runtime.cli import serve_llm
+from reflex_runtime.demo.scribe import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.tokenizer import HFTokenizer
 from reflex_runtime.llm.torch_runner import TorchRunner
@@ -41,7 +40,8 @@ def library() -> Any:
     """`transformers`; what it says about itself while importing is no warning of ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pytest.importorskip("transformers")
+        import transformers
+    return transformers
 
 
 def test_it_is_small_and_says_where_it_comes_from() -> None:
@@ -90,3 +90,15 @@ def test_what_is_drawn_at_random_can_be_read_too(engine: LLMEngine) -> None:
     assert {output.finish_reason for output in told} == {"stop"}
     assert len({output.text for output in told}) == 8
     assert all(output.text.endswith((".", "?", '"')) and " the " in output.text for output in told)
+
+
+def test_scribe_names_the_bundled_model_unless_a_directory_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_directory("scribe") == SCRIBE
+    assert model_directory("other") == Path("other")
+    assert serve_llm.names_model(["scribe", "--port", "0"])
+    (tmp_path / "scribe").mkdir()
+    assert model_directory("scribe") == Path("scribe")
+    assert not serve_llm.names_model(["scribe"])

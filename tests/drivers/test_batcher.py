@@ -401,6 +401,25 @@ def test_b19_a_hung_thread_is_replaced_once_and_then_the_device_is_given_up() ->
     run(main())
 
 
+def test_b19_with_one_thread_a_hung_batch_is_answered_and_no_other_thread_runs_beside_it() -> None:
+    async def main() -> None:
+        gate, fatal = Gate(), asyncio.Event()
+        one_by_one = [GroupConfig(flush=FlushPolicy.by_size(1, 0.0))]
+        given: Any = {"watchdog": 0.050, "on_fatal": fatal.set, "one_thread": True}
+        async with Batcher({"default": gate}, one_by_one, **given) as batcher:
+            first, second = batcher.submit(Request("first")), batcher.submit(Request("second"))
+            await gate.busy()
+            with pytest.raises(ProcessorHung):
+                await first.waiter
+            assert batcher.device.busy
+            assert len(gate.calls) == 1  # the second waits for the thread, not for another one
+            gate.gate.set()
+            assert await second.waiter == "second"
+            assert (batcher.device.hung, gate.started, fatal.is_set()) == (1, 1, False)
+
+    run(main())
+
+
 def test_b19_the_watchdog_outlasts_a_hold() -> None:
     """The timer goes off while the request is still held on a free device, and is there again when its batch hangs."""
 

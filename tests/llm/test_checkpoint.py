@@ -96,7 +96,6 @@ def test_a_directory_is_described_and_its_tensors_are_those_of_the_file(root: Pa
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_tensors_of_every_dtype_and_in_shards_equal_those_of_transformers(tmp_path: Path, dtype: str) -> None:
-    pytest.importorskip("transformers")
     random_model("qwen2", tmp_path, dtype=dtype)
     whole = Checkpoint.open(tmp_path)
     model = library().AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -134,7 +133,6 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotary_frequencies_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("transformers")
     random_model("llama", tmp_path, rope_parameters=ROPES[kind], head_dim=64)
     found = Checkpoint.open(tmp_path).config
     rotary = library().AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import openvino as ov
 import pytest
 
 from llm.models import KINDS, Oracle, random_model
@@ -24,9 +25,6 @@ from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.checkpoint import Checkpoint
 from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-ov = pytest.importorskip("openvino")
 openvino_graph: Any = importlib.import_module("reflex_runtime.llm.openvino_graph")
 
 BOUND = 2e-3

@@ -14,10 +14,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-
 import torch
 
 from reflex_runtime.core.errors import ConfigError

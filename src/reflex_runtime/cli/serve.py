@@ -1,4 +1,4 @@
-"""`reflex serve EXPORT`: serve a robot policy over HTTP, batched by cost."""
+"""`reflex serve EXPORT`: serve a robot policy over HTTP, batched by cost. Language models are in `serve_llm`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reflex_runtime.cli import serve_llm
 from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line, table
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
@@ -24,6 +25,9 @@ examples:
   reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
   reflex serve ./my-export --trace batches.jsonl    then: reflex trace batches.jsonl
 
+A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
+OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
+
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
 Exit status: 0 after a drain, 1 when the policy or the device was lost, 2 for a wrong option or export.
 """
@@ -33,7 +37,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "serve",
-        help="serve a robot policy over HTTP (POST /act)",
+        help="serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
         description="Serve a robot policy over HTTP. Requests that can share a forward pass do, within a cost budget.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,6 +52,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)
     parser.set_defaults(run=run)
+    of_models, of_policies = serve_llm.parser(parser), parser.parse_known_args
+
+    def dispatch(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """What is served decides which options there are."""
+        chosen = of_models.parse_known_args if serve_llm.names_model(args or ()) else of_policies
+        return chosen(args, namespace)
+
+    parser.parse_known_args = dispatch  # argparse asks nobody else before the options
 
 
 def run(args: argparse.Namespace) -> int:

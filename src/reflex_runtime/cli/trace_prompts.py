@@ -27,7 +27,9 @@ PRIORITIES = tuple(p.name.lower() for p in Priority)
 class PromptsConfig:
     """Everything `reflex trace --prompts` can be told beside the prompts."""
 
-    model: str = option("", "a Hugging Face directory, or scribe, the bundled one; without it a toy that needs none", metavar="DIR")
+    model: str = option(
+        "", "a Hugging Face directory, or scribe, the bundled one; without it a toy that needs none", metavar="DIR"
+    )
     max_tokens: str = option(
         "4", f"tokens of output, of all or of each, exactly: the end of a text does not end it; range 1 to {LONGEST}",
         metavar="N[,N…]",

@@ -39,6 +39,7 @@ class Batcher:
     sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
         those only. One that raises is logged and called again with the next event.
     on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
+    one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
     """
 
     def __init__(
@@ -50,13 +51,15 @@ class Batcher:
         clock: Clock = time.monotonic,
         on_fatal: Callable[[], None] | None = None,
         expendable: Collection[str] = (),
+        one_thread: bool = False,
     ) -> None:
         configs = list(groups)
         self.scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
         self.device = Device(
-            self.scheduler, processors, self._notified, clock, self._fatal_from_thread, expendable=expendable
-        )
+            self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
+            expendable=expendable, one_thread=one_thread,
+        )  # fmt: skip
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._watchdog = watchdog

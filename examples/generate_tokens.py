@@ -1,0 +1,31 @@
+"""Token generation in your own loop: every step is yours. On the bundled model; or give a Hugging Face directory."""
+
+import sys
+
+from reflex_runtime import Priority
+from reflex_runtime.demo.scribe import SCRIBE
+from reflex_runtime.llm import LLMEngine, SamplingParams
+
+
+def main() -> None:
+    engine = LLMEngine(sys.argv[1] if len(sys.argv) > 1 else SCRIBE, max_num_batched_tokens=16, max_num_seqs=2)
+    chat = engine.processor.tokenizer.chat
+    ask = SamplingParams(max_tokens=60, temperature=0.7, seed=7)
+    bulk = [
+        engine.add_request(chat([{"role": "user", "content": f"What is a {word}?"}]), ask, priority=Priority.BACKGROUND)
+        for word in ("batch", "feed", "ticket")
+    ]
+    for _ in range(3):
+        engine.step()
+    urgent = engine.add_request("Once there was", ask, priority=Priority.URGENT)  # takes a place from the bulk
+    ended = []
+    while engine.unfinished:
+        for output in engine.step():
+            ended.append(output.request_id)
+            print(f"{output.request_id} ({output.finish_reason}): {output.text.strip()}")
+    assert sorted(ended) == sorted([*bulk, urgent])
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

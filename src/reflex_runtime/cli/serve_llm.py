@@ -1,0 +1,146 @@
+"""`reflex serve MODEL_DIR`: serve a language model over HTTP with the OpenAI API.
+
+The verb is that of `serve`, which hands over here when it is given the directory of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line, table
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.scribe import model_directory
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.runner import Runner
+    from reflex_runtime.llm.tokenizer import Tokenizer
+    from reflex_runtime.server.served_model import ServedModel
+
+_EPILOG = """\
+examples:
+  reflex serve scribe                                          the bundled model: stories, and this project's words
+  reflex serve ./my-model
+  reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
+  reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
+  reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
+
+then, with any client of the OpenAI API:
+  curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+    -d '{"model": "scribe", "prompt": "Once there was", "max_tokens": 60}'
+
+Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_NUM_SEQS=64).
+Exit status: 0 after a drain, 1 when the model was lost, 2 for a wrong option or directory.
+"""
+
+
+def parser(serve: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The command line of `reflex serve MODEL_DIR`. serve: that of the verb."""
+    found = type(serve)(
+        prog=serve.prog,
+        description="Serve a language model over HTTP with the OpenAI API, by continuous batching.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument(
+        "model", type=model_directory, metavar="MODEL_DIR",
+        help="Hugging Face directory: config.json, safetensors, tokenizer.json; scribe is the bundled model",
+    )  # fmt: skip
+    found.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
+    add_options(found, LLMServeConfig)
+    found.set_defaults(run=run)
+    return found
+
+
+def names_model(args: Sequence[str]) -> bool:
+    """Whether one of the words is the directory of a language model, and none that of a policy."""
+    words = [word for word in args if not word.startswith("-")]
+    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
+        return False
+    return any(os.path.isfile(os.path.join(model_directory(word), "config.json")) for word in words)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, then open the port, then load."""
+    from reflex_runtime.llm.checkpoint import Checkpoint
+    from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.server.serve import bind
+    from reflex_runtime.server.serve_model import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args))
+    if config.trace:
+        try:
+            open(config.trace, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"--trace={one_line(config.trace)}: cannot be written: {error.strerror}") from None
+    Checkpoint.open(args.model)
+    HFTokenizer.load(args.model)
+    name = config.served_model_name or args.model.resolve().name
+    sock = bind(config.host, config.port)
+    address = sock.getsockname()
+    _announce(config, name, address)
+    status, clean = serve(
+        config,
+        name,
+        partial(load_model, args.model, config),
+        sock,
+        lambda: logging.info("listening on %s, loading %s", _url(address), args.model),
+        lambda model: _ready(model, address),
+    )
+    if not clean:
+        logging.warning("the model is still at work; leaving without it")
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
+    """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner."""
+    from reflex_runtime.llm.load import load as load_directory
+
+    return load_directory(
+        directory,
+        device=config.device,
+        runner=config.runner,
+        dtype=config.dtype,
+        block_size=config.block_size or None,
+        kv_cache_bytes=int(config.kv_cache_gb * 1e9) or None,
+        max_model_len=config.max_model_len or None,
+        threads=config.threads or None,
+    )
+
+
+def _announce(config: LLMServeConfig, name: str, address: Any) -> None:
+    """The settings in force, and what deserves a warning."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from reflex_runtime.server.exchange import is_loopback
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
+    for flag, value in table(config):
+        shown.add_row(flag, value)
+    console.print(shown)
+    if not is_loopback(address[0]) and not config.api_key:
+        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
+
+
+def _url(address: Any) -> str:
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{host}:{address[1]}"
+
+
+def _ready(model: ServedModel, address: Any) -> None:
+    if model.state == "ready":
+        logging.info("ready on %s (%s), as %s", _url(address), model.runtime.processor.runner.name, model.name)
+    else:
+        logging.error("not serving on %s: %s: %s", _url(address), model.state, model.error)

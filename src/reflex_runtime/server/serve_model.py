@@ -1,0 +1,195 @@
+"""Runs the server of a model: opens the port, loads, drains on SIGTERM or SIGINT, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from prometheus_client import disable_created_metrics
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.server.http import HttpProtocol
+from reflex_runtime.server.openai import GONE, OpenAIApp
+from reflex_runtime.server.serve import (
+    ARRIVED,
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_UNUSABLE,
+    READING_GRACE,
+    _Uvicorn,
+    loop_factory,
+)
+from reflex_runtime.server.served_model import Load, ServedModel
+
+log = logging.getLogger("reflex.server")
+
+TOLD_EVERY = 5.0  # seconds between lines while the model is being loaded
+_TURNS = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
+
+
+class StreamingProtocol(HttpProtocol):
+    """One connection. Every request goes the way of ASGI: an answer that comes in parts needs it."""
+
+    def _start(self) -> None:
+        cycle, self._come = self._come, None
+        if cycle is not None and not cycle.disconnected:
+            self._read_on()
+            HttpToolsProtocol._start_asgi_task(self, cycle, self.app)
+
+    def _left(self) -> None:
+        cycle = self._asking
+        if cycle is not None:
+            scope: Any = cycle.scope
+            scope[GONE] = True  # its task may not have begun
+        super()._left()
+
+
+def serve(
+    config: LLMServeConfig,
+    name: str,
+    load: Load,
+    sock: socket.socket,
+    on_listening: Callable[[], None] | None = None,
+    on_ready: Callable[[ServedModel], None] | None = None,
+) -> tuple[int, bool]:
+    """Serve until a signal. Returns the exit status, and whether every thread ended.
+
+    When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
+    name, load: see `ServedModel`. on_listening: called on the loop once the port answers; on_ready: once the model is
+    warm or has failed.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
+    gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
+
+    def ready(model: ServedModel) -> None:
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        if on_ready is not None:
+            on_ready(model)
+
+    async def main() -> tuple[int, bool]:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        return await serving(config, name, load, sock, stop, on_listening, ready)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+async def serving(
+    config: LLMServeConfig,
+    name: str,
+    load: Load,
+    sock: socket.socket,
+    stop: asyncio.Event,
+    on_listening: Callable[[], None] | None = None,
+    on_ready: Callable[[ServedModel], None] | None = None,
+) -> tuple[int, bool]:
+    """Serve until `stop` is set; see `serve`."""
+    lost = False
+
+    def give_up() -> None:
+        nonlocal lost
+        lost = True
+        log.error("the model is lost; answering what is left and leaving")
+        stop.set()
+
+    model = ServedModel(config, name, load, give_up)
+    app = OpenAIApp(model)
+    server = _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=StreamingProtocol,
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,  # for connections that do not read their answer
+            backlog=4096,
+        )
+    )
+    sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    if on_listening is not None:
+        on_listening()
+    stopping = asyncio.create_task(stop.wait())
+    await _started(model, stopping)
+    if on_ready is not None and model.state in ("ready", "warmup_failed"):
+        on_ready(model)
+    if not model.unusable:
+        await stopping
+    stopping.cancel()
+    clean = await _drain(config, model, app, server)
+    server.should_exit = True
+    await running
+    if model.unusable:
+        return EXIT_UNUSABLE, clean
+    return EXIT_FAILED if lost or model.error else EXIT_OK, clean
+
+
+async def _started(model: ServedModel, stopping: asyncio.Task[bool]) -> None:
+    """Load the model, saying now and then that it still does; given up when the server is to stop."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    starting = asyncio.create_task(model.start())
+    while not (starting.done() or stopping.done()):
+        await asyncio.wait({starting, stopping}, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
+        if not (starting.done() or stopping.done()):
+            log.info("%s (%.0f s)", model.state, loop.time() - began)
+    if starting.done():
+        starting.result()
+    else:
+        starting.cancel()
+
+
+async def _drain(config: LLMServeConfig, model: ServedModel, app: OpenAIApp, server: uvicorn.Server) -> bool:
+    """Refuse what is new, finish what was received, end the rest, and only then let connections close.
+
+    Returns whether every thread of the model ended.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + config.drain_timeout_s
+    await _read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
+    app.closing = True
+    log.info("draining: %d requests are being answered", app.active)
+    if not await _set(app.entered, min(until, loop.time() + READING_GRACE)):
+        app.give_up_entering()
+        await _set(app.entered, until)
+    model.drain()
+    clean = await model.stop(max(0.0, until - loop.time()))
+    await _set(app.idle, loop.time() + 1.0)  # their streams have ended: what is left is writing the answers
+    await _read_what_arrived(server, app)
+    return clean
+
+
+async def _read_what_arrived(server: uvicorn.Server, app: OpenAIApp) -> None:
+    """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ARRIVED
+    seen, quiet = (-1, -1, -1), 0
+    while quiet < _TURNS and loop.time() < until:
+        found = (len(server.server_state.connections), app.asked, app.active)
+        quiet = quiet + 1 if found == seen else 0
+        seen = found
+        await asyncio.sleep(0)
+
+
+async def _set(event: asyncio.Event, until: float) -> bool:
+    """Wait until it is set; False when that took too long."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await event.wait()
+    return event.is_set()

@@ -1,0 +1,313 @@
+"""A server of the toy model in this process: real sockets, a real loop in a thread of its own, and a model that stops
+where a test wants it to. Nothing here sleeps: whoever waits, waits for an event or a condition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.serve import bind, loop_factory
+from reflex_runtime.server.serve_model import serving
+from reflex_runtime.server.served_model import ServedModel
+
+from .harness import Answer, Metrics
+
+T = TypeVar("T")
+PATIENCE = 10.0  # seconds until a test gives up; nothing waits this long unless it is broken
+HEAD = {"Content-Type": "application/json"}
+
+
+class Model(ToyRunner):
+    """The toy, with a gate before each step. sizes: tokens of each step so far, those of the warm-up first."""
+
+    def __init__(self, num_blocks: int = 4096, block_size: int = 16, max_model_len: int = 8192) -> None:
+        super().__init__(num_blocks, block_size, max_model_len)
+        self.changed = threading.Condition()
+        self.allowed: float = float("inf")
+        self.inside = False
+        self.sizes: list[int] = []
+        self.fails: Callable[[Step], Exception | None] = lambda step: None
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        with self.changed:
+            self.sizes.append(len(step.token_ids))
+            self.inside = True
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.allowed > 0, PATIENCE), "the test never let the step go"
+            self.allowed -= 1
+            self.inside = False
+        error = self.fails(step)
+        if error is not None:
+            raise error
+        return super().forward(step)
+
+    def stop(self) -> None:
+        """From now on a step waits inside."""
+        with self.changed:
+            self.allowed = 0
+
+    def go(self, steps: float = float("inf")) -> None:
+        """Let so many steps go."""
+        with self.changed:
+            self.allowed += steps
+            self.changed.notify_all()
+
+    def wait_inside(self) -> None:
+        """Returns once a step waits at the gate."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.inside and self.allowed <= 0, PATIENCE)
+
+    def step(self) -> None:
+        """Let the step that waits go, and wait for the next one at the gate."""
+        with self.changed:
+            seen = len(self.sizes)
+            self.allowed += 1
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: len(self.sizes) > seen and self.inside, PATIENCE)
+
+
+class Log:
+    """A sink that keeps everything and can be waited for from another thread."""
+
+    def __init__(self) -> None:
+        self.seen: list[Event] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, event: Event) -> None:
+        with self.changed:
+            self.seen.append(event)
+            self.changed.notify_all()
+
+    def of(self, kind: type[T]) -> list[T]:
+        with self.changed:
+            return [event for event in self.seen if isinstance(event, kind)]
+
+    def wait(self, kind: type[T], count: int = 1, where: Callable[[T], bool] = lambda event: True) -> T:
+        """The count-th event of a kind that fulfils a condition, come or still to come."""
+
+        def found() -> list[T]:
+            return [event for event in self.seen if isinstance(event, kind) and where(event)]
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(found()) >= count, PATIENCE), (kind, self.seen[-5:])
+            return found()[count - 1]
+
+
+class Toy:
+    """`reflex serve` of the toy. Use it in a with statement; `status` is its exit status afterwards."""
+
+    def __init__(
+        self, runner: Model | None = None, wait_ready: bool = True, send_buffer: int = 0, **config: Any
+    ) -> None:
+        """send_buffer: bytes the kernel keeps of an answer that is not read, 0 for its own choice."""
+        self.runner = runner or Model()
+        self.config = LLMServeConfig(**({"served_model_name": "toy", "drain_timeout_s": 5.0} | config))
+        self.log = Log()
+        self.model: ServedModel | None = None
+        self.batcher: Any = None
+        self.pool: Any = None
+        self.status: int | None = None
+        self.clean: bool | None = None
+        self._wait_ready, self._send_buffer = wait_ready, send_buffer
+        self._listening, self._ready = threading.Event(), threading.Event()
+        self._stop: Callable[[], object] = lambda: None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="toy-server", daemon=True)
+
+    def load(self) -> tuple[Model, ByteTokenizer]:
+        return self.runner, ByteTokenizer()
+
+    def _run(self) -> None:
+        sock = bind("127.0.0.1", 0)
+        if self._send_buffer:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer)
+        self.port = sock.getsockname()[1]
+
+        def ready(model: ServedModel) -> None:
+            self.model = model
+            if model.state == "ready":
+                self.batcher, self.pool = model.runtime.batcher, model.runtime.processor.pool
+                self.batcher.add_sink(self.log)
+            self._ready.set()
+
+        async def main() -> None:
+            stop = asyncio.Event()
+            self.loop = asyncio.get_running_loop()
+            self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
+            self.status, self.clean = await serving(
+                self.config, self.config.served_model_name, self.load, sock, stop, self._listening.set, ready
+            )
+
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(main())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._listening.wait(PATIENCE)
+        if self._wait_ready:
+            assert self._ready.wait(PATIENCE)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.runner.go()
+        self.end()
+
+    def stop(self) -> None:
+        """What SIGTERM does."""
+        self._stop()
+
+    def end(self) -> None:
+        """Stop it and wait until it is gone."""
+        if self._thread.is_alive():
+            self._stop()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait until it is gone by itself."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+    def on_loop(self, function: Callable[[], T]) -> T:
+        """Call it on the server's loop and return what it does."""
+        assert self.loop is not None
+
+        async def call() -> T:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(PATIENCE)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        began = time.perf_counter()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, found, response.read(), time.perf_counter() - began)
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.ask("GET", path, headers=headers)
+
+    def post(self, path: str, fields: Any, **headers: str) -> Answer:
+        body = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+        return self.ask("POST", path, body, HEAD | headers)
+
+    def complete(self, prompt: Any = "robots", **fields: Any) -> Answer:
+        return self.post("/v1/completions", {"model": "toy", "prompt": prompt, "temperature": 0} | fields)
+
+    def chat(self, *said: str, **fields: Any) -> Answer:
+        messages = [{"role": "user", "content": text} for text in said]
+        return self.post("/v1/chat/completions", {"model": "toy", "messages": messages, "temperature": 0} | fields)
+
+    def error(self, answer: Answer) -> Any:
+        """The error of an answer, whose body has the API's form."""
+        found = answer.json
+        assert set(found) == {"error"}
+        assert set(found["error"]) == {"message", "type", "param", "code"}
+        assert "x-request-id" in answer.headers
+        return found["error"]
+
+    def metrics(self) -> Metrics:
+        return Metrics(self.get("/metrics").body.decode())
+
+    def open(self, prompt: Any = "robots", *, name: str = "r", receive_buffer: int = 0, **fields: Any) -> Caller:
+        """A connection on which a completion was asked for and nothing read. name: the request's id."""
+        asked = {"model": "toy", "prompt": prompt, "temperature": 0} | fields
+        return Caller(self.port, "/v1/completions", asked, name, receive_buffer)
+
+    def ticket(self, name: str) -> Ticket:
+        """The ticket of the request of this id, once it is queued."""
+        self.until(lambda: self._flush() or self._named(name) is not None)
+        ticket = self._named(name)
+        assert ticket is not None
+        return ticket
+
+    def _named(self, name: str) -> Ticket | None:
+        return next((e.ticket for e in self.log.of(RequestQueued) if e.ticket.id == name), None)
+
+    def _flush(self) -> None:
+        assert self.model is not None
+        if self.batcher is not None:
+            self.batcher.flush()
+
+    def settled(self, name: str) -> Ticket:
+        """The same, once it has ended and everybody was told."""
+        return self.log.wait(RequestSettled, where=lambda event: event.ticket.id == name).ticket
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Ask the server's loop until it holds; each time it has turned."""
+        end = time.monotonic() + PATIENCE
+        while not self.on_loop(holds):
+            assert time.monotonic() < end, "never held"
+
+    def flush(self) -> None:
+        """Hand the sinks what nobody waits for."""
+        self.on_loop(self._flush)
+
+
+class Caller:
+    """A connection that has asked. read: what comes, as it comes."""
+
+    def __init__(self, port: int, path: str, fields: Any, name: str = "r", receive_buffer: int = 0) -> None:
+        self.sock = socket.socket()
+        if receive_buffer:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.sock.settimeout(PATIENCE)
+        self.sock.connect(("127.0.0.1", port))
+        body = json.dumps(fields).encode()
+        head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\nX-Request-Id: {name}\r\n\r\n"
+        self.sock.sendall(head.encode() + body)
+        self.data = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.sock.close()
+
+    def hang_up(self) -> None:
+        self.sock.close()
+
+    def read_until(self, mark: bytes) -> bytes:
+        """Read until the mark has come; everything read so far."""
+        while mark not in self.data:
+            part = self.sock.recv(65536)
+            assert part, self.data
+            self.data += part
+        return self.data
+
+    def read(self) -> bytes:
+        """Everything until the server has said the last of it."""
+        return self.read_until(b"0\r\n\r\n")
+
+    @property
+    def said(self) -> list[Any]:
+        """The events of a stream read so far."""
+        lines = [line[6:] for line in self.data.split(b"\n") if line.startswith(b"data: ")]
+        return [json.loads(line) for line in lines if line.strip() != b"[DONE]"]
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for event in self.said for choice in event.get("choices", ()))

@@ -1,0 +1,282 @@
+"""`reflex serve MODEL_DIR`: its options, each of which does something, what it refuses, and one real run of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflex_runtime.cli import main, serve_llm
+from reflex_runtime.config import LLMServeConfig, flag, load, table
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import BatchScheduled
+
+from .harness import Server
+from .openai_toy import Model, Toy
+
+RANGED = [f for f in fields(LLMServeConfig) if f.metadata["low"] is not None]
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_h10_max_num_batched_tokens_bounds_a_step() -> None:
+    runner = Model()
+    with Toy(runner, max_num_batched_tokens=16) as toy:
+        before = len(runner.sizes)
+        assert toy.complete("x" * 40, max_tokens=2).status == 200
+        assert runner.sizes[before:] == [16, 16, 8, 1]
+
+
+def test_h10_max_num_seqs_bounds_who_is_generated_at_a_time() -> None:
+    runner = Model()
+    with Toy(runner, max_num_seqs=2) as toy:
+        assert toy.complete(["a", "b", "c", "d"], max_tokens=3).status == 200
+        assert max(len(event.batch) for event in toy.log.of(BatchScheduled)) == 2
+
+
+def test_h10_long_prefill_token_threshold_bounds_a_prompts_part_of_a_step() -> None:
+    runner = Model()
+    with Toy(runner, long_prefill_token_threshold=10) as toy:
+        before = len(runner.sizes)
+        assert toy.complete("x" * 25, max_tokens=1).status == 200
+        assert runner.sizes[before:] == [10, 10, 5]
+
+
+def test_h10_no_prefix_caching_computes_prompts_again() -> None:
+    with Toy(prefix_caching=False) as toy:
+        for _ in range(2):
+            usage = toy.complete("x" * 40, n=2, max_tokens=1).json["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_h10_max_queued_tokens_bounds_the_prompts_that_wait() -> None:
+    runner = Model()
+    with Toy(runner, max_num_seqs=1, max_queued_tokens=50) as toy:
+        runner.stop()
+        with toy.open("a" * 40, name="runs", max_tokens=1):
+            runner.wait_inside()
+            with toy.open("b" * 40, name="waits", max_tokens=1):
+                toy.ticket("waits")
+                answer = toy.complete("c" * 11)
+                assert (answer.status, toy.error(answer)["code"]) == (429, "queue_full")
+                assert all(number in toy.error(answer)["message"] for number in ("40", "50"))
+                runner.go()
+                toy.settled("waits")
+        assert toy.complete("c" * 11).status == 200
+
+
+def test_h10_trace_writes_every_step(tmp_path: Path) -> None:
+    file = tmp_path / "steps.jsonl"
+    with Toy(trace=str(file)) as toy:
+        toy.complete("x" * 20, max_tokens=4)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines[0]["groups"]["default"]["unit"] == "tokens"
+    units = [[member["units"] for member in line["members"]] for line in lines if line["kind"] == "batch"]
+    assert units == [[20.0], [1.0], [1.0], [1.0]]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that looks like a model's, which checks nothing and loads as the toy."""
+    from reflex_runtime.llm import checkpoint, tokenizer
+
+    directory = tmp_path / "my-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: None)
+    monkeypatch.setattr(tokenizer.HFTokenizer, "load", lambda path: None)
+    for name in (f.name for f in fields(LLMServeConfig)):
+        monkeypatch.delenv(f"REFLEX_{name.upper()}", raising=False)
+    return directory
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command would serve: (config, name, load), one for each time it got as far."""
+    from reflex_runtime.server import serve_model
+
+    found: list[tuple[Any, ...]] = []
+
+    def serve(config: Any, name: str, load: Any, sock: socket.socket, *told: Any) -> tuple[int, bool]:
+        sock.close()
+        found.append((config, name, load))
+        return 0, True
+
+    monkeypatch.setattr(serve_model, "serve", serve)
+    monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
+    return found
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line a start that must fail prints."""
+    try:
+        status = main(["serve", *arguments])
+    except SystemExit as exit:
+        status = int(exit.code or 0)
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert len(err.splitlines()) == 1, err
+    return err.strip()
+
+
+def test_h10_the_served_name_is_the_directorys_unless_said(model_dir: Path, served: list[Any]) -> None:
+    assert main(["serve", str(model_dir), "--port", "0"]) == 0
+    assert main(["serve", str(model_dir), "--port", "0", "--served-model-name", "other"]) == 0
+    assert [name for _, name, _ in served] == ["my-model", "other"]
+
+
+def test_h10_what_is_said_of_the_model_goes_to_its_loader(
+    model_dir: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reflex_runtime.llm import load as module
+
+    asked: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(module, "load", lambda path, **options: asked.append((path, options)))
+    options = "--device cpu --runner torch --dtype int8 --threads 3 --max-model-len 99 --block-size 8 --kv-cache-gb 1.5"
+    for more in ([], options.split()):
+        assert main(["serve", str(model_dir), "--port", "0", *more]) == 0
+        served[-1][2]()
+    auto = {"device": "auto", "runner": "auto", "dtype": "auto"}
+    none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
+    assert asked[0] == (model_dir, auto | none)
+    numbers = {"block_size": 8, "kv_cache_bytes": 1_500_000_000, "max_model_len": 99, "threads": 3}
+    assert asked[1] == (model_dir, {"device": "cpu", "runner": "torch", "dtype": "int8"} | numbers)
+
+
+def test_h10_file_then_environment_then_flags_and_the_table_tells(
+    model_dir: Path, served: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text('[serve]\nmax_queue = 7\nmax-num-seqs = 8\nprefix_caching = false\nport = 0\napi_key = "k"\n')
+    monkeypatch.setenv("REFLEX_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("REFLEX_BLOCK_SIZE", "32")
+    assert main(["serve", str(model_dir), "--config", str(file), "--block-size", "64"]) == 0
+    config = served[0][0]
+    assert (config.max_queue, config.max_num_seqs, config.block_size, config.prefix_caching) == (7, 9, 64, False)
+    shown = capsys.readouterr().err
+    assert "reflex serve my-model" in shown
+    for name, value in table(config):
+        assert re.search(rf"{name} +{re.escape(value)} *\n", shown), name
+    assert "--api-key" in shown
+    assert ("--api-key", "set") in table(config)
+    assert ("--prefix-caching", "on") in table(LLMServeConfig())
+
+
+def test_h11_a_model_reachable_from_outside_without_a_key_warns(
+    model_dir: Path, served: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["serve", str(model_dir), "--port", "0"]) == 0
+    assert main(["serve", str(model_dir), "--port", "0", "--host", "0.0.0.0", "--api-key", "k"]) == 0
+    assert "reachable from outside" not in caplog.text
+    assert main(["serve", str(model_dir), "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert "--host=0.0.0.0 is reachable from outside" in caplog.text
+
+
+def test_h11_a_port_in_use_is_one_line_for_a_model_too(model_dir: Path, served: list[Any], capsys: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port={port}: cannot be bound" in said(capsys, str(model_dir), "--port", str(port))
+
+
+@pytest.mark.parametrize("field", RANGED, ids=lambda f: f.name)
+def test_b2_a_models_value_out_of_range_names_flag_value_and_range(field: Any, model_dir: Path, capsys: Any) -> None:
+    low, high = field.metadata["low"], field.metadata["high"]
+    for value in (low - 1, high + 1):
+        line = said(capsys, str(model_dir), f"{flag(field.name)}={value}")
+        assert f"{flag(field.name)}={value:.10g}: must be in [{low:g}, {high:.10g}]" in line
+    assert f"{flag(field.name)}=much: must be a" in said(capsys, str(model_dir), flag(field.name), "much")
+
+
+def test_b2_a_models_choices_options_and_files(model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    assert "--dtype=float16: must be one of auto" in said(capsys, str(model_dir), "--dtype", "float16")
+    assert "--max-batch-cost-ms" in said(capsys, str(model_dir), "--max-batch-cost-ms", "50")
+    assert "cannot be written" in said(capsys, str(model_dir), "--trace", str(tmp_path / "no" / "t.jsonl"))
+    file = tmp_path / "r.toml"
+    file.write_text("[serve]\nmax_batch_cost_ms = 1\n")
+    assert "max_batch_cost_ms: no such setting" in said(capsys, str(model_dir), "--config", str(file))
+
+
+def test_what_is_served_decides_which_options_there_are(model_dir: Path, tmp_path: Path, capsys: Any) -> None:
+    def helps(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(["serve", *arguments, "--help"])
+        assert caught.value.code == 0
+        return str(capsys.readouterr().out)
+
+    assert "--max-num-batched-tokens" in helps(str(model_dir))
+    assert "--max-num-batched-tokens" in helps("--port", "7", str(model_dir))
+    plain = helps()
+    assert "--max-batch-cost-ms" in plain
+    assert "reflex serve MODEL_DIR --help" in plain
+    assert "--max-num-batched-tokens" not in plain
+    both = tmp_path / "export"
+    both.mkdir()
+    for name in ("config.json", "reflex_config.json"):
+        (both / name).write_text("{}")
+    assert "--max-batch-cost-ms" in helps(str(both))
+    assert "--max-batch-cost-ms" in helps(str(both), "--record", str(model_dir))
+    assert not serve_llm.names_model(["x" * 5000, "\0"])
+
+
+def test_a_models_directory_is_checked_first_and_the_error_is_one_line(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in said(capsys, str(tmp_path))
+    (tmp_path / "config.json").write_text('{"architectures": ["Strange"]}')
+    assert "config.json" in said(capsys, str(tmp_path))
+
+
+def test_the_settings_of_a_model_are_valid_by_default() -> None:
+    assert load(LLMServeConfig, "serve", None, {}, {}) == LLMServeConfig()
+    with pytest.raises(ConfigError, match="--max-queue=0"):
+        LLMServeConfig(max_queue=0)
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------
+
+
+def byte_tokenizer(directory: Path) -> None:
+    """Save a tokenizer of 256 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.save(str(directory / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path) -> None:
+    import openai
+
+    from llm.models import random_model
+
+    directory = random_model("llama", tmp_path / "tiny-llama")
+    byte_tokenizer(directory)
+    with Server(directory, "--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05") as server:
+        assert server.get("/health").json["state"] == "ready"
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
+            ask = {"model": "tiny-llama", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+            whole = client.completions.create(prompt="Robots that", **ask)
+            assert whole.usage.completion_tokens == 8
+            parts = list(client.completions.create(prompt="Robots that", stream=True, **ask))
+            assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+            chat = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **ask)
+            assert chat.choices[0].finish_reason == "length"
+        assert server.metrics()("reflex_generation_tokens_total") == 24
+        assert server.stop() == 0
+    assert any("--max-num-batched-tokens" in line for line in server.log)
+    assert any("loading" in line for line in server.log)
+
+
