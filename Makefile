@@ -15,7 +15,7 @@ demo: setup                  ## simulated robots on a real policy, with the batc
 	$(BIN)/reflex demo
 
 test: setup                  ## every test, under ten minutes on two cores
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .

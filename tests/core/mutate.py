@@ -324,8 +324,8 @@ MUTANTS = [
     M(
         "core/cost.py",
         "tokens beyond the budget",
-        "min(ticket.wants, budget - self.cost, self._threshold)",
-        "min(ticket.wants, budget, self._threshold)",
+        "if units > budget - self.cost:",
+        "if units > budget:",
     ),
     M(
         "core/time_cost.py",
@@ -452,8 +452,8 @@ MUTANTS = [
     M(
         "core/residents.py",
         "size is no ceiling for who steps",
-        " or len(grants) + len(self.entered.grants) >= self._policy.max_batch_size:",
-        ":",
+        "if ticket in self.preempted or len(grants) >= places:",
+        "if ticket in self.preempted:",
     ),
     M("core/residents.py", "the less urgent step first", "self._step_up_to(priority)", "self._step_up_to(BACKGROUND)"),
     M("core/residents.py", "who gave way is still there", "self._present[ticket.tier] -= 1", "pass"),

@@ -6,7 +6,7 @@ import pytest
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import TokenCost
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, QueueFull
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.scheduler import Scheduler
 
@@ -97,6 +97,16 @@ def test_a_step_of_residents_alone_has_cause_step_and_admits_nobody() -> None:
     scheduler.complete(first, generation.outcomes(first), 0.001, 0.001)
     second = take(scheduler, 0.001)
     assert (second.cause, len(second.admitted)) == (Cause.STEP, 0)
+
+
+def test_b13_the_predicted_drain_time_counts_every_step_of_a_request() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy.every_step(64, 2), cost=TokenCost, capacity=100)
+    steps_of(Generation({"a": 4, "b": 4}, 50), scheduler)  # 50 steps of 1 ms, two at a time: 25 ms each
+    for i in range(100):
+        ask(scheduler, 1.0, id=f"w{i}", wants=4.0)
+    with pytest.raises(QueueFull) as refused:
+        ask(scheduler, 1.0, id="w", wants=4.0)
+    assert refused.value.retry_after == pytest.approx(2.5)
 
 
 def test_at_most_max_num_seqs_residents() -> None:

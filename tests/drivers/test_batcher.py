@@ -420,6 +420,30 @@ def test_b19_with_one_thread_a_hung_batch_is_answered_and_no_other_thread_runs_b
     run(main())
 
 
+def test_b17_a_deadline_passes_on_time_behind_a_batch_that_was_given_up() -> None:
+    async def main() -> None:
+        gate, now = Gate(), [0.0]
+        one_by_one = [GroupConfig(flush=FlushPolicy.by_size(1, 0.0))]
+        async with Batcher(
+            {"default": gate}, one_by_one, watchdog=60.0, clock=lambda: now[0], one_thread=True
+        ) as batcher:
+            first = batcher.submit(Request("first"))
+            await gate.busy()
+            waits = batcher.submit(Request("waits", time_limit=90.0))
+            now[0] = 60.0
+            batcher._on_timer()
+            with pytest.raises(ProcessorHung):
+                await first.waiter
+            assert batcher._timer_at == waits.deadline  # not a whole watchdog later
+            now[0] = 90.0
+            batcher._on_timer()
+            with pytest.raises(Expired):
+                await waits.waiter
+            gate.gate.set()
+
+    run(main())
+
+
 def test_b19_the_watchdog_outlasts_a_hold() -> None:
     """The timer goes off while the request is still held on a free device, and is there again when its batch hangs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -57,6 +58,27 @@ def test_l5_a_reservation_that_does_not_fit_changes_nothing() -> None:
     assert not pool.reserve(b, 9)
     assert (seq(b).blocks, pool.free_blocks) == ([], 1)
     assert pool.check([seq(a), seq(b)]) == []
+
+
+def test_l5_whether_it_would_fit_is_known_as_soon_as_enough_would_be_free() -> None:
+    pool = BlockPool(20, 4, prefix_caching=False)
+    residents = [ticket([i] * 36) for i in range(2)]
+    for resident in residents:
+        compute(pool, resident)
+    asks = ticket("x" * 12)
+
+    class Released(list[Ticket]):
+        looked = 0
+
+        def __iter__(self) -> Iterator[Ticket]:
+            for one in super().__iter__():
+                self.looked += 1
+                yield one
+
+    for units, looked in ((4.0, 0), (8.0, 0), (12.0, 1), (48.0, 2)):
+        released = Released(residents)
+        assert pool.would_fit(asks, units, released)
+        assert released.looked == looked
 
 
 def test_l5_whether_it_would_fit_is_told_to_the_block() -> None:

@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import (
     QueueFull,
     TooLarge,
 )
-from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestSettled
+from reflex_runtime.core.events import BatchScheduled, Event, RequestPreempted, RequestRejected, RequestSettled
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import EngineConfig, LLMEngine, RequestOutput, SamplingParams, trace_batches
 from reflex_runtime.llm.engine import flatten
@@ -102,6 +102,15 @@ def test_l1_generate_takes_more_prompts_than_fit_and_keeps_their_order() -> None
     assert [o.prompt for o in outputs] == prompts
     assert [len(o.token_ids) for o in outputs] == [p.max_tokens for p in each]
     assert max(map(len, watch.steps)) == 3
+
+
+@pytest.mark.parametrize("limit", [{"max_queue": 1}, {"max_queue": 3}, {"max_queued_tokens": 30}])
+def test_l1_generate_keeps_to_itself_what_may_not_wait_yet(limit: dict[str, int]) -> None:
+    events: list[Event] = []
+    engine = LLMEngine(max_num_seqs=4, sinks=[events.append], **limit)
+    prompts = [f"prompt {i} " * 2 for i in range(8)]
+    assert [output.text for output in engine.generate(prompts, GREEDY)] == [alone(p, 4) for p in prompts]
+    assert not [event for event in events if isinstance(event, RequestRejected)]
 
 
 def test_l1_generate_leaves_the_requests_of_others_alone() -> None:
@@ -256,6 +265,14 @@ def test_l5_on_exhaustion_the_newest_of_the_lowest_tier_starts_over_from_the_fro
     assert all(o.error is None and o.text == alone(o.prompt or "", len(o.token_ids)) for o in outputs.values())
 
 
+def test_l5_what_a_preempted_request_finds_of_its_own_is_not_told_as_cached() -> None:
+    engine, watch = watched(block_size=4, num_blocks=9, max_num_batched_tokens=16)
+    outputs = engine.generate(["first prompt", "second prompt"], SamplingParams.greedy(12))
+    assert watch.preempted
+    assert max(ticket.cached for ticket in watch.tickets) > 0
+    assert [output.cached_tokens for output in outputs] == [0, 0]
+
+
 def test_l5_never_preempted_twice_without_progress_between() -> None:
     engine, watch = watched(block_size=2, num_blocks=12, max_num_batched_tokens=6, enable_prefix_caching=False)
     for i in range(6):
@@ -347,6 +364,16 @@ def test_a_prompt_that_is_none_is_refused(prompt: Any) -> None:
         LLMEngine().add_request(prompt, GREEDY)
 
 
+def test_a_token_that_only_the_tokenizer_knows_is_refused_and_one_that_only_the_model_knows_is_not() -> None:
+    runner = ToyRunner()
+    runner.vocab_size = 100  # rows of the embedding; a tokenizer may have been given more tokens, or fewer
+    with pytest.raises(ConfigError, match=r"token ids must be in \[0, 99\], not 97 to 100"):
+        LLMEngine(runner, ByteTokenizer()).add_request([97, 100], GREEDY)
+    padded, tokenizer = ToyRunner(), ByteTokenizer()
+    tokenizer.vocab_size = 100
+    assert LLMEngine(padded, tokenizer).add_request([97, 100], GREEDY)
+
+
 def test_an_id_that_is_in_use_is_refused() -> None:
     engine = LLMEngine()
     engine.add_request(A, GREEDY, request_id="mine")
@@ -354,6 +381,15 @@ def test_an_id_that_is_in_use_is_refused() -> None:
         engine.add_request(A, GREEDY, request_id="mine")
     finish(engine)
     engine.add_request(A, GREEDY, request_id="mine")
+
+
+def test_an_id_of_the_callers_is_never_given_to_another() -> None:
+    engine = LLMEngine()
+    number = int(engine.add_request("abc", GREEDY).removeprefix("req-"))
+    taken = [engine.add_request("abc", GREEDY, request_id=f"req-{number + i}") for i in (1, 2, 3, 4)]
+    assert engine.add_request("abc", GREEDY) not in taken
+    assert [output.text for output in engine.generate(["abc", "abc"], GREEDY)] == [alone("abc", 4)] * 2
+    finish(engine)
 
 
 def test_generate_refuses_before_anything_runs() -> None:
@@ -398,8 +434,16 @@ def test_l5_nothing_of_what_failed_is_found_by_who_begins_alike() -> None:
     assert (again.cached_tokens, again.text) == (0, alone("a text of its own.", 4))
 
 
+def test_output_is_told_as_what_goes_on_after_its_prompt() -> None:
+    class Telling(ByteTokenizer):
+        def stream(self, prompt: Any = ()) -> Any:
+            return lambda token: f"{bytes(prompt).decode()}."
+
+    assert LLMEngine(ToyRunner(), Telling()).generate(["ab"], GREEDY)[0].text == "ab." * 4
+
+
 class Undecodable(ByteTokenizer):
-    def stream(self) -> Any:
+    def stream(self, prompt: Any = ()) -> Any:
         def decode(token: int) -> str:
             raise ValueError("no such token")
 

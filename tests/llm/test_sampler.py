@@ -51,6 +51,14 @@ def test_l8_tokens_come_as_often_as_they_are_likely(temperature: float) -> None:
     assert 0.5 * np.abs(frequencies(logits, temperature=temperature) - expected).sum() < 0.12
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-45, 1e-38, 1e-30])
+def test_l8_next_to_no_temperature_takes_the_likeliest(temperature: float) -> None:
+    logits = rows(20)
+    assert chosen(logits, [sequence(temperature=temperature)] * 20) == logits.argmax(axis=1).tolist()
+    assert chosen(logits, [sequence(temperature=temperature, top_p=0.9)] * 20) == logits.argmax(axis=1).tolist()
+
+
 def test_l8_top_k_keeps_the_k_likeliest() -> None:
     logits = rows(1)
     seen = frequencies(logits, top_k=5)

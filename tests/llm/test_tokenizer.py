@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,26 @@ def test_a_stream_gives_the_same_text_and_never_half_a_character(root: Path, tex
     assert "🤖" not in text or "" in pieces  # its bytes are several tokens here
 
 
+def test_a_stream_survives_bytes_that_make_no_character(tmp_path: Path) -> None:
+    """A byte that is a character alone is part of none beside others, and what was shown cannot be taken back."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {"▁a": 257, "b": 258}
+    core = Core(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HFTokenizer.load(tmp_path)
+    feed = tokenizer.stream()
+    said = "".join(feed(token) for token in (258, 1 + ord("m"), 1 + 0xE4, 1 + 0xE5, 258, 257, 1 + 10, 258))
+    assert said.startswith("bm")
+    assert said.endswith("b a\nb")
+    rng = random.Random(3)
+    for _ in range(300):
+        feed = tokenizer.stream()
+        for _ in range(60):
+            feed(rng.randrange(len(vocab)))
+
+
 def test_streams_are_independent(root: Path) -> None:
     tokenizer = HFTokenizer.load(root)
     robot = tokenizer.encode("🤖")
@@ -103,6 +124,18 @@ def test_a_leading_space_of_a_sentencepiece_token_is_kept(tmp_path: Path) -> Non
     assert [tokenizer.token(id) for id in range(3)] == [" the", " ", "the"]
     feed = tokenizer.stream()
     assert [feed(id) for id in (2, 0, 2)] == ["the", " the", "the"]
+    feed = tokenizer.stream()
+    assert [feed(id) for id in (0, 0)] == ["the", " the"]  # the text's first space is the model's, not the text's
+    for prompt in ([0], [2], [0, 2] * 50):
+        feed = tokenizer.stream(prompt)  # it goes on: what it says is put behind the prompt as it is
+        assert [feed(id) for id in (0, 2)] == [" the", "the"]
+
+
+def test_a_stream_finishes_the_character_that_its_prompt_began(root: Path) -> None:
+    tokenizer = HFTokenizer.load(root)
+    robot = tokenizer.encode("🤖")
+    feed = tokenizer.stream(robot[:-1])
+    assert [feed(robot[-1]), feed(tokenizer.encode("a")[-1])] == ["🤖", "a"]
 
 
 @pytest.mark.parametrize(("flag", "first"), [(True, [0]), (False, []), (None, [0])])

@@ -165,6 +165,18 @@ def test_l9_logprobs_of_a_completion_have_the_old_shape(client: Any) -> None:
     assert [list(top) for top in none.top_logprobs] == [[token] for token in none.tokens]
 
 
+def test_l9_logprobs_tell_where_a_token_begins_also_while_text_is_held_for_a_stop(client: Any) -> None:
+    text = client.completions.create(prompt="Robots", max_tokens=12, **GREEDY).choices[0].text
+    near = text[2:5] + "\n"  # begins like the text does, and never comes
+    more = {"max_tokens": 12, "logprobs": 0, "stop": [near], **GREEDY}
+    found = client.completions.create(prompt="Robots", **more).choices[0]
+    assert found.text == text
+    assert found.logprobs.text_offset == list(range(12))
+    parts = list(client.completions.create(prompt="Robots", stream=True, **more))
+    assert "".join(part.choices[0].text for part in parts) == text
+    assert [part.choices[0].logprobs.text_offset for part in parts] == [[i] for i in range(12)]
+
+
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +435,24 @@ def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: py
     toy.complete("x" * 2001)
     assert threads[0] == "toy-server"
     assert threads[1].startswith("reflex-tokenise")
+
+
+def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy.model is not None
+    tokenizer = toy.model.runtime.processor.tokenizer
+    threads: dict[str, set[str]] = {"encode": set(), "chat": set()}
+    for name, seen in threads.items():
+        function = getattr(tokenizer, name)
+
+        def noting(value: Any, function: Any = function, seen: set[str] = seen) -> list[int]:
+            seen.add(threading.current_thread().name)
+            return list(function(value))
+
+        monkeypatch.setattr(tokenizer, name, noting)
+    assert len(toy.complete(["x" * 100] * 21, max_tokens=1).json["choices"]) == 21
+    toy.chat(*[""] * 300, max_tokens=1)  # a template walks through them, short as they are
+    for seen in threads.values():
+        assert [name.rpartition("_")[0] for name in seen] == ["reflex-tokenise"]
 
 
 def test_l9_the_series_move(toy: Toy) -> None:

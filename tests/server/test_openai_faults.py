@@ -206,13 +206,38 @@ def test_l9_a_full_queue_is_429_with_a_hint_when_to_come_again() -> None:
 
 def test_l9_choices_enter_together_or_not_at_all() -> None:
     runner = Model()
-    with Toy(runner, max_queue=3) as toy:
-        assert toy.complete(["a", "b"], n=2).status == 429
+    with Toy(runner, max_queue=3, max_num_seqs=1) as toy:
+        runner.stop()
+        with toy.open(name="runs", max_tokens=2) as runs, toy.open(name="waits", max_tokens=2) as waits:
+            runner.wait_inside()
+            toy.until(lambda: toy.model is not None and toy.model.runtime.waiting == 1)
+            assert toy.complete("a", n=3).status == 429
+            runner.go()
+            runs.read_until(b"}}}")
+            waits.read_until(b"}}}")
         assert toy.complete("a", n=3, max_tokens=2).status == 200
         toy.flush()
         queued, settled = toy.log.of(RequestQueued), toy.log.of(RequestSettled)
-        assert len(queued) == len(settled) == 6
+        assert len(queued) == len(settled) == 2 + 2 + 3
         assert held_blocks(toy) == 0
+
+
+def test_l9_more_choices_than_may_ever_wait_are_refused_for_good_before_anything_is_made_of_them() -> None:
+    with Toy(max_queue=3) as toy:
+        for asked in (toy.complete(["a", "b"], n=2), toy.complete(["a"] * 4), toy.chat("hi", n=4)):
+            assert (asked.status, toy.error(asked)["param"]) == (400, "n")
+            assert "4 choices" in toy.error(asked)["message"]
+            assert "at most 3" in toy.error(asked)["message"]
+            assert asked.headers["x-should-retry"] == "false"
+        toy.flush()
+        assert toy.log.of(RequestQueued) == []
+    with Toy(max_queued_tokens=50) as toy:
+        asked = toy.complete("a" * 20, n=3)
+        assert (asked.status, toy.error(asked)["param"]) == (400, "n")
+        assert "60 prompt tokens" in toy.error(asked)["message"]
+        assert "at most 50" in toy.error(asked)["message"]
+        assert toy.complete("a" * 20, n=2, max_tokens=1).status == 200
+        assert toy.complete("a" * 60, max_tokens=1).status == 200  # alone it may
 
 
 def test_l9_a_deadline_that_passes_while_it_waits_is_504() -> None:
@@ -354,6 +379,20 @@ def test_b19_a_model_that_never_comes_back_is_given_up_and_everybody_answered() 
         assert (toy.status, toy.clean) == (1, False)
 
 
+def test_b19_a_model_that_never_comes_back_is_given_up_also_when_its_callers_left_before_it_was_told() -> None:
+    runner = Model()
+    with Toy(runner, watchdog_s=0.3, drain_timeout_s=0.1) as toy:
+        runner.stop()
+        with toy.open(name="leaves") as leaves:
+            runner.wait_inside()
+            ticket = toy.ticket("leaves")
+            leaves.hang_up()
+            toy.until(lambda: ticket.cancel_requested)
+        toy.settled("leaves")
+        toy.join()
+        assert (toy.status, toy.clean) == (1, False)
+
+
 def test_b19_a_model_whose_thread_dies_ends_the_server() -> None:
     runner = Model()
     with Toy(runner) as toy:
@@ -370,7 +409,7 @@ def test_b19_a_model_whose_thread_dies_ends_the_server() -> None:
 class Loads(Toy):
     """A server whose model is not there before `loaded` is set, or never: `error`."""
 
-    def __init__(self, error: Exception | None = None, **config: Any) -> None:
+    def __init__(self, error: BaseException | None = None, **config: Any) -> None:
         super().__init__(wait_ready=False, **config)
         self.loaded, self.error_ = threading.Event(), error
 
@@ -407,6 +446,16 @@ def test_l9_a_wrong_directory_ends_it_with_2_and_a_broken_model_waits_for_the_si
         assert (health.status, health.json["state"]) == (503, "warmup_failed")
         assert "out of luck" in health.json["error"]
         assert toy.error(toy.complete())["code"] == "not_ready"
+    assert toy.status == 1
+
+
+def test_l9_a_library_that_wants_to_end_the_process_while_it_loads_is_a_model_that_cannot_be_loaded() -> None:
+    with Loads(SystemExit("no such device")) as toy:
+        toy.loaded.set()
+        assert toy._ready.wait(PATIENCE)
+        health = toy.get("/health")
+        assert (health.status, health.json["state"]) == (503, "warmup_failed")
+        assert "no such device" in health.json["error"]
     assert toy.status == 1
 
 

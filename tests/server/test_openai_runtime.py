@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 from collections.abc import Coroutine
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
@@ -137,6 +138,35 @@ def test_l9_a_closed_stream_ends_as_cancelled_within_a_step() -> None:
             made = stream.completion_tokens
             assert len([o async for o in other]) == 30
             assert stream.completion_tokens == made
+
+    run(main())
+
+
+def test_l9_what_was_closed_before_it_was_read_never_looks_like_a_whole_answer() -> None:
+    async def main() -> None:
+        async with Run() as it:
+            ended, between = it.submit(max_tokens=3), it.submit(max_tokens=3)
+            while ended.unread < 3:
+                it.news.clear()
+                await it.news.wait()
+            ended.close()
+            with pytest.raises(Cancelled):
+                await ended.read()
+            assert len(await between.read()) == 3
+            between.close()
+            assert await between.read() == []  # all of it was read: there was nothing to take back
+
+            last, bell = it.processor.request("robots", SamplingParams.greedy(3)), asyncio.Event()
+            stream = it.runtime.submit(last, bell)
+            ticket = stream._ticket
+            assert ticket is not None
+            it.runtime.batcher.device.wake()
+            while ticket.state is not TicketState.SETTLED:  # the loop has not turned: nobody was told
+                os.sched_yield()
+            assert not stream.ended
+            stream.close()
+            with pytest.raises(Cancelled):
+                assert [part async for part in merged([stream], bell)] == []
 
     run(main())
 

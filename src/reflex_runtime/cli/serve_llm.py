@@ -141,6 +141,9 @@ def _url(address: Any) -> str:
 
 def _ready(model: ServedModel, address: Any) -> None:
     if model.state == "ready":
-        logging.info("ready on %s (%s), as %s", _url(address), model.runtime.processor.runner.name, model.name)
+        processor = model.runtime.processor
+        runner, pool = processor.runner, processor.pool
+        room = f"context {runner.max_model_len:,} tokens, cache {pool.num_blocks * pool.block_size:,}"
+        logging.info("ready on %s (%s, %s), as %s", _url(address), runner.name, room, model.name)
     else:
         logging.error("not serving on %s: %s: %s", _url(address), model.state, model.error)

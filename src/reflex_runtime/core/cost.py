@@ -151,11 +151,17 @@ class _TokenTally:
         self.cost = self.dearest = 0.0
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
-        return max(0.0, min(ticket.wants, budget - self.cost, self._threshold))
+        units = ticket.wants  # compared one by one: every resident asks at every step
+        if units > self._threshold:
+            units = self._threshold
+        if units > budget - self.cost:
+            units = budget - self.cost
+        return units if units > 0.0 else 0.0
 
     def add(self, ticket: Ticket, units: float) -> None:
         self.cost += units
-        self.dearest = max(self.dearest, units)
+        if units > self.dearest:
+            self.dearest = units
 
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         return 0

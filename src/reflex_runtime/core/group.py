@@ -237,6 +237,11 @@ class Group:
                 return (True, laxity, seq)
         return (True, inf, seq)
 
+    def ran(self, seconds: float) -> None:
+        """Requests came to their end that took so many seconds of the device each, all their steps together."""
+        known = self.seconds_per_item
+        self.seconds_per_item = seconds if known == 0.0 else known + 0.1 * (seconds - known)
+
     def drain_time(self) -> float:
         """Predicted seconds until what waits has run."""
         return self.queued * self.seconds_per_item

@@ -198,24 +198,23 @@ class Step:
 
     def _step_up_to(self, tier: Priority) -> None:
         """Grant to the residents up to this tier, in order, within budget, size and memory: those of one stage."""
-        todo, grants, tally = self._todo, self.base.grants, self._tally
+        todo, grants, tally, reserve = self._todo, self.base.grants, self._tally, self._resources.reserve
+        budget, places = self._policy.max_batch_cost, self._policy.max_batch_size - len(self.entered.grants)
         while todo and todo[-1].tier <= tier:
             ticket = todo.pop()
-            if ticket in self.preempted or len(grants) + len(self.entered.grants) >= self._policy.max_batch_size:
+            if ticket in self.preempted or len(grants) >= places:
                 continue
             if self._stage is None:
                 self._stage = ticket.stage
             if ticket.stage != self._stage:
                 continue
-            units = tally.offer(ticket, self._policy.max_batch_cost)
-            if units > 0.0 and self._make_room(ticket, units):
+            units = tally.offer(ticket, budget)
+            if units > 0.0 and (reserve(ticket, units) or self._make_room(ticket, units)):
                 tally.add(ticket, units)
                 grants[ticket] = units
 
     def _make_room(self, ticket: Ticket, units: float) -> bool:
-        """Reserve for a resident. Those behind it give way if it fits then, else it gives way itself."""
-        if self._resources.reserve(ticket, units):
-            return True
+        """A resident's reservation failed. Those behind it give way if it fits then, else it gives way itself."""
         runs = bool(self.base.grants or self.entered.grants)
         behind = self._victims([t for t in self._partition.residents if gives_way(t) > gives_way(ticket)], runs)
         if self._resources.would_fit(ticket, units, behind):

@@ -273,6 +273,10 @@ class Scheduler:
         """Waiting tickets of the group."""
         return self._groups[group].queued
 
+    def queued_units(self, group: str) -> float:
+        """Units that the group's waiting tickets want together."""
+        return self._groups[group].queued_units
+
     def unsettled(self, group: str) -> int:
         """Tickets of the group that have not ended."""
         return self._groups[group].unsettled
@@ -425,15 +429,12 @@ class Scheduler:
         self._charge_device(group, elapsed - batch.expected)
         if clean:
             group.cost.observe(batch, elapsed)
-            per_item = elapsed / len(batch)
-            known = group.seconds_per_item
-            group.seconds_per_item = per_item if known == 0.0 else known + 0.1 * (per_item - known)
 
     def _ended(
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
         """Move the tickets of a batch on, and tell those that end."""
-        settled = group.cost.settled
+        settled, done, took = group.cost.settled, 0, 0.0
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
             if isinstance(outcome, More):
@@ -444,7 +445,11 @@ class Scheduler:
             if isinstance(outcome, Done):
                 ticket.computed += units
                 settled(ticket)
+                done += 1
+                took += ticket.shared
             yield ticket, outcome
+        if done:
+            group.ran(took / done)
 
     def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
         """A ticket that ran is resident until its next step. Returns why it is not, if so."""

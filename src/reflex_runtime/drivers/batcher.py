@@ -248,7 +248,10 @@ class Batcher:
     def _due(self) -> float:
         """What must happen on the loop while the device is busy: expiry, and the watchdog."""
         since = self.device.running_since
-        at = inf if since is None else self.device.wake_at()
+        if since is not None:
+            at = self.device.wake_at()
+        else:  # the thread may still be in a batch that was given up: nobody else looks at deadlines meanwhile
+            at = self.device.expires_at() if self.device.busy else inf
         if self._watchdog > 0 and not self.scheduler.idle:
             limit = self.device.limit_of(self._watchdog)
             at = min(at, self._clock() + self._soon if since is None else since + limit)

@@ -89,7 +89,10 @@ class BlockPool:
         """Blocks for `units` more tokens; what they knew is forgotten. False, and nothing changed, when too few are
         free."""
         sequence: Sequence = ticket.request.payload
-        more = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks)
+        held = len(sequence.blocks)
+        if sequence.num_computed_tokens + units <= held * self.block_size:
+            return True
+        more = self.blocks_for(sequence.num_computed_tokens + int(units)) - held
         if more > len(self._free):
             return False
         for _ in range(more):
@@ -105,9 +108,17 @@ class BlockPool:
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
         """Whether `reserve` would succeed once these others were released."""
         sequence: Sequence = ticket.request.payload
-        more = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks)
-        given: Counter[int] = Counter(block for other in released for block in other.request.payload.blocks)
-        return more <= len(self._free) + sum(self._holders[block] == n for block, n in given.items())
+        short = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks) - len(self._free)
+        if short <= 0:
+            return True
+        given: Counter[int] = Counter()
+        for other in released:  # the first of many are usually enough
+            for block in other.request.payload.blocks:
+                given[block] += 1
+                short -= given[block] == self._holders[block]
+            if short <= 0:
+                return True
+        return False
 
     def commit(self, batch: Batch) -> None:
         """Blocks that the step filled can be found by who begins alike. What failed was not counted as computed, and is

@@ -43,6 +43,10 @@ _numbers = count()  # of requests: unique in the process, whoever made them
 _DEFAULT = SamplingParams()
 
 
+def _next_id() -> str:
+    return f"req-{next(_numbers)}"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How steps are formed. Raises ConfigError that names the field, its value and its range.
@@ -114,10 +118,10 @@ class LLMProcessor(BaseProcessor):
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self._check(ids, params)
-        sequence = Sequence(ids, params, self.tokenizer.stream(), self.tokenizer.eos_token_ids)
+        sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids)
         return Request(
             sequence,
-            id=f"req-{next(_numbers)}" if id is None else id,
+            id=_next_id() if id is None else id,
             client=client,
             priority=priority,
             time_limit=time_limit,
@@ -140,7 +144,7 @@ class LLMProcessor(BaseProcessor):
         self.runner.close()
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
-        vocab, longest = self.tokenizer.vocab_size, self.runner.max_model_len
+        vocab, longest = self.runner.vocab_size, self.runner.max_model_len  # a tokenizer may know more, or fewer
         if not ids:
             raise ConfigError("prompt: is empty; at least one token is needed")
         if not (min(ids) >= 0 and max(ids) < vocab):
@@ -186,6 +190,8 @@ def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:
 
 def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None) -> Outcome:
     """What the step came to for one sequence: a chunk of its prompt, a token, its last one, or its own fault."""
+    if sequence.cached_tokens is None:
+        sequence.cached_tokens = sequence.num_computed_tokens
     if isinstance(choice, ProcessorError):
         return Failed(choice)
     output = None
@@ -214,7 +220,7 @@ def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
         text=sequence.text,
         finish_reason=error.code if error is not None else str(sequence.finish_reason),
         logprobs=tuple(sequence.choices),
-        cached_tokens=int(min(ticket.cached, sequence.num_prompt_tokens)),
+        cached_tokens=sequence.cached_tokens or 0,
         error=error,
     )
 
@@ -264,8 +270,9 @@ class LLMEngine:
         """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter."""
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
+        name = self._free_id() if request_id is None else request_id
         request = self.processor.request(
-            prompt, params, id=request_id, priority=priority, client=client, time_limit=time_limit
+            prompt, params, id=name, priority=priority, client=client, time_limit=time_limit
         )
         self._submit(request, prompt)
         return request.id
@@ -300,13 +307,13 @@ class LLMEngine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")
-        requests = [self.processor.request(*one) for one in zip(prompts, each, strict=True)]
+        requests = [self.processor.request(*one, id=self._free_id()) for one in zip(prompts, each, strict=True)]
         todo = list(zip(requests, prompts, strict=True))[::-1]
         found: dict[str, RequestOutput] = {}
         others: list[RequestOutput] = []
         ours = {request.id for request in requests}
         while len(found) < len(requests):
-            while todo and self.scheduler.queued("default") < self.processor.config.max_num_seqs:
+            while todo and self._may_wait(todo[-1][0]):
                 self._submit(*todo.pop())
             for output in self.step():
                 if output.request_id in ours:
@@ -321,6 +328,18 @@ class LLMEngine:
         self.scheduler.close(self._stepper.clock(), drain=False)
         self._stepper.deliver()
         self.processor.stop()
+
+    def _free_id(self) -> str:
+        """An id that no caller has taken for a request of his own."""
+        return next(id for id in iter(_next_id, None) if id not in self._tickets)
+
+    def _may_wait(self, request: Request) -> bool:
+        """Whether the queue has room for it, and is not so long that more would only lie there."""
+        config, waiting = self.processor.config, self.scheduler.queued("default")
+        if not waiting:
+            return True
+        units = self.scheduler.queued_units("default") + request.wants
+        return waiting < min(config.max_num_seqs, config.max_queue) and units <= config.max_queued_tokens
 
     def _submit(self, request: Request, prompt: str | Seq[int]) -> None:
         ticket = self.scheduler.submit(request, self._stepper.clock())

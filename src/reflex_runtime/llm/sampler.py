@@ -18,6 +18,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.llm.sequence import Choice, Sequence
 
 Logits = npt.NDArray[np.float32]
+_COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and the likeliest has 0 / it
 
 
 def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorError]:
@@ -44,9 +45,10 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
 
 
 def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
-    heat = np.array([s.params.temperature for s in sequences], np.float32)
+    heat = np.array([max(_COLDEST, s.params.temperature) for s in sequences], np.float32)
     weights = logits - logits.max(axis=1, keepdims=True)
-    weights /= heat[:, None]
+    with np.errstate(over="ignore"):  # to minus infinity: next to no temperature leaves nothing but the likeliest
+        weights /= heat[:, None]
     np.exp(weights, out=weights)
     return [_pick(row, s) for row, s in zip(weights, sequences, strict=True)]
 

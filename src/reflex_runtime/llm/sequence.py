@@ -79,6 +79,7 @@ class TokenOutput(NamedTuple):
 
     text: what may be shown with it: empty while a character is incomplete, and while it may be the beginning of a stop
     text. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
+    held: characters of the tokens before it that were not shown when it came.
     """
 
     token_id: int
@@ -86,6 +87,7 @@ class TokenOutput(NamedTuple):
     logprob: float | None
     top: tuple[tuple[int, float], ...]
     finish: str | None
+    held: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Sequence:
         "_pieces",
         "_stream",
         "blocks",
+        "cached_tokens",
         "choices",
         "digests",
         "eos",
@@ -137,6 +140,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self._longest = self.num_prompt_tokens + params.max_tokens
         self.num_computed_tokens = 0
+        self.cached_tokens: int | None = None  # found when it first ran; after a preemption it finds its own
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
@@ -171,7 +175,7 @@ class Sequence:
 
     def append(self, choice: Choice) -> TokenOutput:
         """Take a sampled token: the sequence knows one more, and may have ended."""
-        token = choice.token_id
+        token, held = choice.token_id, len(self._held)
         self.tokens.append(token)
         if self.params.logprobs is not None:
             self.choices.append(choice)
@@ -187,7 +191,7 @@ class Sequence:
                 shown, self._held = shown + self._held, ""
         if shown:
             self._pieces.append(shown)
-        return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason)
+        return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason, held)
 
     def _show(self, piece: str) -> str:
         """What of the held text and the piece may be shown; ends the sequence at a stop text."""

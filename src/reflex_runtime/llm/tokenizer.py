@@ -22,6 +22,7 @@ GENERATION_FILE: Final = "generation_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 # marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
+_BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character has at most four
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -37,8 +38,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Their text, special tokens left out; an incomplete character becomes U+FFFD."""
 
-    def stream(self) -> Callable[[int], str]:
-        """A function that takes one id after the other and returns the text complete by now ("" inside a character)."""
+    def stream(self, prompt: Sequence[int] = ()) -> Callable[[int], str]:
+        """A function that takes one id after the other and returns the text complete by now ("" inside a character).
+
+        prompt: the ids before the first; the text goes on from theirs.
+        """
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template."""
@@ -84,11 +88,22 @@ class HFTokenizer:
         text: str = self._core.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def stream(self) -> Callable[[int], str]:
+    def stream(self, prompt: Sequence[int] = ()) -> Callable[[int], str]:
         from tokenizers.decoders import DecodeStream
 
         decoder, core = DecodeStream(skip_special_tokens=True), self._core
-        return lambda id: decoder.step(core, id) or ""
+
+        def feed(id: int) -> str:
+            nonlocal decoder
+            try:
+                return decoder.step(core, id) or ""
+            except Exception:  # bytes that make no character may undo, to the library, what it has already given out
+                decoder = DecodeStream(skip_special_tokens=True)
+                return decoder.step(core, id) or ""
+
+        for id in prompt[-_BEFORE:]:  # else a word that follows would lose its space, as the first of a text
+            feed(id)
+        return feed
 
     def chat(self, messages: list[dict[str, Any]]) -> list[int]:
         if self._template is None:

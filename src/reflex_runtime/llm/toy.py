@@ -35,7 +35,7 @@ class ByteTokenizer:
     def decode(self, ids: Seq[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    def stream(self) -> Callable[[int], str]:
+    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: decoder.decode(bytes((token,)))
 

@@ -16,8 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import ProcessorHung, ReflexError
-from reflex_runtime.core.events import Event, RequestProgressed
+from reflex_runtime.core.errors import Cancelled, ReflexError
+from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
-LONG_TEXT = 2000  # characters; a longer text is tokenised beside the loop
+_CLOSED = "closed before all of it was read"
+LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
+MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
 class GenerationStream:
@@ -105,8 +107,11 @@ class GenerationStream:
         return outputs
 
     def close(self) -> None:
-        """Take the request back unless it has ended: its blocks are free at the next step at the latest."""
+        """Take the request back unless it has ended: its blocks are free at the next step at the latest. Who reads on
+        gets no half of an answer for a whole one, but `Cancelled`."""
         ticket, self._ticket = self._ticket, None
+        if self._outputs and self._error is None:
+            self._error = Cancelled(_CLOSED)
         self._outputs.clear()
         if ticket is not None:
             self._runtime.batcher.cancel(ticket)
@@ -140,12 +145,14 @@ class GenerationStream:
         """It has ended; called exactly once."""
         assert not self.ended, ticket
         self.ended = True
-        self.cached_tokens = int(min(ticket.cached, self.prompt_tokens))
+        self.cached_tokens = ticket.request.payload.cached_tokens or 0
         outcome = ticket.outcome
-        if isinstance(outcome, Done):
-            self.push(outcome.value)
-        else:
+        if not isinstance(outcome, Done):
             self._error = outcome.error
+        elif self._ticket is not None:
+            self.push(outcome.value)
+        else:  # closed when it was done and nobody had been told
+            self._error = Cancelled(_CLOSED)
         self._ticket = None
         if self._stalls is not None:
             self._stalls.cancel()
@@ -167,7 +174,7 @@ class GenerationRuntime:
     takes nothing; then it is taken back. holds: how often a stream was held for its reader.
     """
 
-    events = frozenset({RequestProgressed})  # as a sink; the ends come to each stream's own callback
+    events = frozenset({RequestProgressed, BatchFinished})  # as a sink; ends come to each stream's own callback
 
     def __init__(
         self,
@@ -208,13 +215,14 @@ class GenerationRuntime:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-        return await self._tokenised(len(text), self.processor.tokenizer.encode, text)
+    async def encode(self, texts: Seq[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+        encode = self.processor.tokenizer.encode
+        return await self._tokenised(sum(map(len, texts)), lambda texts: [encode(text) for text in texts], texts)
 
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        length = sum(len(str(message.get("content", ""))) for message in messages)
+        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in messages)
         return await self._tokenised(length, self.processor.tokenizer.chat, messages)
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
@@ -267,11 +275,14 @@ class GenerationRuntime:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """A sink: hand a token to its stream."""
-        if isinstance(event, RequestProgressed) and event.value is not None:  # a chunk of a prompt says nothing
+        """A sink: hand a token to its stream, and see to a step that was given up."""
+        if isinstance(event, RequestProgressed):
             stream = self._streams.get(event.ticket)
-            if stream is not None:
+            if stream is not None and event.value is not None:  # a chunk of a prompt says nothing
                 stream.push(event.value)
+        elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
+            loop, count = asyncio.get_running_loop(), self.batcher.device.hung
+            self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def hold(self, stream: GenerationStream) -> None:
         """Its reader is slow: no more tokens of it, until `resume`."""
@@ -302,11 +313,6 @@ class GenerationRuntime:
 
     def _settled(self, ticket: Ticket) -> None:
         self._streams.pop(ticket).settled(ticket)
-        if isinstance(ticket.outcome, Done):
-            return
-        if isinstance(ticket.outcome.error, ProcessorHung) and self._hung is None:
-            loop, count = asyncio.get_running_loop(), self.batcher.device.hung
-            self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def _still_hangs(self, count: int) -> None:
         """As long again after a step was given up: there is nothing to wait for if it has not come back."""

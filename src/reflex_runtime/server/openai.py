@@ -179,6 +179,19 @@ class OpenAIApp:
         if name != self.model.name:
             raise wire.ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
 
+    def _check_choices(self, asked: wire.Asked) -> None:
+        """They are queued together: more than may wait never are, however often it is tried."""
+        choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
+        if choices > most:
+            raise wire.BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait", "n")
+
+    def _check_tokens(self, asked: wire.Asked, prompts: list[list[int]]) -> None:
+        """The same for their tokens. One that is alone may wait whatever its length."""
+        tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
+        if tokens > most and asked.n * len(prompts) > 1:
+            name = "n" if asked.n > 1 else asked.field
+            raise wire.BadRequest(f"{name}: all choices have {tokens} prompt tokens, at most {most} may wait", name)
+
     def give_up_entering(self) -> None:
         """Answer those whose request has not come to its end, although they are still sending it."""
         for task in self._entering:
@@ -195,7 +208,9 @@ class OpenAIApp:
                 watch()
                 asked = wire.chat(body) if chat else wire.completion(body)
                 self._check_name(asked.model)
+                self._check_choices(asked)
                 prompts = await self._tokens(runtime, asked)
+                self._check_tokens(asked, prompts)
                 groups = [_requests(runtime, asked, i, ids, exchange) for i, ids in enumerate(prompts)]
                 if exchange.left:
                     raise CallerLeft("the caller left before its request was queued")
@@ -216,7 +231,8 @@ class OpenAIApp:
         try:
             if asked.messages is not None:
                 return [await runtime.encode_chat(asked.messages)]
-            return [await runtime.encode(p) if isinstance(p, str) else p for p in asked.prompts]
+            texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
+            return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
 

@@ -207,6 +207,8 @@ async def _in_thread(function: Callable[[], T]) -> T:
             done.set_result(function())
         except Exception as error:
             done.set_exception(error)
+        except BaseException as error:  # SystemExit, or a panic in a library's own code: whoever waits must know
+            done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="reflex-load", daemon=True).start()
     return await asyncio.wrap_future(done)

@@ -149,7 +149,7 @@ class Answer:
             logprobs = None
             if self._logprobs:
                 logprobs = self._no_logprobs()
-                self._tell(logprobs, output, self._lengths[index])
+                self._tell(logprobs, output, self._lengths[index] + output.held)
             self._lengths[index] += len(output.text)
             if output.text or logprobs is not None or output.finish is not None:
                 events += self._parts(index, output, logprobs)
@@ -181,7 +181,7 @@ class Answer:
         """Keep a choice's new outputs for `whole`."""
         for output in outputs:
             if self._logprobs:
-                self._tell(self._told[index], output, self._lengths[index])
+                self._tell(self._told[index], output, self._lengths[index] + output.held)
             self._lengths[index] += len(output.text)
             self._texts[index].append(output.text)
             self._finish[index] = output.finish
@@ -260,7 +260,8 @@ def told(error: ReflexError) -> Told:
 def _queue_full(error: QueueFull) -> str:
     details = error.details
     if "max_queued_units" in details:
-        return f"{details.get('queued_units')} tokens wait already, at most {details['max_queued_units']} may"
+        waiting, most = details.get("queued_units", 0), details["max_queued_units"]
+        return f"{waiting:.0f} tokens wait already, at most {most:.0f} may"
     return f"the queue is full: {details.get('max_queue')} requests wait already"
 
 
