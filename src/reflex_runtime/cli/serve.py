@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import serve_llm
-from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line, table
+from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
+from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
 
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         config,
         exports,
         sock,
-        lambda: logging.info("listening on %s, loading %s", _url(address), ", ".join(map(str, paths.values()))),
+        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(map(str, paths.values()))),
         lambda runtime: _ready(runtime, address),
     )
     if not clean:
@@ -185,25 +186,12 @@ def _check(config: ServeConfig) -> None:
         raise ConfigError(
             f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
         )
-    if config.trace:
-        try:
-            open(config.trace, "ab").close()
-        except OSError as error:
-            raise ConfigError(f"--trace={one_line(config.trace)}: cannot be written: {error.strerror}") from None
+    check_trace(config.trace)
 
 
 def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
     """The settings in force, and what deserves a warning."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from reflex_runtime.server.exchange import is_loopback
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    shown = Table(title=f"reflex serve {model_id}", title_justify="left", show_header=False, box=None)
-    for name, value in table(config):
-        shown.add_row(name, value)
-    console.print(shown)
+    show_settings(config, model_id)
     if config.max_batch > 1:
         budget = config.max_batch * DEFAULT_COST * 1e3
         logging.warning(
@@ -211,21 +199,15 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
             config.max_batch,
             budget,
         )
-    if not is_loopback(address[0]) and not config.api_key:
-        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
+    warn_if_open(config, address)
     for fault in config.inject_fault:
         logging.warning("FAULT INJECTION IS ON: --inject-fault %s", fault)
     if config.inject_latency_ms:
         logging.warning("FAULT INJECTION IS ON: --inject-latency-ms %g", config.inject_latency_ms)
 
 
-def _url(address: Any) -> str:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http://{host}:{address[1]}"
-
-
 def _ready(runtime: Any, address: Any) -> None:
-    where = _url(address)
+    where = url(address)
     if runtime.state == "ready":
         logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.inference_mode, where)
     else:

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line, table
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
+from reflex_runtime.config import LLMServeConfig, add_options, environment, load
 from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
@@ -75,11 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args))
-    if config.trace:
-        try:
-            open(config.trace, "ab").close()
-        except OSError as error:
-            raise ConfigError(f"--trace={one_line(config.trace)}: cannot be written: {error.strerror}") from None
+    check_trace(config.trace)
     Checkpoint.open(args.model)
     HFTokenizer.load(args.model)
     name = config.served_model_name or args.model.resolve().name
@@ -91,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         name,
         partial(load_model, args.model, config),
         sock,
-        lambda: logging.info("listening on %s, loading %s", _url(address), args.model),
+        lambda: logging.info("listening on %s, loading %s", url(address), args.model),
         lambda model: _ready(model, address),
     )
     if not clean:
@@ -120,23 +116,8 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
 
 def _announce(config: LLMServeConfig, name: str, address: Any) -> None:
     """The settings in force, and what deserves a warning."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from reflex_runtime.server.exchange import is_loopback
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
-    for flag, value in table(config):
-        shown.add_row(flag, value)
-    console.print(shown)
-    if not is_loopback(address[0]) and not config.api_key:
-        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
-
-
-def _url(address: Any) -> str:
-    host = f"[{address[0]}]" if ":" in address[0] else address[0]
-    return f"http://{host}:{address[1]}"
+    show_settings(config, name)
+    warn_if_open(config, address)
 
 
 def _ready(model: ServedModel, address: Any) -> None:
@@ -144,6 +125,6 @@ def _ready(model: ServedModel, address: Any) -> None:
         processor = model.runtime.processor
         runner, pool = processor.runner, processor.pool
         room = f"context {runner.max_model_len:,} tokens, cache {pool.num_blocks * pool.block_size:,}"
-        logging.info("ready on %s (%s, %s), as %s", _url(address), runner.name, room, model.name)
+        logging.info("ready on %s (%s, %s), as %s", url(address), runner.name, room, model.name)
     else:
-        logging.error("not serving on %s: %s: %s", _url(address), model.state, model.error)
+        logging.error("not serving on %s: %s: %s", url(address), model.state, model.error)

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.trace_table import LEAST, rank, whole
+from reflex_runtime.cli.trace_table import LEAST, chips, rank, whole
 from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
 from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, is_tokens, who_waited, why_waiting
 from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
@@ -131,22 +131,7 @@ def _form(batch: TracedBatch, room: int) -> Callable[[Member], str]:
 
 
 def _who(batch: TracedBatch, colours: Colours, form: Callable[[Member], str], room: int) -> Text:
-    text = Text(no_wrap=True)
-    for number, member in enumerate(batch.members):
-        chip = Text(f" {form(member)} ", style=_style(member, colours))
-        if member.outcome not in ("done", "more", None):
-            chip = Text.assemble(chip, (f" {member.outcome}", "bold red"))
-        behind = batch.size - number - 1
-        more = f" …+{behind}" if behind else ""
-        if number == 0:
-            chip.truncate(max(1, room - len(more)), overflow="ellipsis")
-        elif text.cell_len + 1 + chip.cell_len + len(more) > room:
-            text.append(f" …+{behind + 1}", style="dim")
-            break
-        else:
-            text.append(" ")
-        text.append_text(chip)
-    return text
+    return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
 
 
 def _style(member: Member, colours: Colours) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 
 from rich.cells import cell_len
@@ -102,24 +102,32 @@ def _waited(batch: TracedBatch, narrow: bool) -> list[str]:
 
 
 def _who(batch: TracedBatch, colours: Colours, room: int, narrow: bool) -> Text:
-    """Members in their colours, with the units granted where those differ from one request, and what befell them; as
-    many as there is room for, and how many more."""
+    """Members in their colours, with the units granted where those differ from one request."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
+    pad = "" if narrow else " "
+
+    def face(member: Member) -> Text:
+        colour = colours.hex(member)
+        mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
+        name = member_name(member, colours.by, clients)
+        return Text(f"{pad}{mark}{name}{units}{pad}", style=f"{ink(colour)} on {colour}")
+
+    return chips(batch, face, room, len(batch.members) if narrow else NAMES)
+
+
+def chips(batch: TracedBatch, face: Callable[[Member], Text], room: int, most: int) -> Text:
+    """Each member's face and what befell it; as many as there is room for, at most `most`, and how many more."""
     text = Text(no_wrap=True)
     for number, member in enumerate(batch.members):
-        face = colours.hex(member)
-        mark, units = "▸" if member.state == "waiting" else "", f" {member.units:g}" if counted else ""
-        pad = "" if narrow else " "
-        name = member_name(member, colours.by, clients)
-        chip = Text(f"{pad}{mark}{name}{units}{pad}", style=f"{ink(face)} on {face}")
+        chip = face(member)
         if member.outcome not in ("done", "more", None):
             chip = Text.assemble(chip, (f" {member.outcome}", "bold red"))
         behind = batch.size - number - 1
         more = f" …+{behind}" if behind else ""
         if number == 0:
             chip.truncate(max(1, room - len(more)), overflow="ellipsis")
-        elif text.cell_len + 1 + chip.cell_len + len(more) > room or (number == NAMES and not narrow):
+        elif text.cell_len + 1 + chip.cell_len + len(more) > room or number == most:
             text.append(f" …+{behind + 1}", style="dim")
             break
         else:

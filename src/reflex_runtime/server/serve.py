@@ -12,6 +12,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import uvicorn
 from prometheus_client import disable_created_metrics
@@ -29,6 +30,15 @@ EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
 READING_GRACE = 1.0  # seconds that a caller has after the signal to send the rest of its request
 ARRIVED = 0.5  # seconds at most to accept and read what has reached this machine
 _TURNS = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
+
+
+class Door(Protocol):
+    """What counts the requests of an application."""
+
+    @property
+    def asked(self) -> int: ...
+    @property
+    def active(self) -> int: ...
 
 
 class _Uvicorn(uvicorn.Server):
@@ -54,6 +64,25 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--host={one_line(host)} --port={port}: cannot be bound: {why}") from error
     sock.set_inheritable(True)
     return sock
+
+
+def listening(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Server:
+    """uvicorn for an application of ours. protocol: what speaks HTTP on a connection."""
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=protocol,
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=2,  # for connections that do not read their answer
+            backlog=4096,
+        )
+    )
 
 
 def loop_factory() -> asyncio.AbstractEventLoop:
@@ -102,21 +131,7 @@ async def _serve(
 
     runtime = PolicyRuntime(config, exports, give_up)
     app = App(runtime)
-    server = _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=HttpProtocol,
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,  # for connections that do not read their answer
-            backlog=4096,
-        )
-    )
+    server = listening(app, HttpProtocol)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -151,34 +166,34 @@ async def _drain(config: ServeConfig, runtime: PolicyRuntime, app: App, server: 
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + config.drain_timeout_s
-    await _read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
+    await read_what_arrived(server, app.door)  # what had reached this machine when the signal came counts as received
     app.close()
     runtime.drain()
     log.info("draining: %d requests are being answered", app.door.active)
-    if not await _idle(app, min(until, loop.time() + READING_GRACE)):
+    if not await until_set(app.door.idle, min(until, loop.time() + READING_GRACE)):
         app.give_up_reading()
-        await _idle(app, until)
+        await until_set(app.door.idle, until)
     clean = await runtime.stop(max(0.0, until - loop.time()))
-    await _idle(app, loop.time() + 1.0)  # their futures are settled: what is left is writing the answers
-    await _read_what_arrived(server, app)
+    await until_set(app.door.idle, loop.time() + 1.0)  # their futures are settled: what is left is writing the answers
+    await read_what_arrived(server, app.door)
     return clean
 
 
-async def _read_what_arrived(server: uvicorn.Server, app: App) -> None:
+async def read_what_arrived(server: uvicorn.Server, door: Door) -> None:
     """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
     loop = asyncio.get_running_loop()
     until = loop.time() + ARRIVED
     seen, quiet = (-1, -1, -1), 0
     while quiet < _TURNS and loop.time() < until:
-        found = (len(server.server_state.connections), app.door.asked, app.door.active)
+        found = (len(server.server_state.connections), door.asked, door.active)
         quiet = quiet + 1 if found == seen else 0
         seen = found
         await asyncio.sleep(0)
 
 
-async def _idle(app: App, until: float) -> bool:
-    """Wait until nothing is being answered; False when that took too long."""
+async def until_set(event: asyncio.Event, until: float) -> bool:
+    """Wait until it is set; False when that took too long."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
-            await app.door.idle.wait()
-    return not app.door.active
+            await event.wait()
+    return event.is_set()

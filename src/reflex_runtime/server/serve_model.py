@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
 import signal
@@ -19,20 +18,20 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.server.http import HttpProtocol
 from reflex_runtime.server.openai import GONE, OpenAIApp
 from reflex_runtime.server.serve import (
-    ARRIVED,
     EXIT_FAILED,
     EXIT_OK,
     EXIT_UNUSABLE,
     READING_GRACE,
-    _Uvicorn,
+    listening,
     loop_factory,
+    read_what_arrived,
+    until_set,
 )
 from reflex_runtime.server.served_model import Load, ServedModel
 
 log = logging.getLogger("reflex.server")
 
 TOLD_EVERY = 5.0  # seconds between lines while the model is being loaded
-_TURNS = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
 
 class StreamingProtocol(HttpProtocol):
@@ -106,21 +105,7 @@ async def serving(
 
     model = ServedModel(config, name, load, give_up)
     app = OpenAIApp(model)
-    server = _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=StreamingProtocol,
-            lifespan="off",
-            ws="none",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=2,  # for connections that do not read their answer
-            backlog=4096,
-        )
-    )
+    server = listening(app, StreamingProtocol)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
     running = asyncio.create_task(server.serve(sockets=[sock]))
     if on_listening is not None:
@@ -162,34 +147,14 @@ async def _drain(config: LLMServeConfig, model: ServedModel, app: OpenAIApp, ser
     """
     loop = asyncio.get_running_loop()
     until = loop.time() + config.drain_timeout_s
-    await _read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
+    await read_what_arrived(server, app)  # what had reached this machine when the signal came counts as received
     app.closing = True
     log.info("draining: %d requests are being answered", app.active)
-    if not await _set(app.entered, min(until, loop.time() + READING_GRACE)):
+    if not await until_set(app.entered, min(until, loop.time() + READING_GRACE)):
         app.give_up_entering()
-        await _set(app.entered, until)
+        await until_set(app.entered, until)
     model.drain()
     clean = await model.stop(max(0.0, until - loop.time()))
-    await _set(app.idle, loop.time() + 1.0)  # their streams have ended: what is left is writing the answers
-    await _read_what_arrived(server, app)
+    await until_set(app.idle, loop.time() + 1.0)  # their streams have ended: what is left is writing the answers
+    await read_what_arrived(server, app)
     return clean
-
-
-async def _read_what_arrived(server: uvicorn.Server, app: OpenAIApp) -> None:
-    """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
-    loop = asyncio.get_running_loop()
-    until = loop.time() + ARRIVED
-    seen, quiet = (-1, -1, -1), 0
-    while quiet < _TURNS and loop.time() < until:
-        found = (len(server.server_state.connections), app.asked, app.active)
-        quiet = quiet + 1 if found == seen else 0
-        seen = found
-        await asyncio.sleep(0)
-
-
-async def _set(event: asyncio.Event, until: float) -> bool:
-    """Wait until it is set; False when that took too long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout_at(until):
-            await event.wait()
-    return event.is_set()

@@ -117,7 +117,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return _json.decode(body)
     except msgspec.ValidationError as error:
-        raise (invalid_field(error) if _is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
+        raise (invalid_field(error) if is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
@@ -133,7 +133,7 @@ def _decode_json(body: bytes) -> ActJson:
         raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
 
 
-def _is_json(body: bytes) -> bool:
+def is_json(body: bytes) -> bool:
     """Whether a body with a wrong field is JSON to its end; asked only then."""
     try:
         json.loads(body)

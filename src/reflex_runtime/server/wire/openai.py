@@ -9,7 +9,6 @@ token). `user` is the client whose fair share a request takes.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -20,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.server.errors import ClientError, NotFound
-from reflex_runtime.server.wire.act import check_id, printable
+from reflex_runtime.server.wire.act import check_id, is_json, printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
@@ -219,7 +218,7 @@ def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
     try:
         fields = decoder.decode(body)
     except msgspec.ValidationError as error:
-        if not _is_json(body):
+        if not is_json(body):
             raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -238,17 +237,6 @@ def _invalid(text: str) -> BadRequest:
     param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
     plain = _PATH.sub("", text)
     return BadRequest(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}", printable(param) or None)
-
-
-def _is_json(body: bytes) -> bool:
-    """Whether a body with a wrong field is JSON to its end; asked only then."""
-    try:
-        json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return False
-    except (RecursionError, ValueError):  # too deep or too long a number, but JSON
-        return True
-    return True
 
 
 def _asked(

@@ -1,0 +1,43 @@
+"""What `reflex serve` says of any server: the settings in force, where it is, who can reach it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from reflex_runtime.config import one_line, table
+from reflex_runtime.core.errors import ConfigError
+
+
+def show_settings(config: Any, name: str) -> None:
+    """The effective configuration as one table. name: of what is served."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
+    for flag, value in table(config):
+        shown.add_row(flag, value)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
+
+
+def warn_if_open(config: Any, address: Any) -> None:
+    """Whoever binds elsewhere than loopback without a key is told."""
+    from reflex_runtime.server.exchange import is_loopback
+
+    if not is_loopback(address[0]) and not config.api_key:
+        logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)
+
+
+def url(address: Any) -> str:
+    """Where the server is."""
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"http://{host}:{address[1]}"
+
+
+def check_trace(path: str) -> None:
+    """ConfigError when --trace cannot be written."""
+    if path:
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise ConfigError(f"--trace={one_line(path)}: cannot be written: {error.strerror}") from None
