@@ -192,7 +192,7 @@ def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: P
             refused = server.act()
             assert refused.code == "queue_full"
             assert int(refused.headers["retry-after"]) >= 2
-            server.process.kill()
+            server.kill()
 
 
 def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
