@@ -10,21 +10,24 @@ from typing import Any, get_type_hints
 from prometheus_client import CollectorRegistry
 
 import reflex_runtime.policies.observation
-import reflex_runtime.server.errors  # noqa: F401 - both bring their codes
+import reflex_runtime.server.errors
+import reflex_runtime.server.workers  # noqa: F401 - all three bring their codes
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, flag
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
+from reflex_runtime.ipc.batcher_stats import series_in
 from reflex_runtime.llm import LLMProcessor
-from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.generation import GenerationRuntime
+from reflex_runtime.server.local_model import LocalModel, opened
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
 ABSTRACT = {"rejected", "dropped", "trace_unreadable", "recording_unreadable", "demo_server_failed"}
-ABSTRACT |= {"source_lost", "sink_failed"}
+ABSTRACT |= {"source_lost", "sink_failed", "worker_start_failed"}
 
 
 def _nothing() -> RuntimeSnapshot:
@@ -93,9 +96,10 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     registered = {}
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
-    model = ServedModel(LLMServeConfig(), "toy", lambda: (ToyRunner(), ByteTokenizer())).registry
-    EngineSeries(LLMProcessor(ToyRunner(), ByteTokenizer()), int, model)
-    for family in [*Metrics().registry.collect(), *feeds, *model.collect()]:
+    model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (ToyRunner(), ByteTokenizer())))
+    LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
+    series_in(model.registry)
+    for family in [*Metrics().registry.collect(), *feeds, *model.registry.collect()]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)
     for name, family in registered.items():

@@ -198,6 +198,9 @@ class LLMServeConfig:
     max_model_len: int = option(
         0, "most tokens of one request, prompt and output; 0 is what the model was made for", low=0, high=1 << 24
     )
+    workers: int = option(
+        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's own", low=0, high=64
+    )
     # steps
     max_num_batched_tokens: int = option(
         2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",

@@ -18,6 +18,7 @@ IDS = [
     *(f"V{i}" for i in range(1, 14)),
     *(f"T{i}" for i in range(1, 8)),
     *(f"F{i}" for i in range(1, 15)),
+    *(f"G{i}" for i in range(1, 16)),
     *(f"L{i}" for i in range(1, 11)),
 ]
 
@@ -107,6 +108,7 @@ LLM_EFFECT = {
     "runner": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
     "dtype": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
     "threads": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
+    "workers": "test_h10_workers_run_the_model_with_the_same_settings",
     "max_model_len": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
     "block_size": "test_h10_what_is_said_of_the_model_goes_to_its_loader",
     "kv_cache_gb": "test_h10_what_is_said_of_the_model_goes_to_its_loader",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from reflex_runtime.core.adapt import HoldTarget
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import CostModel, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, Rejected
@@ -19,7 +20,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import Cached, outcome_of
-from .oracle import Expected, Oracle, Seconds, Seen, Tokens, Units, World
+from .oracle import Adapting, Expected, Oracle, Seconds, Seen, Tokens, Units, World
 
 TICK = 2.0**-10
 
@@ -61,6 +62,8 @@ class GroupSpec:
     pool: float | None = None
     there: float = 0.0  # units of a ticket that the pool knows already
     max_queued_units: float = inf
+    displace_background: bool = False
+    adaptive: tuple[int, int, float, int, float] | None = None  # a `HoldTarget` of these
 
     def config(self) -> GroupConfig:
         return GroupConfig(
@@ -75,6 +78,8 @@ class GroupSpec:
             cost=self.cost,
             resources=None if self.pool is None else Cached(self.pool, self.there),
             max_queued_units=self.max_queued_units,
+            displace_background=self.displace_background,
+            controller=None if self.adaptive is None else HoldTarget(*self.adaptive),
         )
 
     def world(self) -> World:
@@ -91,6 +96,8 @@ class GroupSpec:
             self.pool,
             self.there,
             self.max_queued_units,
+            self.displace_background,
+            None if self.adaptive is None else Adapting(*self.adaptive),
         )
 
 
@@ -139,6 +146,7 @@ class Play:
         self.now = 0.0
         self.ends: dict[int, int] = {}
         self.left: list[Ticket] = []
+        self.targets: list[int] = []
 
     def run(self) -> Play:
         moves = [self.submit] * 8 + [self.step] * 8 + [self.finish] * 6 + [self.advance] * 3 + [self.wake] * 4
@@ -210,8 +218,9 @@ class Play:
     def room(self) -> None:
         group, partition = self.place()
         n = self.dice.of(None, None, 0, 1, 2, 5)
+        where = partition if self.dice.roll(3) else None
         for side in (self.scheduler, self.oracle):
-            side.set_room(group, partition, n, self.now)  # type: ignore[attr-defined]
+            side.set_room(group, n, self.now, where)  # type: ignore[attr-defined]
 
     def pause(self) -> None:
         group, partition = self.place()
@@ -289,6 +298,20 @@ class Play:
         outcomes = self.answers(batch)
         self.scheduler.complete(batch, outcomes, elapsed, self.now)
         self.oracle.complete(expected, outcomes, elapsed, self.now)
+        self.returned(batch, elapsed)
+
+    def returned(self, batch: Batch, elapsed: float) -> None:
+        """Tell what adapts, on both sides, and compare what it makes of it."""
+        adapting = self.oracle.worlds[batch.group].adapting
+        target = self.scheduler._groups[batch.group].config.controller
+        if adapting is None or not isinstance(target, HoldTarget):
+            return
+        waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
+        for side in (adapting, target):
+            side.returned(batch.partition, waits, elapsed, len(self.running) > 1)  # type: ignore[attr-defined]
+        assert target.target(batch.partition) == adapting.target(batch.partition)
+        assert target.company(batch.partition) == adapting.company(batch.partition)
+        self.targets.append(target.target(batch.partition))
 
     def answers(self, batch: Batch) -> list[Outcome]:
         fate = self.dice.roll(16)
@@ -350,7 +373,8 @@ class Play:
         for group in self.scenario.groups:
             for partition in range(self.scenario.partitions):
                 for side in (self.scheduler, self.oracle):
-                    side.set_room(group.name, partition, None, self.now)  # type: ignore[attr-defined]
+                    side.set_room(group.name, None, self.now, partition)  # type: ignore[attr-defined]
+                    side.set_room(group.name, None, self.now)  # type: ignore[attr-defined]
                     side.pause(group.name, -inf, self.now, partition)  # type: ignore[attr-defined]
                     side.pause(group.name, -inf, self.now)  # type: ignore[attr-defined]
         for ticket, seen in self.pairs:
@@ -387,6 +411,43 @@ SCENARIOS: dict[str, Scenario] = {
     "by_priority": Scenario(
         (counted(FlushPolicy.by_priority(4, 2, TICK, 4 * TICK, 2 * TICK), promote_after=6 * TICK),)
     ),
+    "by_priority_several": Scenario(
+        (
+            counted(
+                FlushPolicy.by_priority(5, 3, TICK, 5 * TICK, 2 * TICK),
+                promote_after=9 * TICK,
+                capacity=5,
+                displace_background=True,
+            ),
+        ),
+        max_batches=3,
+        clients=4,
+    ),
+    "quiet": Scenario(
+        (
+            counted(
+                FlushPolicy(
+                    max_batch_size=4,
+                    hold_min=(0.0, TICK, 4 * TICK),
+                    hold_max=(0.0, 6 * TICK, 5 * TICK),
+                    target=3,
+                    quiet=2 * TICK,
+                )
+            ),
+        ),
+        max_batches=2,
+    ),
+    "adaptive": Scenario(
+        (
+            counted(
+                FlushPolicy.by_priority(6, 2, TICK, 4 * TICK, 2 * TICK),
+                promote_after=9 * TICK,
+                adaptive=(2, 7, 4 * TICK, 3, 2 * TICK),
+            ),
+        ),
+        max_batches=3,
+        device=lambda b: (1 + len(b)) * TICK,
+    ),
     "promotion": Scenario((counted(FlushPolicy(max_batch_size=2), promote_after=3 * TICK),), clients=2, partitions=1),
     "by_cost": Scenario(
         (timed(FlushPolicy.by_cost(12 * TICK, 5 * TICK)),),
@@ -408,6 +469,22 @@ SCENARIOS: dict[str, Scenario] = {
     "caps": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=4, cap=2),)),
     "share_room": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=5, share_room=True),), clients=4),
     "share_room_caps": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=4, share_room=True, cap=3),)),
+    "displace": Scenario(
+        (
+            counted(
+                FlushPolicy(max_batch_size=2),
+                capacity=4,
+                share_room=True,
+                displace_background=True,
+                promote_after=6 * TICK,
+            ),
+        ),
+        clients=4,
+    ),
+    "displace_latest_only": Scenario(
+        (counted(FlushPolicy(max_batch_size=2), capacity=3, latest_only=True, displace_background=True, cap=2),),
+        clients=5,
+    ),
     "latest_only": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=3, latest_only=True, cap=1),)),
     "tokens": Scenario((tokens(STEPS),), wants=(1.0, 3.0, 7.0, 12.0), more=True, streams=True, holds=True),
     "tokens_threshold_several": Scenario(

@@ -9,7 +9,8 @@ every rule but the window selection and the hold for expected returns; those hav
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import ceil, inf
 from typing import Any
 
@@ -167,6 +168,49 @@ class Seconds(Units):
         self.model.settled(ticket)  # type: ignore[arg-type]
 
 
+# -- how many to wait for --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Adapting:
+    """The adaptive target: everything that ever came and returned, looked at again after each batch."""
+
+    smallest: int = 2
+    largest: int = 16
+    target_batch_time: float = 0.012
+    window: int = 100
+    hold: float = 0.003
+    came: list[tuple[Hashable, float]] = field(default_factory=list)
+    calls: list[tuple[Hashable, Sequence[float], float]] = field(default_factory=list)
+    targets: dict[Hashable, int] = field(default_factory=dict)
+
+    def company(self, partition: Hashable) -> float:
+        times = [at for p, at in self.came if p == partition]
+        mean = 0.0
+        for before, after in pairwise(times):
+            mean = mean + ((after - before <= self.hold) - mean) / 4
+        return mean
+
+    def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
+        self.calls.append((partition, waits, seconds))
+        last = [(w, s) for p, w, s in self.calls if p == partition][-self.window :]
+        all_waits, all_seconds = sorted(wait for w, _ in last for wait in w), sorted(s for _, s in last)
+        wait, call = all_waits[ceil(len(all_waits) * 95 / 100) - 1], all_seconds[ceil(len(last) / 2) - 1]
+        target = self.target(partition)
+        if wait < 0.0015 and call < self.target_batch_time and not crowded:
+            self.targets[partition] = min(target + 2, self.largest)
+        if wait > 0.004 or call > 1.3 * self.target_batch_time:
+            self.targets[partition] = max(target // 2, self.smallest)
+
+    def target(self, partition: Hashable) -> int:
+        return self.targets.get(partition, self.smallest)
+
+    def policy(self, base: FlushPolicy, partition: Hashable) -> FlushPolicy:
+        if self.company(partition) < 0.2:
+            return replace(base, hold_min=(0.0, 0.0, 0.0), hold_max=(0.0, 0.0, 0.0))
+        return replace(base, target=self.target(partition))
+
+
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -186,11 +230,13 @@ class World:
     pool: float | None = None  # units of memory
     there: float = 0.0  # of what a ticket wants, already done at entry
     max_queued_units: float = inf
+    displace_background: bool = False
+    adapting: Adapting | None = None
     device_time: float = 0.0
     per_item: float = 0.0
     counters: dict[Hashable, float] = field(default_factory=dict)
     rest: float = 0.0
-    rooms: dict[Hashable, int | None] = field(default_factory=dict)
+    rooms: dict[Hashable | None, int | None] = field(default_factory=dict)  # None: of the whole group
     was_held: dict[Hashable, bool] = field(default_factory=dict)
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
     left: list[Seen] = field(default_factory=list)
@@ -299,11 +345,18 @@ class Oracle:
             return "shutting_down"
         displaced = None
         if len(self.waiting(w.name)) - len(replaced) >= w.capacity:
+            background: list[Seen] = []
+            if w.displace_background and not replaced and request.priority is Priority.URGENT:
+                self.promote(w)
+                background = [t for t in self.waiting(w.name) if t.tier is Priority.BACKGROUND]
             counts = {c: len(self.waiting(w.name, client=c)) for c in self.clients(w.name)}
             most = max(counts.values())
-            if not w.share_room or replaced or most < counts.get(request.client, 0) + 2:
+            if background:
+                displaced = max(background, key=lambda t: t.seq)
+            elif not w.share_room or replaced or most < counts.get(request.client, 0) + 2:
                 return "queue_full"
-            displaced = max((t for t in self.waiting(w.name) if counts[t.client] == most), key=lambda t: t.seq)
+            else:
+                displaced = max((t for t in self.waiting(w.name) if counts[t.client] == most), key=lambda t: t.seq)
         stay = [t for t in self.waiting(w.name) if t not in replaced and t is not displaced]
         if stay and sum(t.wants for t in stay) + request.wants > w.max_queued_units:
             return "queue_full"
@@ -325,6 +378,8 @@ class Oracle:
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
         self.all.append(ticket)
+        if w.adapting is not None:
+            w.adapting.came.append((request.partition, now))
         return ticket
 
     def cancel(self, ticket: Seen, now: float) -> None:
@@ -346,7 +401,7 @@ class Oracle:
         self.input(now)
         ticket.held = False
 
-    def set_room(self, group: str, partition: Hashable, n: int | None, now: float) -> None:
+    def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
         self.input(now)
         self.worlds[group].rooms[partition] = n
 
@@ -529,7 +584,8 @@ class Oracle:
     def places(self, w: World, partition: Hashable) -> tuple[int, int | None]:
         """Free resident places, and how many may enter at all, None for any number."""
         placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
-        return w.flush.max_batch_size - len(placed), w.rooms.get(partition)
+        rooms = [room for room in (w.rooms.get(partition), w.rooms.get(None)) if room is not None]
+        return w.flush.max_batch_size - len(placed), min(rooms, default=None)
 
     def shares(self, w: World, partition: Hashable) -> dict[Hashable, int] | None:
         """Places each client may still take, when others wait beside residents."""
@@ -723,9 +779,7 @@ class Oracle:
         return True
 
     def hold_until(self, w: World, partition: Hashable, members: Members) -> float:
-        enough = len(members) >= w.flush.target
-        longest = w.flush.hold_min if enough else w.flush.hold_max
-        until = min(t.arrived + longest[t.tier] for t in self.waiting(w.name, partition))
+        until = self.due(w, partition, len(members))
         if w.flush.live > 0 and until > self.now:
             inside = {t.client for t, _ in members}
             others = [t for t in self.all if t.request.group == w.name and t.client not in inside]
@@ -739,6 +793,24 @@ class Oracle:
             one_more = seconds + w.meter.charge(members[0][0], 1.0)
             until = min(until, min(deadlines) - one_more * (1.0 + 2.0 * sigma))
         return until
+
+    def due(self, w: World, partition: Hashable, waiting: int) -> float:
+        """Until when the clock alone holds what waits."""
+        rule = w.flush if w.adapting is None else w.adapting.policy(w.flush, partition)
+        flying = any((b.group, b.partition) == (w.name, partition) for b in self.in_flight)
+        newest = max(t.arrived for t in self.all if (t.request.group, t.request.partition) == (w.name, partition))
+        ends = []
+        for ticket in self.waiting(w.name, partition):
+            least, most = ticket.arrived + rule.hold_min[ticket.tier], ticket.arrived + rule.hold_max[ticket.tier]
+            if flying and rule.group_commit:
+                ends.append(most)
+            elif waiting >= rule.target:
+                ends.append(least)
+            elif rule.quiet and not flying:
+                ends.append(min(most, max(least, newest + rule.quiet)))
+            else:
+                ends.append(most)
+        return min(ends)
 
     def staged(
         self,
@@ -812,8 +884,9 @@ class Oracle:
             w.counters[ticket.client] += (charge + fixed / len(batch)) / ticket.request.weight
             ticket.state = "running"
             ticket.granted += units
-        if w.rooms.get(partition) is not None:
-            w.rooms[partition] -= len(admitted)  # type: ignore[operator]
+        for where in (partition, None):
+            if w.rooms.get(where) is not None:
+                w.rooms[where] -= len(admitted)  # type: ignore[operator]
         w.was_held[partition] = False
         self.batches += 1
         left, w.left = w.left, []

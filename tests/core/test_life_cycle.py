@@ -535,13 +535,13 @@ def test_an_unknown_group_is_a_configuration_error() -> None:
 def test_room_limits_newcomers_until_it_is_set_again() -> None:
     scheduler = scheduler_of(flush=GREEDY)
     ask_many(scheduler, 4)
-    scheduler.set_room("default", "", 3, 0.0)
+    scheduler.set_room("default", 3, 0.0, partition="")
     batch = take(scheduler, 0.0)
     assert (len(batch), batch.cause) == (3, Cause.SIZE)
     finish(scheduler, batch, 0.01)
     assert scheduler.next_batch(0.01) is None
     assert scheduler.wake_at() == inf
-    scheduler.set_room("default", "", None, 0.01)
+    scheduler.set_room("default", None, 0.01, partition="")
     assert len(take(scheduler, 0.01)) == 1
 
 
@@ -549,7 +549,7 @@ def test_room_does_not_stop_residents() -> None:
     scheduler = scheduler_of(flush=STEPS, cost=TokenCost)
     ask(scheduler)
     finish(scheduler, take(scheduler, 0.0), 0.0, outcome=More())
-    scheduler.set_room("default", "", 0, 0.0)
+    scheduler.set_room("default", 0, 0.0, partition="")
     assert len(take(scheduler, 0.0)) == 1
 
 
@@ -588,7 +588,7 @@ def test_a_pause_can_be_ended_early() -> None:
 def test_many_partitions_with_room_never_lose_a_ticket() -> None:
     scheduler = scheduler_of(flush=GREEDY)
     for i in range(IDLE_PARTITIONS + 2):
-        scheduler.set_room("default", i, 5, 0.0)
+        scheduler.set_room("default", 5, 0.0, partition=i)
     tickets = [ask(scheduler, partition="new", id=str(i)) for i in range(3)]
     serve(scheduler, lambda batch: 0.01)
     assert [outcome_of(t) for t in tickets] == ["ok"] * 3
@@ -600,6 +600,18 @@ def test_idle_partitions_are_forgotten() -> None:
         ask(scheduler, partition=i)
         finish(scheduler, take(scheduler, 0.0), 0.0)
     assert len(scheduler._groups["default"].partitions) <= IDLE_PARTITIONS + 1
+
+
+def test_idle_partitions_whose_pause_is_over_are_forgotten_and_paused_ones_are_not() -> None:
+    scheduler = scheduler_of()
+    for i in range(3 * IDLE_PARTITIONS):
+        scheduler.pause("default", 1.0, 0.0, partition=f"a{i}")
+    assert len(scheduler._groups["default"].partitions) == 3 * IDLE_PARTITIONS
+    for i in range(4 * IDLE_PARTITIONS):
+        scheduler.pause("default", 9.0 if i == 0 else 2.0, 2.0, partition=f"b{i}")
+    known = scheduler._groups["default"].partitions
+    assert len(known) <= 3 * IDLE_PARTITIONS + 1
+    assert "b0" in known
 
 
 def test_a_budget_below_one_request_still_runs_them_one_by_one() -> None:

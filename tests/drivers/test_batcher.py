@@ -44,6 +44,13 @@ async def outcome(waiter: asyncio.Future[Any]) -> Any:
         return error
 
 
+async def asleep(batcher: Batcher) -> None:
+    """Until the device waits for work: a thread that is just starting takes what it finds, and splits what comes."""
+    async with asyncio.timeout(PATIENCE):
+        while not batcher.device._waiting:  # noqa: ASYNC110 - another thread says so, and no event
+            await asyncio.sleep(0)
+
+
 # -- submitting --------------------------------------------------------------------------------------------------------
 
 
@@ -51,9 +58,7 @@ def test_requests_of_one_turn_of_the_loop_share_a_batch() -> None:
     async def main() -> None:
         gate = Gate(is_open=True)
         async with Batcher({"default": gate}, BY_COUNT) as batcher:
-            async with asyncio.timeout(PATIENCE):
-                while not batcher.device._waiting:  # noqa: ASYNC110 - a thread that is just starting takes what it finds
-                    await asyncio.sleep(0)
+            await asleep(batcher)
             assert await asyncio.gather(*(batcher.run(Request(i)) for i in range(5))) == [0, 1, 2, 3, 4]
         assert gate.calls == [[0, 1, 2, 3, 4]]
         assert (gate.started, gate.stopped) == (1, 1)
@@ -364,8 +369,10 @@ def test_b19_exceptions_and_wrong_counts_reach_their_callers_and_nobody_else() -
         processor = FunctionProcessor(lambda payloads: next(turn)(payloads), repeatable=False)
         async with Batcher({"default": processor}, BY_COUNT) as batcher:
             for _ in answers[:-1]:
+                await asleep(batcher)
                 results = await asyncio.gather(*(batcher.run(Request(i)) for i in range(3)), return_exceptions=True)
                 assert all(isinstance(result, ProcessorError) for result in results), results
+            await asleep(batcher)
             assert await asyncio.gather(*(batcher.run(Request(i)) for i in range(3))) == [0, 1, 2]
 
     run(main())

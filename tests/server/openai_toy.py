@@ -21,9 +21,10 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.local_model import opened
 from reflex_runtime.server.serve import bind, loop_factory
 from reflex_runtime.server.serve_model import serving
-from reflex_runtime.server.served_model import ServedModel
+from reflex_runtime.server.served_model import Open, ServedModel
 
 from .harness import Answer, Metrics
 
@@ -129,6 +130,15 @@ class Toy:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="toy-server", daemon=True)
 
+    def opening(self) -> Open:
+        """How the model is opened: in this process."""
+        return opened(self.load)
+
+    def came(self, runtime: Any) -> None:
+        """The model is ready."""
+        self.batcher, self.pool = runtime.batcher, runtime.processor.pool
+        self.batcher.add_sink(self.log)
+
     def load(self) -> tuple[Model, ByteTokenizer]:
         return self.runner, ByteTokenizer()
 
@@ -141,8 +151,7 @@ class Toy:
         def ready(model: ServedModel) -> None:
             self.model = model
             if model.state == "ready":
-                self.batcher, self.pool = model.runtime.batcher, model.runtime.processor.pool
-                self.batcher.add_sink(self.log)
+                self.came(model.generator)
             self._ready.set()
 
         async def main() -> None:
@@ -150,7 +159,7 @@ class Toy:
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
             self.status, self.clean = await serving(
-                self.config, self.config.served_model_name, self.load, sock, stop, self._listening.set, ready
+                self.config, self.config.served_model_name, self.opening(), sock, stop, self._listening.set, ready
             )
 
         with asyncio.Runner(loop_factory=loop_factory) as runner:

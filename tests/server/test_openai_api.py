@@ -414,7 +414,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
         def refuses(messages: Any, said: str = said) -> Any:
             raise ConfigError(said)
 
-        monkeypatch.setattr(toy.model.runtime.processor.tokenizer, "chat", refuses)
+        monkeypatch.setattr(toy.model.generator.processor.tokenizer, "chat", refuses)
         answer = toy.chat("hi")
         assert answer.status == 400
         assert toy.error(answer)["message"] == told
@@ -423,7 +423,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
 
 def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer, threads = toy.model.runtime.processor.tokenizer, []
+    tokenizer, threads = toy.model.generator.processor.tokenizer, []
     encode = tokenizer.encode
 
     def noting(text: str) -> list[int]:
@@ -439,7 +439,7 @@ def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: py
 
 def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     assert toy.model is not None
-    tokenizer = toy.model.runtime.processor.tokenizer
+    tokenizer = toy.model.generator.processor.tokenizer
     threads: dict[str, set[str]] = {"encode": set(), "chat": set()}
     for name, seen in threads.items():
         function = getattr(tokenizer, name)

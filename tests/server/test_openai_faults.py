@@ -156,7 +156,7 @@ def test_l9_a_slow_reader_is_held_alone_and_its_memory_bounded() -> None:
             ticket = toy.ticket("slow")
             toy.until(lambda: ticket.held and ticket.state.value == "resident")
             made = ticket.granted
-            stream = toy.on_loop(lambda: toy.model.runtime._streams[ticket])
+            stream = toy.on_loop(lambda: toy.model.generator._streams[ticket])
             with toy.open("b" * 20, max_tokens=300, stream=True) as fast:
                 fast.read()
             assert fast.text == alone("b" * 20, 300)
@@ -210,7 +210,7 @@ def test_l9_choices_enter_together_or_not_at_all() -> None:
         runner.stop()
         with toy.open(name="runs", max_tokens=2) as runs, toy.open(name="waits", max_tokens=2) as waits:
             runner.wait_inside()
-            toy.until(lambda: toy.model is not None and toy.model.runtime.waiting == 1)
+            toy.until(lambda: toy.model is not None and toy.model.generator.waiting == 1)
             assert toy.complete("a", n=3).status == 429
             runner.go()
             runs.read_until(b"}}}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import socket
 from dataclasses import fields
@@ -13,9 +14,13 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main, serve_llm
+from reflex_runtime.cli.serve_llm import load_model
 from reflex_runtime.config import LLMServeConfig, flag, load, table
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
+from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.server import workers
+from reflex_runtime.server.workers import WorkersConfig
 
 from .harness import Server
 from .openai_toy import Model, Toy
@@ -145,12 +150,67 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     options = "--device cpu --runner torch --dtype int8 --threads 3 --max-model-len 99 --block-size 8 --kv-cache-gb 1.5"
     for more in ([], options.split()):
         assert main(["serve", str(model_dir), "--port", "0", *more]) == 0
-        served[-1][2]()
+        load_model(model_dir, served[-1][0])
     auto = {"device": "auto", "runner": "auto", "dtype": "auto"}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
     assert asked[0] == (model_dir, auto | none)
     numbers = {"block_size": 8, "kv_cache_bytes": 1_500_000_000, "max_model_len": 99, "threads": 3}
     assert asked[1] == (model_dir, {"device": "cpu", "runner": "torch", "dtype": "int8"} | numbers)
+
+
+@pytest.fixture
+def in_workers(monkeypatch: pytest.MonkeyPatch) -> list[WorkersConfig]:
+    """How the command would start runtime processes."""
+    found: list[WorkersConfig] = []
+    monkeypatch.setattr(workers, "opened", lambda config, tokenizer: found.append(config))
+    return found
+
+
+def test_h10_workers_run_the_model_with_the_same_settings(
+    model_dir: Path, served: list[Any], in_workers: list[WorkersConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["serve", str(model_dir), "--port", "0"]) == 0
+    assert in_workers == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    more = ["--max-num-seqs", "9", "--trace", str(model_dir / "steps.jsonl"), "--api-key", "secret"]
+    assert main(["serve", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
+    (config,) = in_workers
+    assert (config.count, config.path) == (2, str(model_dir))
+    told = config.options(1)
+    assert (told["max_num_seqs"], told["trace"]) == (9, str(model_dir / "steps.worker-1.jsonl"))
+    assert told["threads"] == 4  # its part of the cores: threads of two models on one core wait for each other
+    assert not {"api_key", "port", "host", "workers"} & told.keys()
+    assert LLMServeConfig(**told).max_num_seqs == 9
+    assert main(["serve", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
+    assert in_workers[1].options(0)["threads"] == 3
+    assert main(["serve", str(model_dir), "--port", "0", "--workers", "1"]) == 0
+    assert in_workers[2].options(0)["threads"] == 0
+
+
+def test_g11_the_section_of_the_file_is_honoured(
+    model_dir: Path, served: list[Any], in_workers: list[WorkersConfig], tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "r.toml"
+    given = {
+        "enabled": False, "min_batch_size": 3, "max_batch_size": 5, "min_hold_ms": 0.25, "max_hold_ms": 7.5,
+        "background_extra_ms": 1.5, "target_batch_time_ms": 20.0, "pause_on_backpressure_ms": 11.0, "max_pending": 77,
+        "stream_limit": 33, "call_timeout_ms": 1500.0,
+    }  # fmt: skip
+    lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
+    file.write_text("\n".join(["[serve]", "port = 0", "workers = 1", "[generate_batcher]", *lines]))
+    assert main(["serve", str(model_dir), "--config", str(file)]) == 0
+    batcher = in_workers[0].batcher
+    assert {f.name: getattr(batcher, f.name) for f in fields(batcher)} == {**given, "ungroupable_options": ()}
+    assert main(["serve", str(model_dir), "--workers", "1", "--port", "0"]) == 0
+    assert in_workers[1].batcher == GenerateBatcherConfig()
+    capsys.readouterr()
+    for wrong, said_of_it in (
+        ("max_hold_ms = -1", "generate_batcher.max_hold_ms=-1.0: must be in [0, 1000]"),
+        ("max_hold = 1", "[generate_batcher] max_hold: no such setting"),
+        ("min_batch_size = 20", "generate_batcher.min_batch_size=20: must be at most max_batch_size"),
+    ):
+        file.write_text(f"[generate_batcher]\n{wrong}\n")
+        assert said_of_it in said(capsys, str(model_dir), "--workers", "1", "--config", str(file))
 
 
 def test_h10_file_then_environment_then_flags_and_the_table_tells(
@@ -278,5 +338,3 @@ def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path)
         assert server.stop() == 0
     assert any("--max-num-batched-tokens" in line for line in server.log)
     assert any("loading" in line for line in server.log)
-
-

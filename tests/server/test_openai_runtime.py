@@ -22,6 +22,7 @@ from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
+from reflex_runtime.server.local_model import opened
 from reflex_runtime.server.openai import OpenAIApp
 from reflex_runtime.server.served_model import ServedModel
 
@@ -268,7 +269,7 @@ def test_l9_merged_raises_the_first_error() -> None:
 def test_l9_under_any_asgi_server_a_caller_that_leaves_is_noticed() -> None:
     async def main() -> None:
         runner = Model()
-        model = ServedModel(LLMServeConfig(), "toy", lambda: (runner, ByteTokenizer()))
+        model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())))
         await model.start()
         app, leave, sent = OpenAIApp(model), asyncio.Event(), []
         body = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 8000, "stream": True}).encode()
@@ -292,8 +293,8 @@ def test_l9_under_any_asgi_server_a_caller_that_leaves_is_noticed() -> None:
         assert app.idle.is_set()
         model.drain()
         assert await model.stop(PATIENCE)
-        assert model._runtime is not None
-        assert model._runtime.processor.pool.free_blocks == runner.num_blocks
+        runtime: Any = model.host.generator if model.host is not None else None
+        assert runtime.processor.pool.free_blocks == runner.num_blocks
 
     run(main())
 

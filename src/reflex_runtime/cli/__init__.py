@@ -11,7 +11,7 @@ from typing import NoReturn
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.version import __version__
 
-VERBS = ("serve", "feeds", "demo", "demo_export", "trace", "simulate", "replay", "report", "doctor")
+VERBS = ("serve", "status", "feeds", "demo", "demo_export", "trace", "simulate", "replay", "report", "doctor", "worker")
 
 
 class Parser(argparse.ArgumentParser):

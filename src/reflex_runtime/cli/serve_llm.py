@@ -21,7 +21,9 @@ from reflex_runtime.demo.scribe import model_directory
 if TYPE_CHECKING:
     from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
-    from reflex_runtime.server.served_model import ServedModel
+    from reflex_runtime.server.served_model import Open, ServedModel
+
+BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
 
 _EPILOG = """\
 examples:
@@ -29,6 +31,7 @@ examples:
   reflex serve ./my-model
   reflex serve ./my-model --max-num-batched-tokens 512         shorter steps: more even gaps between tokens
   reflex serve ./my-model --long-prefill-token-threshold 256   long prompts leave room for others beside them
+  reflex serve ./my-model --workers 1                          the model in a process of its own: reflex status shows it
   reflex serve ./my-model --trace steps.jsonl                  then: reflex trace steps.jsonl
 
 then, with any client of the OpenAI API:
@@ -52,7 +55,8 @@ def parser(serve: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "model", type=model_directory, metavar="MODEL_DIR",
         help="Hugging Face directory: config.json, safetensors, tokenizer.json; scribe is the bundled model",
     )  # fmt: skip
-    found.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
+    tables = "TOML file with a table [serve], and [generate_batcher] for --workers"
+    found.add_argument("--config", type=Path, metavar="FILE", help=tables)
     add_options(found, LLMServeConfig)
     found.set_defaults(run=run)
     return found
@@ -70,14 +74,16 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.llm.checkpoint import Checkpoint
     from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.server.local_model import opened
     from reflex_runtime.server.serve import bind
     from reflex_runtime.server.serve_model import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args))
+    config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
     check_trace(config.trace)
     Checkpoint.open(args.model)
-    HFTokenizer.load(args.model)
+    tokenizer = HFTokenizer.load(args.model)
+    open = _in_workers(args, config, tokenizer) if config.workers else opened(partial(load_model, args.model, config))
     name = config.served_model_name or args.model.resolve().name
     sock = bind(config.host, config.port)
     address = sock.getsockname()
@@ -85,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     status, clean = serve(
         config,
         name,
-        partial(load_model, args.model, config),
+        open,
         sock,
         lambda: logging.info("listening on %s, loading %s", url(address), args.model),
         lambda model: _ready(model, address),
@@ -96,6 +102,24 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _in_workers(args: argparse.Namespace, config: LLMServeConfig, tokenizer: Tokenizer) -> Open:
+    """How to open the model in runtime processes."""
+    from reflex_runtime.cli.worker import settings_of
+    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.ipc.spawn import spawned
+    from reflex_runtime.server.workers import WorkersConfig, opened
+
+    command = [sys.executable, "-m", "reflex_runtime", "worker"]
+    workers = WorkersConfig(
+        count=config.workers,
+        spawn=lambda _: spawned(command),
+        path=str(args.model.resolve()),
+        options=partial(settings_of, config),
+        batcher=load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",)),
+    )
+    return opened(workers, tokenizer)
 
 
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
@@ -121,10 +145,9 @@ def _announce(config: LLMServeConfig, name: str, address: Any) -> None:
 
 
 def _ready(model: ServedModel, address: Any) -> None:
-    if model.state == "ready":
-        processor = model.runtime.processor
-        runner, pool = processor.runner, processor.pool
-        room = f"context {runner.max_model_len:,} tokens, cache {pool.num_blocks * pool.block_size:,}"
-        logging.info("ready on %s (%s, %s), as %s", url(address), runner.name, room, model.name)
+    if model.host is not None and model.state == "ready":
+        limits = model.generator.limits
+        room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
+        logging.info("ready on %s (%s, %s), as %s", url(address), model.host.health()["runner"], room, model.name)
     else:
         logging.error("not serving on %s: %s: %s", url(address), model.state, model.error)

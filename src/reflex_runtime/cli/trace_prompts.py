@@ -43,9 +43,7 @@ class PromptsConfig:
     num_blocks: int = option(4096, "blocks of the cache (a model may have its own)", low=1, high=1 << 22)
     prefix_caching: bool = option(True, "compute prompts that begin alike once")
     at: str = option("", "steps made before each prompt arrives, one number each: 0,0,3", metavar="N,N,…")
-    priority: str = option(
-        "default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]"
-    )
+    priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
     step_ms: str = option(
         "", f"what a step takes: A ms + B ms a token ({STEP_MS} without --model), or `measured` (with it)",
         metavar="A+B",

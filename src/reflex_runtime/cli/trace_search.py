@@ -59,9 +59,7 @@ def search(console: Console, args: argparse.Namespace, prefix: Path) -> int:
     return 0
 
 
-def _slo(
-    console: Console, config: PromptsConfig, setup: Setup, budgets: list[int], bounds: trace_slo.Bounds
-) -> int:
+def _slo(console: Console, config: PromptsConfig, setup: Setup, budgets: list[int], bounds: trace_slo.Bounds) -> int:
     lengths = [len(setup.tokenizer.encode(p.text)) for p in setup.prompts]
     takes = setup.takes or _fitted(setup, console)
     budgets = budgets or trace_slo.budgets_for(sum(lengths), len(lengths))

@@ -5,13 +5,15 @@ A controller never decides a batch; it returns a policy value with other numbers
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Hashable
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import exp, expm1, inf
 from typing import Protocol
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.core.select import TIER_WEIGHT
@@ -25,8 +27,9 @@ class Controller(Protocol):
     def arrived(self, ticket: Ticket, now: float) -> None:
         """A ticket was admitted."""
 
-    def policy(self, base: FlushPolicy, affine: Affine, now: float) -> FlushPolicy:
-        """The policy to use now. affine: asks for (fixed, marginal) seconds of the work at hand and their spread."""
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        """The policy to use now for this partition. affine: asks for (fixed, marginal) seconds of the work at hand and
+        their spread."""
 
 
 class Planner:
@@ -63,7 +66,7 @@ class Planner:
             self._weights[key] = request.weight
         self._counts[key] = count + 1.0
 
-    def policy(self, base: FlushPolicy, affine: Affine, now: float) -> FlushPolicy:
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         if len(self._counts) < 2:
             return base
         if now >= self._planned + self.PERIOD:
@@ -143,3 +146,137 @@ def _planned_value(
         left -= served + surplus
         total += value * (served + _SURPLUS * surplus)
     return total
+
+
+# -- how many to wait for ----------------------------------------------------------------------------------------------
+
+
+class HoldTarget:
+    """How many to wait for, of each partition, and whether to wait at all; never how many may go.
+
+    For work that is awaited elsewhere, where what a batch saves is messages. Company is expected from how it has been:
+    the share of arrivals that another one followed within `hold` seconds, as an exponential mean. Without it nobody is
+    held, so a lone caller never is. The target grows by 2 while waits and calls are short and the other end has places,
+    and halves when either is long, looking at the last `window` batches after each.
+
+    smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
+    """
+
+    GAIN, EXPECTED = 0.25, 0.2  # of the mean of company; from there on it is expected
+    SHORT, LONG = 0.0015, 0.004  # seconds of wait, 95th percentile
+    SLOW = 1.3  # times target_batch_time, median
+    PARTITIONS = 256  # remembered; the least recently used is forgotten
+
+    def __init__(
+        self,
+        smallest: int = 2,
+        largest: int = 16,
+        target_batch_time: float = 0.012,
+        window: int = 100,
+        hold: float = 0.003,
+    ) -> None:
+        if not 1 <= smallest <= largest:
+            raise ConfigError(f"HoldTarget.smallest={smallest!r}: must be in [1, largest={largest!r}]")
+        if not target_batch_time > 0.0:
+            raise ConfigError(f"HoldTarget.target_batch_time={target_batch_time!r}: must be > 0 seconds")
+        if not window >= 1:
+            raise ConfigError(f"HoldTarget.window={window!r}: must be >= 1 batches")
+        if not hold >= 0.0:
+            raise ConfigError(f"HoldTarget.hold={hold!r}: must be >= 0 seconds")
+        self._smallest, self._largest = smallest, largest
+        self._batch_time, self._window, self._hold = target_batch_time, window, hold
+        self._followed: OrderedDict[Hashable, _Followed] = OrderedDict()
+        self._base: FlushPolicy | None = None
+        self._made: dict[int, FlushPolicy] = {}  # of that base, by target; 0: without holds
+
+    def arrived(self, ticket: Ticket, now: float) -> None:
+        one = self._follow(ticket.request.partition)
+        came = 1.0 if now - one.last <= self._hold else 0.0
+        one.company += self.GAIN * (came - one.company)
+        one.last = now
+
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        if base is not self._base:
+            self._base, self._made = base, {}
+        target = self.target(partition) if self.company(partition) >= self.EXPECTED else 0
+        made = self._made.get(target)
+        if made is None:
+            none = (0.0, 0.0, 0.0)
+            made = replace(base, target=target) if target else replace(base, hold_min=none, hold_max=none)
+            self._made[target] = made
+        return made
+
+    def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
+        """A batch came back. waits: seconds its members waited, at least one. seconds: the call took. crowded: whether
+        the other end has few places left."""
+        one = self._follow(partition)
+        one.waits.add(waits)
+        one.calls.add((seconds,))
+        wait, call = one.waits.percentile(95), one.calls.percentile(50)
+        if wait < self.SHORT and call < self._batch_time and not crowded:
+            one.target = min(self._largest, one.target + 2)
+        elif wait > self.LONG or call > self.SLOW * self._batch_time:
+            one.target = max(self._smallest, one.target // 2)
+
+    def target(self, partition: Hashable) -> int:
+        """How many to wait for."""
+        one = self._followed.get(partition)
+        return self._smallest if one is None else one.target
+
+    def waits(self, partition: Hashable) -> tuple[float, float] | None:
+        """Median and 95th percentile of the waits in the window, in seconds; None before a batch came back."""
+        one = self._followed.get(partition)
+        return (one.waits.percentile(50), one.waits.percentile(95)) if one is not None and len(one.waits) else None
+
+    def company(self, partition: Hashable) -> float:
+        """The share of arrivals that another one followed soon, 0 to 1."""
+        one = self._followed.get(partition)
+        return 0.0 if one is None else one.company
+
+    def _follow(self, partition: Hashable) -> _Followed:
+        one = self._followed.get(partition)
+        if one is None:
+            one = self._followed[partition] = _Followed(self._smallest, self._window)
+            if len(self._followed) > self.PARTITIONS:
+                self._followed.popitem(last=False)
+        else:
+            self._followed.move_to_end(partition)
+        return one
+
+
+class _Followed:
+    """What is known of a partition."""
+
+    __slots__ = ("calls", "company", "last", "target", "waits")
+
+    def __init__(self, target: int, window: int) -> None:
+        self.target = target
+        self.company = 0.0
+        self.last = -inf
+        self.waits, self.calls = _Window(window), _Window(window)
+
+
+class _Window:
+    """Values of the last `size` batches, kept sorted."""
+
+    __slots__ = ("_batches", "_ordered", "_size")
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._batches: deque[tuple[float, ...]] = deque()
+        self._ordered: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self._ordered)
+
+    def add(self, values: Sequence[float]) -> None:
+        if len(self._batches) == self._size:
+            for value in self._batches.popleft():
+                del self._ordered[bisect_left(self._ordered, value)]
+        self._batches.append(tuple(values))
+        for value in values:
+            insort(self._ordered, value)
+
+    def percentile(self, percent: int) -> float:
+        """The smallest value that so many per cent are not above."""
+        return self._ordered[-(-percent * len(self._ordered) // 100) - 1]

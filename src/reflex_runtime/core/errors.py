@@ -114,7 +114,7 @@ class Superseded(Dropped):
 
 
 class Displaced(Dropped):
-    """The queue was full, and a client with fewer requests waiting took its place."""
+    """The queue was full, and an urgent request, or one of a client with fewer waiting, took its place."""
 
     code, http_status, outcome = "queue_full", 503, "shed"
 

@@ -1,8 +1,8 @@
 """When a batch leaves, and how large it may be.
 
-A `FlushPolicy` is a frozen value, not behaviour: four numbers per tier and two ceilings express every documented rule.
-`due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is the only other
-thing that may postpone a batch.
+A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, what ends them, and two ceilings express every
+documented rule. `due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is
+the only other thing that may postpone a batch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class FlushPolicy:
         company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs
         in latency is at most hold_max; 0 sends at once.
     target: how many to wait for; never how many may go.
+    quiet: seconds without an arrival in the partition after which company is waited for no longer: a hold below the
+        target then ends once its hold_min is over. Not while a batch of the partition is in flight; 0 switches it off.
+    group_commit: while a batch of the partition is in flight, whoever waits is held up to hold_max, also at the target:
+        that batch's return decides anew, so company costs little then. A full batch goes all the same.
     live: seconds since it last asked or was answered for which a client counts as live. A batch that holds every live
         client has nobody to wait for and goes at once. 0 knows nobody: holds end by the clock alone.
     returns: longest hold, in seconds, for clients that were answered a moment ago and are expected back; counted from
@@ -45,6 +49,8 @@ class FlushPolicy:
     live: float = 0.0
     returns: float = 0.0
     shed: bool = False
+    quiet: float = 0.0
+    group_commit: bool = False
 
     def __post_init__(self) -> None:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
@@ -52,6 +58,7 @@ class FlushPolicy:
         _check("target", self.target, 1, 1_000_000)
         _check("live", self.live, 0.0, 3600.0)
         _check("returns", self.returns, 0.0, 60.0)
+        _check("quiet", self.quiet, 0.0, 3600.0)
         for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
             for value in tiers:
                 _check(name, value, 0.0, 3600.0)
@@ -84,13 +91,16 @@ class FlushPolicy:
         max_hold: float = 0.003,
         background_extra: float = 0.002,
     ) -> Self:
-        """Urgent at once; default after min_hold, up to max_hold below the target; background a little longer."""
+        """Urgent at once; default after min_hold, up to max_hold while more keep coming and fewer than the target wait
+        or while a batch is in flight; background a little longer."""
         longest = max_hold + background_extra
         return cls(
             max_batch_size=max_batch_size,
             hold_min=(0.0, min_hold, longest),
             hold_max=(0.0, max_hold, longest),
             target=target,
+            quiet=min_hold,
+            group_commit=True,
         )
 
     @classmethod
@@ -103,10 +113,20 @@ class FlushPolicy:
         """Whether any tier may be kept waiting by the clock alone."""
         return self.hold_max != _NONE or self.hold_min != _NONE
 
-    def due_at(self, heads: Sequence[float | None], waiting: int) -> float:
-        """Time at which what waits is due. heads: arrival of each tier's oldest waiting ticket, or None."""
-        hold = self.hold_min if waiting >= self.target else self.hold_max
-        return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
+    def due_at(
+        self, heads: Sequence[float | None], waiting: int, newest: float = inf, in_flight: bool = False
+    ) -> float:
+        """Time at which what waits is due.
+
+        heads: arrival of each tier's oldest waiting ticket, or None. newest: the partition's last arrival. in_flight:
+        whether a batch of the partition is.
+        """
+        if waiting >= self.target and not (in_flight and self.group_commit):
+            return _first(heads, self.hold_min)
+        due = _first(heads, self.hold_max)
+        if self.quiet > 0.0 and not in_flight:
+            due = min(due, max(_first(heads, self.hold_min), newest + self.quiet))
+        return due
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +160,11 @@ def cause_of(fill: Fill, budget: float) -> Cause:
     if fill.draining:
         return Cause.DRAIN
     return Cause.TIMEOUT if fill.held else Cause.IDLE
+
+
+def _first(heads: Sequence[float | None], hold: Tiers) -> float:
+    """When the first of these has been held so long."""
+    return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
 
 
 def _check(name: str, value: float, low: float, high: float, exclusive: bool = False) -> None:

@@ -54,7 +54,7 @@ class Former:
         controller = self.group.config.controller
         if controller is None or (head := self._head()) is None:
             return base
-        return controller.policy(base, lambda: self._affine(head), self.now)
+        return controller.policy(base, lambda: self._affine(head), self.now, self.partition.key)
 
     def _head(self) -> Ticket | None:
         return next((top[1] for tier in self.partition.tiers if (top := tier.oldest.first()) is not None), None)
@@ -255,12 +255,12 @@ class Former:
     def _places(self) -> int:
         """Newcomers that may enter."""
         places = self.policy.max_batch_size - len(self.partition.residents)
-        room = self.partition.room
+        room = self.group.room_in(self.partition)
         return max(0, places if room is None else min(places, room))
 
     def _closed(self) -> str:
         """What keeps the others out when as many entered as may."""
-        room = self.partition.room
+        room = self.group.room_in(self.partition)
         short = room is not None and room < self.policy.max_batch_size - len(self.partition.residents)
         return "room" if short else "places"
 
@@ -385,16 +385,17 @@ class Former:
         """The time up to which company is worth waiting for; in the past when it is not."""
         if not self.policy.holds and not self.group.returns.expected:
             return -inf
-        heads = self.partition.heads()
-        until = self.policy.due_at(heads, len(filled.grants))
+        partition = self.partition
+        heads = partition.heads()
+        until = self.policy.due_at(heads, len(filled.grants), partition.arrivals.last, partition.in_flight > 0)
         if self.policy.live > 0.0 and until > self.now:
             others = self.group.live.others_until({t.request.client for t in filled.grants})
             if others <= self.now:  # nobody is left to wait for: it leaves for that, and not for the time
-                self.partition.was_held = False
+                partition.was_held = False
             until = min(until, others)
         if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:
             until = max(until, self._expected_returns(filled, heads))
-        tightest = self.partition.deadlines.first()
+        tightest = partition.deadlines.first()
         if until > self.now and tightest is not None and filled.tally.seconds > 0.0:
             head = next(iter(filled.grants))
             next_one = filled.tally.seconds + self.group.cost.marginal(head, 1.0)

@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.live import Live
 from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
-from reflex_runtime.core.request import BACKGROUND, URGENT, Ticket
+from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
 from reflex_runtime.core.time_cost import TimeCost
@@ -35,6 +35,7 @@ class GroupConfig:
     latest_only: a newer request of a client replaces its waiting older ones.
     share_room: whether the full queue is shared too: a client then takes the newest place of whoever has most waiting,
         if that is at least two more than it has itself. Otherwise whoever asks most often has the room.
+    displace_background: whether an urgent request takes the place of the newest waiting background one in a full queue.
     promote_after: seconds after which background work counts as default; half its time limit when that is set.
     cost, resources, controller: made once per group.
     """
@@ -52,6 +53,7 @@ class GroupConfig:
     resources: Resources | None = None
     controller: Controller | None = None
     max_queued_units: float = inf
+    displace_background: bool = False
 
     def __post_init__(self) -> None:
         if not self.capacity >= 1:
@@ -95,22 +97,24 @@ class Group:
         self.queued_units = 0.0  # that those want
         self.unsettled = 0
         self.paused_until = -inf
+        self.room: int | None = None  # newcomers that may still enter, of all partitions; None when unlimited
         self.device_time = 0.0  # virtual: seconds over weight
         self.seconds_per_item = 0.0
         self.left: list[Ticket] = []  # residents gone since the last batch
         self.promoted = 0
 
-    def partition(self, key: Hashable) -> Partition:
+    def partition(self, key: Hashable, now: float) -> Partition:
         """The partition, made if it is new."""
         found = self.partitions.get(key)
         if found is None:
             if len(self.partitions) > IDLE_PARTITIONS + len(self.active):
-                self._evict()
+                self._evict(now)
             found = self.partitions[key] = Partition(key)
         return found
 
-    def _evict(self) -> None:
-        idle = (k for k, p in self.partitions.items() if not p.unsettled and p.room is None and p.paused_until == -inf)
+    def _evict(self, now: float) -> None:
+        kept = self.partitions.items()
+        idle = (k for k, p in kept if not p.unsettled and p.room is None and p.paused_until <= now)
         oldest = next(idle, None)
         if oldest is not None:
             del self.partitions[oldest]
@@ -120,7 +124,7 @@ class Group:
         request = ticket.request
         partition = self.active.get(request.partition)
         if partition is None:
-            partition = self.active[request.partition] = self.partition(request.partition)
+            partition = self.active[request.partition] = self.partition(request.partition, now)
         self.returns.arrived(request.client, now)
         self.live.seen(request.client, now)
         partition.unsettled[ticket] = None
@@ -152,15 +156,29 @@ class Group:
         until = partition.hold_until
         if partition.hold_epoch != epoch or until <= now or now + policy.hold_max[ticket.tier] < until:
             return False
-        if partition.waiting >= policy.max_batch_size or partition.room is not None or partition.residents:
+        if partition.waiting >= policy.max_batch_size or partition.residents or self.room_in(partition) is not None:
             return False
         if policy.live <= 0.0:
             return True
         members = {queue.client.key for tier in partition.tiers for queue in tier.queues()}
         return self.live.others_until(members) >= until
 
-    def to_displace(self, client: Hashable) -> Ticket | None:
-        """With the queue full: the newest ticket of the client with most waiting, if this one may take its place.
+    def to_displace(self, request: Request, now: float) -> Ticket | None:
+        """With the queue full: the waiting ticket that gives its place to this request, if any does."""
+        found = None
+        if self.config.displace_background and request.priority is URGENT:
+            self.promote(now)  # what counts as default by now is safe
+            found = self._newest_background()
+        if found is None and self.config.share_room:
+            found = self._newest_of_most(request.client)
+        return found
+
+    def _newest_background(self) -> Ticket | None:
+        queues = [queue for partition in self.active.values() for queue in partition.tiers[BACKGROUND].queues()]
+        return max((next(reversed(queue.tickets)) for queue in queues), key=lambda ticket: ticket.seq, default=None)
+
+    def _newest_of_most(self, client: Hashable) -> Ticket | None:
+        """The newest ticket of the client with most waiting, if this client may take its place.
 
         Looks at every client that waits; of several with as many, the one who came last gives way.
         """
@@ -175,6 +193,19 @@ class Group:
             return None
         longest = [queue for key, queues in waiting.items() if counts[key] == most for queue in queues]
         return max((next(reversed(queue.tickets)) for queue in longest), key=lambda ticket: ticket.seq)
+
+    def room_in(self, partition: Partition) -> int | None:
+        """Newcomers that may still enter the partition; None when unlimited."""
+        room, shared = partition.room, self.room
+        return room if shared is None else shared if room is None else min(room, shared)
+
+    def scheduled(self, partition: Partition, newcomers: int) -> None:
+        """A batch of the partition is in flight, with so many that entered."""
+        partition.in_flight += 1
+        if partition.room is not None:
+            partition.room -= newcomers
+        if self.room is not None:
+            self.room -= newcomers
 
     def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
         """A ticket settled; it has already stopped waiting."""

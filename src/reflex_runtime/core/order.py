@@ -341,6 +341,7 @@ class Partition:
         "deadlines",
         "hold_epoch",
         "hold_until",
+        "in_flight",
         "key",
         "paused_until",
         "promotions",
@@ -361,6 +362,7 @@ class Partition:
         self.promotions: LazyHeap[Ticket] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter; None when unlimited
+        self.in_flight = 0  # batches
         self.arrivals = Rate()
         self.usual_limit = 0.0  # slow mean of the time limits asked for, seconds; 0 when none was
         self.hold_until = -inf  # decided at input number `hold_epoch`; stands until the next input

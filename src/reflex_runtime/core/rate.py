@@ -6,30 +6,30 @@ from math import exp, inf, log
 
 
 class Rate:
-    """Arrivals per second, over a time constant in seconds."""
+    """Arrivals per second, over a time constant in seconds. last: when the last one came; 0.0 before the first."""
 
-    __slots__ = ("_count", "_last", "_since", "_tau")
+    __slots__ = ("_count", "_since", "_tau", "last")
 
     def __init__(self, tau: float = 0.5) -> None:
         self._tau = tau
-        self._count = self._last = 0.0
+        self._count = self.last = 0.0
         self._since: float | None = None
 
     def arrive(self, now: float) -> None:
         """One more."""
         if self._since is None:
-            self._since = self._last = now
-        self._count = self._count * exp((self._last - now) / self._tau) + 1.0
-        self._last = now
+            self._since = self.last = now
+        self._count = self._count * exp((self.last - now) / self._tau) + 1.0
+        self.last = now
 
     def falls_to(self, rate: float) -> float:
         """When it will have fallen to `rate` (> 0) if nothing more arrives; -inf when it never was above."""
         above = self._count / (self._tau * rate)
-        return -inf if above <= 0.0 else self._last + self._tau * log(above)
+        return -inf if above <= 0.0 else self.last + self._tau * log(above)
 
     def value(self, now: float) -> float:
         """The present rate."""
         if self._since is None:
             return 0.0
-        count = self._count * exp((self._last - now) / self._tau)
+        count = self._count * exp((self.last - now) / self._tau)
         return count / max(self._tau * (1.0 - exp((self._since - now) / self._tau)), 0.001)

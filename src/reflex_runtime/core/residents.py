@@ -75,6 +75,7 @@ class Step:
         self.base, self.entered = Filled({}, self._tally), Filled({}, self._tally)
         self.cached: dict[Ticket, float] = {}
         self.preempted: dict[Ticket, None] = {}
+        self._room = group.room_in(partition)
         self._todo = movable(partition)[::-1]  # who may still step, the first at the end
         self._present = [0, 0, 0]  # residents that do not run, by tier
         self._stage: str | None = None  # a batch has one
@@ -87,7 +88,7 @@ class Step:
         if self._partition.waiting:
             self._let_in()
         self._step_up_to(BACKGROUND)
-        filled, room = self.entered, self._partition.room
+        filled, room = self.entered, self._room
         filled.size_reached = self._free <= 0 or (room is not None and len(filled.grants) >= room)
         if self.preempted and not filled.short_of:
             filled.short_of = "memory" if self._memory_short else "places"
@@ -143,7 +144,7 @@ class Step:
 
     def _closed(self, over: bool, victims: Sequence[Ticket]) -> str:
         """What keeps out the next one and everybody after it; "" when nothing does."""
-        room, entered = self._partition.room, len(self.entered.grants)
+        room, entered = self._room, len(self.entered.grants)
         if self._memory_short and not over:  # nobody else enters in a step that threw somebody out
             return "memory"
         if (self._free <= 0 and not victims) or entered + len(self.base.grants) >= self._policy.max_batch_size:

@@ -111,9 +111,8 @@ class Scheduler:
             raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
         ticket = Ticket(request, self._tickets, now)
         replaced = self._replaced(group, request) if group.config.latest_only else []
-        displaced = None
-        if group.config.share_room and not replaced and group.queued >= group.config.capacity:
-            displaced = group.to_displace(request.client)
+        full = group.queued >= group.config.capacity and not replaced
+        displaced = group.to_displace(request, now) if full else None
         try:
             admit(group, ticket, self._closed, replaced, now, displaced)
         except Rejected as error:
@@ -123,7 +122,7 @@ class Scheduler:
         for old in replaced:
             self._drop(old, Superseded("a newer request of the same client replaced it"))
         if displaced is not None:
-            self._drop(displaced, Displaced("the queue is full, and a client with fewer requests took its place"))
+            self._drop(displaced, Displaced("the queue is full, and a request that comes before it took its place"))
         if group.unsettled == 0:
             self._lift(group)
         if self._yields and group.config.weight > 0.0:
@@ -162,15 +161,16 @@ class Scheduler:
         self._input(now)
         ticket.held = False
 
-    def set_room(self, group: str, partition: Hashable, n: int | None, now: float) -> None:
-        """At most n newcomers may enter the partition from now on; None lifts the limit."""
+    def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
+        """At most n newcomers may enter the group, or one of its partitions, from now on; None lifts that limit."""
         self._input(now)
-        self._groups[group].partition(partition).room = n
+        target = self._groups[group] if partition is None else self._groups[group].partition(partition, now)
+        target.room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         """The group, or one of its partitions, takes no turn before `until`. A time in the past ends a pause."""
         self._input(now)
-        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
+        target = self._groups[group] if partition is None else self._groups[group].partition(partition, now)
         target.paused_until = until if until > now else -inf
         self._events.append(SchedulerPaused(now, group, partition, until))
 
@@ -201,6 +201,7 @@ class Scheduler:
             resources.rollback(batch) if crashed else resources.commit(batch)
         self._events.append(BatchFinished(now, batch, elapsed, crashed))
         partition = group.active[batch.partition]
+        partition.in_flight -= 1
         self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -397,8 +398,7 @@ class Scheduler:
             expected += marginal
             ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
         group.dequeue(len(formed.newcomers), queued_units)
-        if partition.room is not None:
-            partition.room -= len(formed.newcomers)
+        group.scheduled(partition, len(formed.newcomers))
         partition.was_held = False
         batch = Batch(
             id=self._batches,

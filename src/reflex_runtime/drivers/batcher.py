@@ -7,7 +7,6 @@ while the device is busy; when it is free the device thread waits for itself. Th
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -15,18 +14,14 @@ from math import inf
 from types import TracebackType
 from typing import Any, Self
 
-from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Rejected
-from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.audience import Audience
+from reflex_runtime.drivers.audience import Sink as Sink
 from reflex_runtime.drivers.device import Clock, Device
 from reflex_runtime.processors.base import Processor
-
-log = logging.getLogger("reflex.batcher")
-
-Sink = Callable[[Event], None]
 
 
 class Batcher:
@@ -60,8 +55,7 @@ class Batcher:
             self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
             expendable=expendable, one_thread=one_thread,
         )  # fmt: skip
-        self._sinks: list[Sink] = list(sinks)
-        self._sinks_of: dict[type[Any], list[Sink]] = {}
+        self._audience = Audience(sinks)
         self._watchdog = watchdog
         self._soon = min(watchdog, Device.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
         self._clock = clock
@@ -106,8 +100,7 @@ class Batcher:
 
     def add_sink(self, sink: Sink) -> None:
         """One more sink, for the events from now on."""
-        self._sinks.append(sink)
-        self._sinks_of.clear()
+        self._audience.add(sink)
 
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
@@ -204,44 +197,11 @@ class Batcher:
     def _pump(self) -> None:
         """Call the sinks, resolve the futures, keep the timer right."""
         self._pump_due = False  # first: what comes from now on asks for another turn
-        for event in self.device.take_events():
-            kind = type(event)
-            sinks = self._sinks_of.get(kind)
-            if sinks is None:
-                sinks = self._listening(kind)
-            for sink in sinks:
-                try:
-                    sink(event)
-                except Exception:
-                    log.exception("a sink failed on %s", kind.__name__)
-            if isinstance(event, RequestSettled):
-                self._resolve(event.ticket)
+        self._audience.tell(self.device.take_events())
         if self._idle is not None and self.scheduler.idle:
             self._idle.set()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self._due())
-
-    def _listening(self, kind: type[Any]) -> list[Sink]:
-        found = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]
-        self._sinks_of[kind] = found
-        return found
-
-    @staticmethod
-    def _resolve(ticket: Ticket) -> None:
-        waiter, outcome = ticket.waiter, ticket.outcome
-        if isinstance(waiter, asyncio.Future):
-            if waiter.done():
-                return
-            if isinstance(outcome, Done):
-                waiter.set_result(outcome.value)
-            else:
-                waiter.set_exception(outcome.error)
-        elif waiter is not None:
-            ticket.waiter = None  # it may hold the ticket: this breaks the circle
-            try:
-                waiter(ticket)
-            except Exception:
-                log.exception("nobody answered request %s", ticket.id)
 
     # -- the timer -----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import TokenCost
-from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, TooLarge
+from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -32,6 +32,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.llm.blocks import BlockPool
+from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.sampler import sample
 from reflex_runtime.llm.sequence import Choice, RequestOutput, SamplingParams, Sequence
@@ -91,6 +92,12 @@ class LLMProcessor(BaseProcessor):
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
 
     @property
+    def limits(self) -> Limits:
+        """What a request is measured against. A tokenizer may know more tokens than the model, or fewer."""
+        runner, pool = self.runner, self.pool
+        return Limits(runner.vocab_size, runner.max_model_len, pool.num_blocks, pool.block_size)
+
+    @property
     def group(self) -> GroupConfig:
         """The group of its requests: tokens as units, blocks as memory, a batch whenever the device is free."""
         config = self.config
@@ -117,7 +124,7 @@ class LLMProcessor(BaseProcessor):
         Raises TooLarge when it could never run here, naming the limit; ConfigError for a prompt that is none.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check(ids, params)
+        self.limits.check(ids, params.max_tokens)
         sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids)
         return Request(
             sequence,
@@ -142,22 +149,6 @@ class LLMProcessor(BaseProcessor):
 
     def stop(self) -> None:
         self.runner.close()
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        vocab, longest = self.runner.vocab_size, self.runner.max_model_len  # a tokenizer may know more, or fewer
-        if not ids:
-            raise ConfigError("prompt: is empty; at least one token is needed")
-        if not (min(ids) >= 0 and max(ids) < vocab):
-            raise ConfigError(f"prompt: token ids must be in [0, {vocab - 1}], not {min(ids)} to {max(ids)}")
-        told = {"prompt_tokens": len(ids), "max_tokens": params.max_tokens}
-        if len(ids) + params.max_tokens > longest:
-            asked = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens}"
-            raise TooLarge(f"the model's context holds {longest} tokens, not {asked}", max_model_len=longest, **told)
-        blocks = self.pool.blocks_for(len(ids) + params.max_tokens - 1)
-        if blocks > self.pool.num_blocks:
-            size, there = self.pool.block_size, self.pool.num_blocks
-            asked = f"{len(ids)} prompt tokens and max_tokens={params.max_tokens} take {blocks}"
-            raise TooLarge(f"{asked} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told)
 
 
 def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:

@@ -46,8 +46,10 @@ class Act:
         limit = self.config.max_concurrent
         if limit and door.active > limit:
             raise TooManyRequests(
-                f"{door.active - 1} requests are being answered, at most {limit} may be", retry_after=1.0,
-                concurrent_requests=door.active - 1, max_concurrent=limit,
+                f"{door.active - 1} requests are being answered, at most {limit} may be",
+                retry_after=1.0,
+                concurrent_requests=door.active - 1,
+                max_concurrent=limit,
             )
         self.runtime.need_policy()
         too_large(exchange, self.config.max_body_bytes)

@@ -2,162 +2,172 @@
 
 The device thread runs steps and knows nothing of readers; a stream is where its tokens wait for one. What is read
 slowly is held at the scheduler, alone: its memory here is bounded and its neighbours go on. Everything in this module
-happens on the event loop, but for the tokenising of long texts.
+happens on the event loop. What a server asks of a model is `Generator`; here is the one that runs in its own process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
-from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
+from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.llm.engine import LLMProcessor
-from reflex_runtime.llm.sequence import TokenOutput
+from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.server.texts import Texts
 
 log = logging.getLogger("reflex.server")
 
-T = TypeVar("T")
-
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
-_CLOSED = "closed before all of it was read"
-LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
-MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
-class GenerationStream:
-    """One request's tokens: an async iterator of `TokenOutput`, the last of which has `finish` set.
+class Output(Protocol):
+    """One token of output, as `TokenOutput`, in which every name is explained."""
 
-    A request that ends otherwise raises its ReflexError here, after what it had said until then. Whoever stops reading
-    before the end calls `close`, else the request is held for ever.
+    @property
+    def token_id(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top(self) -> tuple[tuple[int, float], ...]: ...
+    @property
+    def finish(self) -> str | None: ...
+    @property
+    def held(self) -> int: ...
+
+
+class OutputStream(Protocol):
+    """One request's tokens, wherever they are made.
 
     prompt_tokens, cached_tokens: of the prompt, and those of them that the prefix cache had, known once it has begun.
     completion_tokens: so far. ended: whether no more will come; what came may still be unread.
     """
 
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def ended(self) -> bool: ...
+
+    def take(self) -> Seq[Output]:
+        """Everything that has come, without waiting. Raises the error of a stream that ended with one and is read."""
+
+    def close(self) -> None:
+        """Take the request back unless it has ended."""
+
+
+class Generator(Protocol):
+    """What generates tokens for the requests of one event loop: in this process, or in others."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def limits(self) -> Limits: ...
+
+    async def encode(self, texts: Seq[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+
+    def request(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: Priority,
+        client: Hashable,
+        time_limit: float | None,
+    ) -> Request:
+        """A request for `submit_alike`. time_limit: seconds until its first token. Raises TooLarge, ConfigError."""
+
+    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event) -> Seq[OutputStream]:
+        """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
+        they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
+
+
+class GenerationStream(Stream[TokenOutput]):
+    """A request's tokens in this process: see `OutputStream`. held: whether it makes no tokens until it is read, or
+    until the request it follows has begun."""
+
     __slots__ = (
-        "_bell",
-        "_error",
         "_followers",
-        "_held",
-        "_outputs",
         "_runtime",
         "_stalls",
         "_ticket",
         "cached_tokens",
         "completion_tokens",
-        "ended",
+        "held",
         "prompt_tokens",
-    )  # fmt: skip
+    )
 
-    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event, prompt_tokens: int) -> None:
-        self._runtime, self._bell = runtime, bell
-        self._outputs: deque[TokenOutput] = deque()
+    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, prompt_tokens: int) -> None:
+        super().__init__(bell)
+        self._runtime = runtime
         self._ticket: Ticket | None = None  # None before it is submitted, and once nobody cares for it any more
         self._followers: tuple[GenerationStream, ...] = ()
-        self._error: ReflexError | None = None
         self._stalls: asyncio.TimerHandle | None = None
-        self._held = self.ended = False
+        self.held = False
         self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
-
-    @property
-    def unread(self) -> int:
-        """Outputs that wait for the reader."""
-        return len(self._outputs)
-
-    @property
-    def held(self) -> bool:
-        """Whether it makes no tokens until it is read, or until the request it follows has begun."""
-        return self._held
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TokenOutput:
-        if not self._outputs and not await self._more():
-            raise StopAsyncIteration
-        output = self._outputs.popleft()
-        if self._held and len(self._outputs) <= self._runtime.unread // 2:
-            self._runtime.resume(self)
-        return output
-
-    async def read(self) -> list[TokenOutput]:
-        """Everything that has come, at least one output; empty at the end."""
-        return self.take() if self._outputs or await self._more() else []
-
-    def take(self) -> list[TokenOutput]:
-        """Everything that has come, without waiting. Raises the error of a stream that ended with one and is read."""
-        if not self._outputs and self._error is not None:
-            raise self._error
-        outputs = list(self._outputs)
-        if outputs:  # one that follows another is held without having said anything
-            self._outputs.clear()
-            if self._held:
-                self._runtime.resume(self)
-        return outputs
-
-    def close(self) -> None:
-        """Take the request back unless it has ended: its blocks are free at the next step at the latest. Who reads on
-        gets no half of an answer for a whole one, but `Cancelled`."""
-        ticket, self._ticket = self._ticket, None
-        if self._outputs and self._error is None:
-            self._error = Cancelled(_CLOSED)
-        self._outputs.clear()
-        if ticket is not None:
-            self._runtime.batcher.cancel(ticket)
-
-    async def _more(self) -> bool:
-        """Wait for an output; False at the end."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                return False
-            self._bell.clear()
-            await self._bell.wait()
-        return True
 
     # -- the runtime's -------------------------------------------------------------------------------------------------
 
-    def push(self, output: TokenOutput) -> None:
+    def said(self, output: TokenOutput) -> None:
         """A token came."""
-        if self._ticket is None:  # closed while it was being made
-            return
-        self.completion_tokens += 1
-        self._outputs.append(output)
-        self._bell.set()
-        if self._followers:
-            self._go_on()
-        if not self._held and len(self._outputs) >= self._runtime.unread and not self.ended:
-            self._runtime.hold(self)
+        if self._ticket is not None:  # not closed while it was being made
+            self.completion_tokens += 1
+            self.push([output])
 
     def settled(self, ticket: Ticket) -> None:
         """It has ended; called exactly once."""
-        assert not self.ended, ticket
-        self.ended = True
         self.cached_tokens = ticket.request.payload.cached_tokens or 0
-        outcome = ticket.outcome
-        if not isinstance(outcome, Done):
-            self._error = outcome.error
-        elif self._ticket is not None:
-            self.push(outcome.value)
-        else:  # closed when it was done and nobody had been told
-            self._error = Cancelled(_CLOSED)
-        self._ticket = None
+        outcome, wanted = ticket.outcome, self._ticket is not None
+        self._ticket = None  # first: nothing is held any more
+        if isinstance(outcome, Done) and wanted:
+            self.completion_tokens += 1
+            self.push([outcome.value])
         if self._stalls is not None:
             self._stalls.cancel()
         self._go_on()
-        self._bell.set()
+        self.end(None if isinstance(outcome, Done) else outcome.error)
+
+    def follow(self, others: Iterable[GenerationStream]) -> None:
+        """These wait until this one has said something, or has ended."""
+        self._followers += tuple(others)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _pushed(self, n: int) -> None:
+        if self._followers:
+            self._go_on()
+        if not self.held and self.unread >= self._runtime.unread and self._ticket is not None:
+            self._runtime.hold(self)
+
+    def _taken(self, n: int) -> None:
+        if self.held and self.unread <= self._runtime.unread // 2:
+            self._runtime.resume(self)
+
+    def _left(self) -> None:
+        """Its blocks are free at the next step at the latest."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._runtime.batcher.cancel(ticket)
 
     def _go_on(self) -> None:
         followers, self._followers = self._followers, ()
@@ -195,7 +205,7 @@ class GenerationRuntime:
         self.holds = 0
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._streams: dict[Ticket, GenerationStream] = {}
-        self._tokenising = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
+        self._texts = Texts(processor.tokenizer)
         self._hung: asyncio.TimerHandle | None = None
 
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
@@ -210,36 +220,48 @@ class GenerationRuntime:
         ended = await self.batcher.close(drain, timeout)
         if self._hung is not None:
             self._hung.cancel()
-        self._tokenising.shutdown(wait=False, cancel_futures=True)
+        self._texts.close()
         return ended and not self.batcher.device.busy
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own."""
+        return self.processor.tokenizer
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are measured against."""
+        return self.processor.limits
+
     async def encode(self, texts: Seq[str]) -> list[list[int]]:
         """The tokens of each prompt."""
-        encode = self.processor.tokenizer.encode
-        return await self._tokenised(sum(map(len, texts)), lambda texts: [encode(text) for text in texts], texts)
+        return await self._texts.encode(texts)
 
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in messages)
-        return await self._tokenised(length, self.processor.tokenizer.chat, messages)
+        return await self._texts.encode_chat(messages)
+
+    def request(
+        self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
+        client: Hashable = "", time_limit: float | None = None,
+    ) -> Request:  # fmt: skip
+        """A request for `submit`: see `LLMProcessor.request`."""
+        return self.processor.request(prompt, params, id=id, priority=priority, client=client, time_limit=time_limit)
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.
 
         bell: set whenever there is something to read, for who reads several streams.
         """
-        stream = GenerationStream(self, bell or asyncio.Event(), request.payload.num_prompt_tokens)
+        stream = GenerationStream(self, bell, request.payload.num_prompt_tokens)
         stream._ticket = ticket = self.batcher.submit(request, self._settled)
         self._streams[ticket] = stream
         return stream
 
     def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> list[GenerationStream]:
-        """Admit requests with the same prompt: all of them or none.
-
-        The others wait until the first has computed the prompt, and find it in the prefix cache.
-        """
+        """Admit requests with the same prompt: all of them or none. Raises `Rejected`."""
         streams: list[GenerationStream] = []
         try:
             for request in requests:
@@ -249,12 +271,15 @@ class GenerationRuntime:
             for stream in streams:
                 stream.close()
             raise
-        first, *others = streams
-        pool = self.processor.pool
-        if others and pool.prefix_caching and first.prompt_tokens > pool.block_size:
-            first._followers = tuple(others)
-            self._set_held(others)
+        self.follow(streams[0], streams[1:])
         return streams
+
+    def follow(self, first: GenerationStream, others: Seq[GenerationStream]) -> None:
+        """The others wait until the first has computed the prompt, and find it in the prefix cache."""
+        pool = self.processor.pool
+        if others and not first.ended and pool.prefix_caching and first.prompt_tokens > pool.block_size:
+            first.follow(others)
+            self._set_held(others)
 
     @property
     def waiting(self) -> int:
@@ -279,7 +304,7 @@ class GenerationRuntime:
         if isinstance(event, RequestProgressed):
             stream = self._streams.get(event.ticket)
             if stream is not None and event.value is not None:  # a chunk of a prompt says nothing
-                stream.push(event.value)
+                stream.said(event.value)
         elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
             loop, count = asyncio.get_running_loop(), self.batcher.device.hung
             self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
@@ -292,7 +317,7 @@ class GenerationRuntime:
 
     def resume(self, stream: GenerationStream) -> None:
         """It may go on."""
-        stream._held = False
+        stream.held = False
         if stream._stalls is not None:
             stream._stalls.cancel()
             stream._stalls = None
@@ -303,7 +328,7 @@ class GenerationRuntime:
     def _set_held(self, streams: Seq[GenerationStream]) -> None:
         tickets = [stream._ticket for stream in streams if stream._ticket is not None]
         for stream in streams:
-            stream._held = True
+            stream.held = True
 
         def hold(scheduler: Scheduler, now: float) -> None:
             for ticket in tickets:
@@ -327,15 +352,8 @@ class GenerationRuntime:
         if on_fatal is not None:
             on_fatal()
 
-    async def _tokenised(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
-        if length <= LONG_TEXT:
-            return function(argument)
-        return await asyncio.get_running_loop().run_in_executor(self._tokenising, function, argument)
 
-
-async def merged(
-    streams: Seq[GenerationStream], bell: asyncio.Event
-) -> AsyncIterator[tuple[int, list[TokenOutput]]]:
+async def merged(streams: Seq[OutputStream], bell: asyncio.Event) -> AsyncIterator[tuple[int, Seq[Output]]]:
     """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
 
     Raises the first error that one of them ends with.

@@ -22,7 +22,7 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError, TooLarg
 from reflex_runtime.core.request import Request
 from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, ClientError, MethodNotAllowed, NotFound, Unauthorized
 from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope
-from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
+from reflex_runtime.server.generation import Generator, OutputStream, merged
 from reflex_runtime.server.http import BROKEN
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.wire import openai as wire
@@ -36,9 +36,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 GONE = "reflex.gone"  # in the scope: the caller left before its request was looked at
-MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
+STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
 OPEN_PATHS = frozenset({"/health", "/metrics"})
-PATHS = OPEN_PATHS | {MODELS, COMPLETIONS, CHAT}
+PATHS = OPEN_PATHS | {STATUS, MODELS, COMPLETIONS, CHAT}
 MAX_ID_BYTES = 256
 _STREAM: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -56,7 +56,7 @@ class Exchange:
         own = self.headers.get(b"x-request-id", b"")
         self.id = number
         self.request_id = own.decode() if _plain(own) else number
-        self.streams: list[GenerationStream] = []
+        self.streams: list[OutputStream] = []
         self.left = self.received = self.begun = False
 
     def leave(self) -> None:
@@ -161,7 +161,9 @@ class OpenAIApp:
             body = self.model.health()
             await exchange.answer(200 if body["status"] == "ok" else 503, encode_json(body))
         elif path == "/metrics":
-            await exchange.answer(200, self.model.metrics(), metrics.CONTENT_TYPE.encode())
+            await exchange.answer(200, await self.model.metrics(), metrics.CONTENT_TYPE.encode())
+        elif path == STATUS:
+            await exchange.answer(200, encode_json(await self.model.status()))
         elif path == MODELS:
             await exchange.answer(200, encode_json({"object": "list", "data": [self.model.card()]}))
         else:
@@ -216,18 +218,18 @@ class OpenAIApp:
                     raise CallerLeft("the caller left before its request was queued")
                 for group in groups:  # nothing is awaited: all of them, or none
                     exchange.streams += runtime.submit_alike(group, bell)
-            token, logprobs = runtime.processor.tokenizer.token, asked.params.logprobs is not None
+            token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
             n = len(exchange.streams)
             answer = Answer(exchange.id, asked.model, chat, n, token, logprobs, asked.include_usage)
             await (_stream if asked.stream else _whole)(exchange, answer, asked, bell)
 
-    def _open(self) -> GenerationRuntime:
+    def _open(self) -> Generator:
         if self.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
-        return self.model.runtime
+        return self.model.generator
 
     @staticmethod
-    async def _tokens(runtime: GenerationRuntime, asked: wire.Asked) -> list[list[int]]:
+    async def _tokens(runtime: Generator, asked: wire.Asked) -> list[list[int]]:
         try:
             if asked.messages is not None:
                 return [await runtime.encode_chat(asked.messages)]
@@ -307,15 +309,11 @@ class OpenAIApp:
                 watcher.cancel()
 
 
-def _requests(
-    runtime: GenerationRuntime, asked: wire.Asked, number: int, ids: list[int], exchange: Exchange
-) -> list[Request]:
+def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int], exchange: Exchange) -> list[Request]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
-    processor = runtime.processor
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
-        room = min(processor.runner.max_model_len, processor.pool.num_blocks * processor.pool.block_size + 1)
-        params = replace(params, max_tokens=max(1, room - len(ids)))
+        params = replace(params, max_tokens=runtime.limits.room(len(ids)))
     peer = exchange.scope.get("client")
     client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
     found = []
@@ -324,7 +322,7 @@ def _requests(
         seeded = params if params.seed is None or not i else replace(params, seed=(params.seed + i) % (1 << 64))
         name = exchange.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
-            request = processor.request(
+            request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit
             )
         except TooLarge as error:
@@ -351,7 +349,7 @@ async def _stream(exchange: Exchange, answer: Answer, asked: wire.Asked, bell: a
     await exchange.body(answer.end(_usage(exchange.streams, asked.n)))
 
 
-def _usage(streams: list[GenerationStream], n: int) -> Usage:
+def _usage(streams: list[OutputStream], n: int) -> Usage:
     """A prompt counts once, whatever the number of its choices."""
     firsts = streams[::n]
     prompt, made = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in streams)

@@ -60,8 +60,8 @@ class Budget(Planner):
         super().__init__()
         self._slo = slo
 
-    def policy(self, base: FlushPolicy, affine: Affine, now: float) -> FlushPolicy:
-        planned = super().policy(base, affine, now)
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        planned = super().policy(base, affine, now, partition)
         factor = 1.0 if self._slo is None else self._slo.factor
         return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
@@ -317,7 +317,12 @@ class PolicyRuntime:
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
-                self.slots[SHADOW], batcher, self.workers, config.shadow_sample, self.metrics, self._compared,
+                self.slots[SHADOW],
+                batcher,
+                self.workers,
+                config.shadow_sample,
+                self.metrics,
+                self._compared,
                 lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
             )
             batcher.add_sink(self.shadow)

@@ -27,7 +27,7 @@ from reflex_runtime.server.serve import (
     read_what_arrived,
     until_set,
 )
-from reflex_runtime.server.served_model import Load, ServedModel
+from reflex_runtime.server.served_model import Open, ServedModel
 
 log = logging.getLogger("reflex.server")
 
@@ -54,7 +54,7 @@ class StreamingProtocol(HttpProtocol):
 def serve(
     config: LLMServeConfig,
     name: str,
-    load: Load,
+    open: Open,
     sock: socket.socket,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[ServedModel], None] | None = None,
@@ -62,7 +62,7 @@ def serve(
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
-    name, load: see `ServedModel`. on_listening: called on the loop once the port answers; on_ready: once the model is
+    name, open: see `ServedModel`. on_listening: called on the loop once the port answers; on_ready: once the model is
     warm or has failed.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
@@ -79,7 +79,7 @@ def serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        return await serving(config, name, load, sock, stop, on_listening, ready)
+        return await serving(config, name, open, sock, stop, on_listening, ready)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
@@ -88,7 +88,7 @@ def serve(
 async def serving(
     config: LLMServeConfig,
     name: str,
-    load: Load,
+    open: Open,
     sock: socket.socket,
     stop: asyncio.Event,
     on_listening: Callable[[], None] | None = None,
@@ -103,7 +103,7 @@ async def serving(
         log.error("the model is lost; answering what is left and leaving")
         stop.set()
 
-    model = ServedModel(config, name, load, give_up)
+    model = ServedModel(config, name, open, give_up)
     app = OpenAIApp(model)
     server = listening(app, StreamingProtocol)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
@@ -138,6 +138,7 @@ async def _started(model: ServedModel, stopping: asyncio.Task[bool]) -> None:
         starting.result()
     else:
         starting.cancel()
+        await asyncio.wait({starting})  # runtime processes that were being started are ended
 
 
 async def _drain(config: LLMServeConfig, model: ServedModel, app: OpenAIApp, server: uvicorn.Server) -> bool:

@@ -139,9 +139,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, controller: Control
     budget = config.max_batch_cost_ms / 1e3
     if slot == SHADOW:
         alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
-        return GroupConfig(
-            name=slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost
-        )
+        return GroupConfig(name=slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost)
     return GroupConfig(
         name=slot,
         flush=FlushPolicy.window(budget, config.batch_timeout_ms / 1e3, config.max_batch_size),

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
-from reflex_runtime.llm.sequence import TokenOutput
 from reflex_runtime.server.errors import Unauthorized
+from reflex_runtime.server.generation import Output
 from reflex_runtime.server.wire.openai import BadRequest, ModelNotFound
 
 DONE = b"data: [DONE]\n\n"
@@ -139,7 +139,7 @@ class Answer:
 
     # -- as it comes ---------------------------------------------------------------------------------------------------
 
-    def chunk(self, index: int, outputs: Seq[TokenOutput]) -> bytes:
+    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
         """The events of a choice's new outputs; none when nothing of them may be shown yet."""
         events = []
         if self._chat and not self._begun[index]:
@@ -159,7 +159,7 @@ class Answer:
         """The last events."""
         return (self._event(None, usage) if self._usage_last else b"") + DONE
 
-    def _parts(self, index: int, output: TokenOutput, logprobs: Any) -> list[bytes]:
+    def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
         if not self._chat:
             return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
         said = bool(output.text) or logprobs is not None
@@ -177,7 +177,7 @@ class Answer:
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, outputs: Seq[TokenOutput]) -> None:
+    def add(self, index: int, outputs: Seq[Output]) -> None:
         """Keep a choice's new outputs for `whole`."""
         for output in outputs:
             if self._logprobs:
@@ -204,7 +204,7 @@ class Answer:
     def _no_logprobs(self) -> TextLogprobs | ChatLogprobs:
         return ChatLogprobs() if self._chat else TextLogprobs()
 
-    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: TokenOutput, offset: int) -> None:
+    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
         text = self._token(output.token_id)
         own = 0.0 if output.logprob is None else output.logprob
         if isinstance(logprobs, ChatLogprobs):
@@ -251,8 +251,10 @@ def told(error: ReflexError) -> Told:
         code = "invalid_api_key"
     if isinstance(error, QueueFull):
         message = _queue_full(error)
-    kind = "server_error" if status >= 500 else {401: "authentication_error", 429: "rate_limit_error"}.get(
-        status, "invalid_request_error"
+    kind = (
+        "server_error"
+        if status >= 500
+        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     )
     return Told(status, kind, code, message, param)
 
@@ -268,6 +270,4 @@ def _queue_full(error: QueueFull) -> str:
 def error_body(error: ReflexError) -> bytes:
     """The body of an answer that is no success."""
     found = told(error)
-    return _encode(
-        {"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}}
-    )
+    return _encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})

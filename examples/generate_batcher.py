@@ -1,0 +1,31 @@
+"""Four prompts, one message to a runtime process, and their tokens as they come."""
+
+import asyncio
+import sys
+
+from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.ipc import GenerateBatcher, GenerateBatcherConfig, RuntimeClient, StreamRegistry, spawned
+
+
+async def main() -> None:
+    registry = StreamRegistry(limit=64)
+    command = [sys.executable, "-m", "reflex_runtime", "worker"]
+    client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)
+    batcher = GenerateBatcher(client, registry, GenerateBatcherConfig(max_hold_ms=2))
+    await client.start()
+    await client.request("load_model", {"model_id": "scribe", "path": str(model_directory("scribe"))})
+
+    async def ask(prompt: str) -> str:
+        handle = registry.register()
+        params = {"stream_id": handle.id, "model_id": "scribe", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+        await batcher.enqueue(params, priority="default", timeout_ms=2000)
+        return prompt + "".join([token.text async for token in handle])
+
+    for text in await asyncio.gather(*map(ask, ["Once there was", "A batch is", "The robot", "Two cameras"])):
+        print(text)
+    print(client.stats()["sent"], batcher.get_stats()["batches"])
+    await batcher.close()
+    await client.close()
+
+
+asyncio.run(main())

@@ -1,0 +1,83 @@
+"""`reflex worker`: a runtime process. `reflex serve MODEL_DIR --workers N` starts them; so may any program."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+from reflex_runtime.config import LLMServeConfig
+
+_EPILOG = """\
+It connects to whoever started it and speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message.
+`load_model` says which model. When the connection ends, so does the process. If REFLEX_WORKER_TOKEN is in the
+environment, runtime/info tells it back, so that who listens knows who came.
+
+examples:
+  reflex worker --connect stdio                      frames on standard input and output
+  reflex worker --connect unix:/run/app/worker.sock
+  reflex worker --connect tcp:127.0.0.1:7000
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb."""
+    parser = verbs.add_parser(
+        "worker",
+        help="a runtime process: runs language models for a server in another process",
+        description="Run language models for another process, over a connection.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--connect", required=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT (loopback), or stdio"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve the connection until it ends."""
+    from reflex_runtime.cli.serve_llm import load_model
+    from reflex_runtime.ipc.worker import serve
+    from reflex_runtime.server.serve import EXIT_FAILED, loop_factory
+    from reflex_runtime.server.worker_engine import loading
+
+    form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us decides, and says so
+    gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
+
+    def lost() -> None:
+        logging.error("the model is lost; the process ends")
+        _leave(EXIT_FAILED)
+
+    token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        status, clean = runner.run(serve(args.connect, loading(load_model, lost), token=token))
+        if not clean:
+            _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """A thread is stuck in a model: an interpreter that shuts down around it may crash."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def settings_of(config: LLMServeConfig, number: int) -> dict[str, Any]:
+    """What a runtime process is told of the settings: those of the model, its own trace, its part of the CPU."""
+    names = LLMServeConfig.__dataclass_fields__.keys() - {"workers", "host", "port", "api_key", "served_model_name"}
+    found = {name: getattr(config, name) for name in sorted(names)}
+    if config.trace:
+        stem, dot, suffix = config.trace.rpartition(".")
+        found["trace"] = f"{stem}.worker-{number}{dot}{suffix}" if dot else f"{config.trace}.worker-{number}"
+    if not config.threads and config.workers > 1:  # threads of two models on one core wait for each other
+        found["threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
+    return found

@@ -1,0 +1,195 @@
+"""The asyncio driver for work that is awaited, not run: calls to another process.
+
+Everything happens on the loop: no thread, no lock. What comes in one turn of the loop is decided on at the end of that
+turn, so that what came together leaves together. In between one timer waits for `wake_at`; nothing is polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from math import inf
+from typing import TypeVar
+
+from reflex_runtime.core.batch import Batch, Failed, Outcome
+from reflex_runtime.core.errors import CutShort, ProcessorError, ReflexError, Rejected, ResultCountMismatch
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.audience import Audience, Sink
+from reflex_runtime.drivers.device import Clock
+
+T = TypeVar("T")
+Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
+
+_TICK = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be now, again and again
+
+
+class Dispatcher:
+    """Batches requests of one event loop into calls that others answer.
+
+        dispatcher = Dispatcher(groups, send)
+        dispatcher.start()
+        value = await dispatcher.submit(Request(payload)).waiter
+
+    send: called on the loop with a batch, which it puts on its way before it returns; what it returns is awaited: one
+        outcome per ticket, in the order of the batch's grants. What it raises fails the whole batch: a `ReflexError` as
+        it is, anything else as a `ProcessorError`. Cancelled when the dispatcher closes before the answer.
+    sinks: see `Audience`. max_batches: calls out at a time.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[GroupConfig],
+        send: Send,
+        sinks: Iterable[Sink] = (),
+        max_batches: int = 64,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.scheduler = Scheduler(groups, max_batches)
+        self._send = send
+        self._audience = Audience(sinks)
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._shortest = 0.0
+        self._turn_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
+        self._out: dict[Batch, asyncio.Future[Sequence[Outcome]]] = {}
+        self._idle: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Bind to the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._shortest = _TICK if type(self._loop).__module__.startswith("uvloop") else 0.0
+
+    # -- inputs --------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
+        """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`.
+
+        settled: called with the settled ticket, in place of the future, for who needs no coroutine.
+        """
+        assert self._loop is not None, "Dispatcher.start was not called"
+        try:
+            ticket = self.scheduler.submit(request, self._clock())
+        except Rejected:
+            self._turn_soon()  # the sinks hear of it
+            raise
+        ticket.waiter = settled or self._loop.create_future()
+        self._turn_soon()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take a request back: at once while it waits; once its call is out its answer is awaited, and dropped."""
+        self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
+
+    def input(self, action: Callable[[Scheduler, float], T]) -> T:
+        """Any other input, such as a pause: action gets the scheduler and the time. It takes effect in this turn."""
+        result = action(self.scheduler, self._clock())
+        self._turn_soon()
+        return result
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
+        """Admit nothing more; with `drain` let what waits and what is out be answered within `timeout` seconds. Calls
+        that are still out then are cut short. Every ticket has settled when it returns."""
+        if self._loop is None:
+            return
+        self.input(lambda scheduler, now: scheduler.close(now, drain))
+        try:
+            if drain and timeout > 0 and not self.scheduler.idle:
+                self._idle = asyncio.Event()
+                try:
+                    async with asyncio.timeout(timeout):
+                        await self._idle.wait()
+                except TimeoutError:
+                    pass
+        finally:  # also when whoever closes is in a hurry: nobody may be left waiting
+            self.input(lambda scheduler, now: scheduler.close(now, drain=False))
+            for batch, call in list(self._out.items()):
+                if call.done():
+                    self._returned(batch, batch.scheduled_at, call)
+                else:
+                    self._complete(batch, CutShort("its call was still out when the time to shut down was over"))
+                    call.cancel()
+            self._turn()
+            self._wake_at(inf)
+
+    # -- turns ---------------------------------------------------------------------------------------------------------
+
+    def _turn_soon(self) -> None:
+        if not self._turn_due and self._loop is not None:
+            self._turn_due = True
+            self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Decide, send, tell."""
+        self._turn_due = False  # first: what comes from now on asks for another turn
+        scheduler, now = self.scheduler, self._clock()
+        while (batch := scheduler.next_batch(now)) is not None:
+            self._begin(batch)
+        self._audience.tell(scheduler.take_events())
+        if self._idle is not None and scheduler.idle:
+            self._idle.set()
+        if not self._turn_due:
+            self._wake_at(scheduler.wake_at())
+
+    def _wake_at(self, at: float) -> None:
+        """Let the next turn begin at that time, if nothing comes before."""
+        if self._timer is not None:
+            if at == self._timer_at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        self._timer_at = at
+        if at < inf:
+            assert self._loop is not None
+            self._timer = self._loop.call_later(max(self._shortest, at - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._turn()
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch) -> None:
+        began = self._clock()
+        assert self._loop is not None
+        call: asyncio.Future[Sequence[Outcome]]
+        try:
+            call = asyncio.ensure_future(self._send(batch))
+        except Exception as error:
+            call = self._loop.create_future()
+            call.set_exception(_known(error))
+        self._out[batch] = call
+        call.add_done_callback(partial(self._returned, batch, began))
+
+    def _returned(self, batch: Batch, began: float, call: asyncio.Future[Sequence[Outcome]]) -> None:
+        if call.cancelled():
+            self._complete(batch, ProcessorError("its call was cancelled"), began)
+        elif (error := call.exception()) is not None:
+            self._complete(batch, _known(error), began)
+        else:
+            self._complete(batch, call.result(), began)
+
+    def _complete(self, batch: Batch, result: Sequence[Outcome] | ReflexError, began: float | None = None) -> None:
+        """Settle a batch, the first time that something is known of it."""
+        if self._out.pop(batch, None) is None:
+            return  # it was cut short
+        now = self._clock()
+        if not isinstance(result, ReflexError) and len(result) != len(batch):
+            result = ResultCountMismatch(f"the call returned {len(result)} outcomes for {len(batch)} requests")
+        outcomes = [Failed(result)] * len(batch) if isinstance(result, ReflexError) else result
+        self.scheduler.complete(batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
+        self._turn_soon()
+
+
+def _known(error: BaseException) -> ReflexError:
+    """As callers get it."""
+    if isinstance(error, ReflexError):
+        return error.with_traceback(None)  # which would hold the batch, whose tickets hold the error: a circle
+    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

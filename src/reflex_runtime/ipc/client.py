@@ -1,0 +1,443 @@
+"""The front's end of one runtime process: starts it, speaks with it, notices when it is gone, and starts it again.
+
+Calls that wait when a process is lost fail at once and are not said again: the process may have done what they asked.
+Calls made while there is none fail with `WorkerUnavailable`, after which a retry is safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ProcessorHung, ReflexError, Rejected, WaitTimeout
+from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, Request, RpcError
+from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
+from reflex_runtime.ipc.peer import Answer, ConnectionLost, Peer
+from reflex_runtime.ipc.restarts import Pulse, Restarts
+from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
+
+log = logging.getLogger("reflex.ipc")
+
+State = Literal["starting", "ready", "restarting", "open", "stopped"]
+
+GRACE = 1.0  # seconds that a process has to end by itself once its connection did: its exit status says why
+SOON = 1.0  # seconds after which to ask again while a start is under way
+_DAY = 86400.0
+_COUNTED = frozenset({CHUNK, STATS, EVENT})  # what a runtime tells; other names come from outside and are many
+
+
+class WorkerUnavailable(Rejected):
+    """There is no runtime process to ask right now. retry_after: seconds until it is tried again."""
+
+    code = "worker_unavailable"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Limits of one runtime process, in seconds.
+
+    call_timeout_s: of a `request` that names none. start_timeout_s: from the start of the process until it is
+    prepared. heartbeat_s: between questions whether it is alive; 0: none. hung_after_s: that one may stay unanswered.
+    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: a process that lived so long starts the
+    back-off anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
+    every cooldown_s.
+    """
+
+    call_timeout_s: float = 30.0
+    start_timeout_s: float = 600.0
+    heartbeat_s: float = 5.0
+    hung_after_s: float = 20.0
+    backoff_s: float = 0.2
+    backoff_max_s: float = 10.0
+    steady_s: float = 30.0
+    most_failures: int = 5
+    cooldown_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if name == "most_failures":
+                right, what = number and isinstance(value, int) and 1 <= value <= 1000, "a whole number in [1, 1000]"
+            elif name in ("heartbeat_s", "steady_s"):
+                right, what = number and 0 <= value <= _DAY, f"in [0, {_DAY:g}] seconds"
+            else:
+                right, what = number and 0 < value <= _DAY, f"in (0, {_DAY:g}] seconds"
+            if not right:
+                raise ConfigError(f"ClientConfig.{name}={value!r}: must be {what}")
+        for low, high in (("heartbeat_s", "hung_after_s"), ("backoff_s", "backoff_max_s")):
+            if getattr(self, low) > getattr(self, high):
+                raise ConfigError(
+                    f"ClientConfig.{low}={getattr(self, low)!r}: must be at most {high}={getattr(self, high)!r}"
+                )
+
+
+_PREPARES: ContextVar[RuntimeClient | None] = ContextVar("prepares", default=None)
+
+
+class RuntimeClient:
+    """See the module; everything is called on one event loop. It is the `Handler` of its connection.
+
+        client = RuntimeClient(spawned(command), prepare=load, on_note=registry.note, on_lost=registry.lost)
+        await client.start()
+
+    prepare: makes a process that was just started ready, as by `load_model`; only calls made by it, or by tasks that
+    it makes, go out before it has returned, and they have the time that is left to the start. on_note: every
+    notification, and its codec. on_lost: called once for each process that had been ready, before anybody else is told
+    that it is gone; on_state: each change of `state`. What these raise is logged.
+
+    capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
+    process was lost or did not start, for people.
+    """
+
+    def __init__(
+        self,
+        open: Opener,
+        config: ClientConfig | None = None,
+        *,
+        name: str = "worker-0",
+        prepare: Callable[[RuntimeClient], Awaitable[None]] | None = None,
+        on_note: Callable[[Notification, Codec], None] | None = None,
+        on_lost: Callable[[ReflexError], None] | None = None,
+        on_state: Callable[[State], None] | None = None,
+    ) -> None:
+        self.config, self.name = config or ClientConfig(), name
+        self.on_note, self.on_lost, self.on_state = on_note, on_lost, on_state
+        self.state: State = "starting"
+        self.capabilities: frozenset[str] = frozenset()
+        self.info: Info | None = None
+        self.restarts = 0
+        self.last_error = ""
+        self._open, self._prepare = open, prepare
+        given = self.config
+        self._restarts = Restarts(
+            given.backoff_s,
+            given.backoff_max_s,
+            given.steady_s,
+            given.most_failures,
+            given.cooldown_s,
+            random.random,
+        )
+        self._link: Link | None = None  # also while it is made ready, and until it is reaped
+        self._since = math.nan  # when it became ready
+        self._next_start = math.nan
+        self._beat: asyncio.TimerHandle | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._first: asyncio.Future[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._sent: Counter[str] = Counter()  # over connections that are gone
+        self._frames = 0
+        self._received: Counter[str] = Counter()
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the process and return when it is ready. Raises why it did not become so, and has then left nothing
+        behind: StartFailed, ProtocolError, ConnectionLost, Closed, or what `prepare` raised."""
+        if self._life is not None or self._closing is not None:
+            raise ConfigError(f"{self.name}: a client is started once, and not after it was closed")
+        self._first = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(self._first), name=self.name)
+        try:
+            await asyncio.wait({self._life, self._first}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self.close(0)
+            raise
+        if self._first.done():
+            return
+        if self._life.cancelled():
+            raise Closed(f"{self.name} was closed before it was ready")
+        error = self._life.exception()
+        assert error is not None
+        raise error
+
+    async def close(self, timeout: float = 10.0) -> None:
+        """Let the process finish its streams and end within `timeout` seconds, and end it then. Whoever still waits
+        for it is told. Idempotent; a caller that is cancelled leaves the closing to itself."""
+        if self._closing is None:
+            served = self._link if self.ready else None
+            self._become("stopped")
+            self._closing = asyncio.create_task(self._close(served, timeout), name=f"{self.name}-closes")
+        await asyncio.shield(self._closing)
+
+    # -- saying --------------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+        """A call: a future of its answer, which raises what the runtime says, ConnectionLost, or WorkerUnavailable if
+        nothing was said. Cancelling it forgets the answer; the runtime goes on."""
+        if self._link is not None and (self.ready or _PREPARES.get() is self):
+            return self._link.peer.call(method, params)
+        refused: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        refused.set_exception(self.unavailable())
+        return refused
+
+    async def request(self, method: str, params: Any, kind: Any = None, timeout: float | None = None) -> Any:
+        """The result of a call as a `kind`, or as plain objects. timeout: seconds, 0 < timeout; None is that of the
+        configuration, and none of its own inside of `prepare`. Raises also WaitTimeout, and ProtocolError for a result
+        of another kind."""
+        limit = timeout
+        if limit is None and _PREPARES.get() is not self:
+            limit = self.config.call_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                answer = await self.call(method, params)
+        except TimeoutError:
+            raise WaitTimeout(f"{self.name} did not answer {method} within {limit:g} s") from None
+        return _reader(Any if kind is None else kind).read(answer.raw, answer.codec)
+
+    def notify(self, method: str, params: Any) -> None:
+        """Tell the runtime, also while it is closed and its streams go on; nothing happens when there is none."""
+        if self._link is not None and (not math.isnan(self._since) or _PREPARES.get() is self):
+            self._link.peer.notify(method, params)
+
+    # -- seeing --------------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may be sent."""
+        return self.state == "ready"
+
+    @property
+    def pid(self) -> int | None:
+        """The number of the process there is, if there is one."""
+        if self._link is None:
+            return None
+        if self._link.process is not None:
+            return self._link.process.pid
+        return None if self.info is None else self.info.pid
+
+    def unavailable(self) -> WorkerUnavailable:
+        """What to raise while it is not ready."""
+        why = f": {self.last_error}" if self.last_error else ""
+        return WorkerUnavailable(f"{self.name} is {_WORDS[self.state]}{why}", retry_after=self._retry_after())
+
+    def stats(self) -> dict[str, Any]:
+        """JSON-safe, counted over all processes. sent: messages by method. received: notifications by method.
+        frames: written. buffered: bytes that the process has not taken yet. up_s: since it became ready."""
+        sent, frames, buffered = Counter(self._sent), self._frames, 0
+        if self._link is not None:
+            sent += self._link.peer.calls + self._link.peer.notes
+            frames += self._link.peer.frames
+            buffered = self._link.peer.buffered if self.ready else 0
+        return {
+            "name": self.name,
+            "state": self.state,
+            "pid": self.pid,
+            "up_s": asyncio.get_running_loop().time() - self._since if self.ready else 0.0,
+            "restarts": self.restarts,
+            "failures": self._restarts.failures,
+            "last_error": self.last_error,
+            "sent": dict(sent),
+            "received": dict(self._received),
+            "frames": frames,
+            "buffered": buffered,
+        }
+
+    # -- of the connection ---------------------------------------------------------------------------------------------
+
+    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+        """A runtime has nothing to ask."""
+        peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
+
+    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+        """A notification came."""
+        self._received[note.method if note.method in _COUNTED else "other"] += 1
+        if self.on_note is not None:
+            self.on_note(note, codec)
+
+    def lost(self, peer: Peer, error: Exception | None) -> None:
+        """The connection is over."""
+        if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
+            return  # it was never ready, and who makes it so has noticed
+        lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
+        if self._beat is not None:
+            self._beat.cancel()
+        if self.state == "stopped":
+            self._tell(self.on_lost, CutShort(f"{self.name} was shut down"))
+            return
+        self._restarts.lived(lived)
+        self.last_error = "its connection ended" if error is None else str(error)
+        log.warning("%s was lost: %s", self.name, self.last_error)
+        self._become("restarting")
+        self._tell(self.on_lost, ConnectionLost(f"{self.name} was lost: {self.last_error}"))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    async def _live(self, first: asyncio.Future[None]) -> None:
+        """Process after process until it is closed; the first has to become ready."""
+        try:
+            while True:
+                try:
+                    link = await self._ready_link()
+                except Exception as error:
+                    self.last_error = str(error) or type(error).__name__
+                    if not first.done():
+                        raise
+                    log.warning("%s could not be started again: %s", self.name, self.last_error)
+                    self._restarts.failed()
+                else:
+                    if not first.done():
+                        first.set_result(None)
+                    hung = await self._until_lost(link)
+                    if self.state == "stopped":
+                        return  # who closes has the link
+                    await self._drop(link, 0.0 if hung else GRACE)
+                    if link.process is not None:
+                        self.last_error += f"; its process {link.process.ending}"
+                await self._rest()
+        finally:
+            self._become("stopped")
+            if self._link is not None and self._closing is None:  # the loop ends, and nobody has closed it
+                await self._drop(self._link)
+
+    async def _ready_link(self) -> Link:
+        """Start a process, hear what it is, and prepare it. Leaves nothing behind when that fails."""
+        limit = asyncio.timeout(self.config.start_timeout_s)
+        try:
+            async with limit:
+                link = self._link = await self._open(self)
+                await self._greet(link.peer)
+                if self._prepare is not None:
+                    mark = _PREPARES.set(self)
+                    try:
+                        await self._prepare(self)
+                    finally:
+                        _PREPARES.reset(mark)
+            if link.peer.ended.done():
+                raise ConnectionLost(f"{self.name} was lost before it was ready")
+        except BaseException as error:
+            if self._link is not None:
+                await self._drop(self._link)
+            if isinstance(error, TimeoutError) and limit.expired():
+                within = f"{self.config.start_timeout_s:g} s (start_timeout_s)"
+                raise StartFailed(f"{self.name} was not ready within {within}") from None
+            raise
+        return link
+
+    async def _greet(self, peer: Peer) -> None:
+        answer = await peer.call(INFO, {})
+        info: Info = _reader(Info).read(answer.raw, answer.codec)
+        if info.protocol != PROTOCOL:
+            raise ProtocolError(f"{self.name} speaks protocol {info.protocol}, and this end protocol {PROTOCOL}")
+        self.info, self.capabilities = info, frozenset(info.capabilities)
+        if Codec.MSGPACK.label in info.codecs:
+            peer.codec = Codec.MSGPACK
+
+    async def _until_lost(self, link: Link) -> bool:
+        """Ready until the connection is over. Returns whether it was ended here because the process hangs."""
+        self._since = asyncio.get_running_loop().time()
+        log.info("%s is ready, process %s", self.name, self.pid)
+        self._become("ready")
+        pulse = Pulse(self.config.heartbeat_s, self.config.hung_after_s)
+        if self.config.heartbeat_s > 0:
+            self._ask(link.peer, pulse)
+        await asyncio.wait({link.peer.ended})
+        return pulse.over
+
+    def _ask(self, peer: Peer, pulse: Pulse) -> None:
+        """Ask whether it is alive."""
+        answer = peer.call(INFO, {})
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is looked at by the tick
+        self._await_tick(peer, pulse, answer)
+
+    def _await_tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[Answer]) -> None:
+        loop = asyncio.get_running_loop()
+        self._beat = loop.call_later(pulse.next(loop.time()), self._tick, peer, pulse, answer)
+
+    def _tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[Answer]) -> None:
+        if not pulse.tick(answer.done(), asyncio.get_running_loop().time()):
+            peer.abort(ProcessorHung(f"nothing was answered for {self.config.hung_after_s:g} s"))
+        elif not answer.done():
+            self._await_tick(peer, pulse, answer)
+        else:
+            if answer.exception() is None:
+                with contextlib.suppress(ProtocolError):  # it is alive, whatever it says
+                    self.info = _reader(Info).read(answer.result().raw, answer.result().codec)
+            self._ask(peer, pulse)
+
+    async def _rest(self) -> None:
+        """Until the next start."""
+        wait = self._restarts.wait()
+        self._become("open" if self._restarts.open else "restarting")
+        self._next_start = asyncio.get_running_loop().time() + wait
+        await asyncio.sleep(wait)
+        self._next_start = math.nan
+        self._become("restarting")
+        self.restarts += 1
+
+    async def _close(self, served: Link | None, timeout: float) -> None:
+        try:
+            if served is not None and timeout > 0:
+                await self._shut_down(served, timeout)
+        finally:
+            if self._life is not None:
+                self._life.cancel()
+                await asyncio.wait({self._life})
+                if not self._life.cancelled():
+                    self._life.exception()  # whoever started it was told, if he still waited
+            if self._link is not None:
+                await self._drop(self._link)
+
+    async def _shut_down(self, link: Link, timeout: float) -> None:
+        """Most of the time is for streams that finish, a little for ending by itself, a little for being told to."""
+        said = link.peer.call(SHUTDOWN, Shutdown(drain=True, timeout_s=0.8 * timeout))
+        said.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if link.process is None:
+            await asyncio.wait({link.peer.ended}, timeout=0.9 * timeout)
+            return
+        await asyncio.wait({link.process.ended}, timeout=0.9 * timeout)
+        if not link.process.ended.done():
+            log.warning("%s did not end by itself within %g s", self.name, 0.9 * timeout)
+            link.process.terminate()
+            await asyncio.wait({link.process.ended}, timeout=0.1 * timeout)
+
+    async def _drop(self, link: Link, grace: float = 0.0) -> None:
+        """The end of a link, and of its counters."""
+        await link.kill(grace)
+        if link is self._link:
+            self._link = None
+            self._sent += link.peer.calls + link.peer.notes
+            self._frames += link.peer.frames
+
+    def _retry_after(self) -> float | None:
+        if self.state == "stopped":
+            return None
+        if math.isnan(self._next_start):
+            return SOON
+        return max(0.0, self._next_start - asyncio.get_running_loop().time())
+
+    def _become(self, state: State) -> None:
+        if state != self.state and self.state != "stopped":  # the end is the end
+            self.state = state
+            self._tell(self.on_state, state)
+
+    def _tell(self, listener: Callable[[Any], None] | None, what: Any) -> None:
+        if listener is None:
+            return
+        try:
+            listener(what)
+        except Exception:
+            log.exception("%s: a listener failed", self.name)
+
+
+_WORDS: dict[State, str] = {
+    "starting": "starting",
+    "ready": "ready",
+    "restarting": "being started again",
+    "open": "not started again for a while, because it ended too often",
+    "stopped": "shut down",
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _reader(kind: Any) -> Reader:
+    return Reader(kind)

@@ -1,0 +1,169 @@
+"""What a batch of requests says to the runtime, and what the runtime's answer says of each of them.
+
+Nothing is said twice once it was written: a runtime that has read a request may be computing it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
+from reflex_runtime.core.errors import ProcessorHung, ReflexError
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
+from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
+from reflex_runtime.ipc.peer import Answer, ConnectionLost
+from reflex_runtime.ipc.registry import StreamHandle
+
+_RESULT, _STARTED = Reader(BatchResult), Reader(Started)
+_UNSAID = RpcError(INTERNAL_ERROR, "the runtime did not start it, and did not say why")
+
+
+class Client(Protocol):
+    """The connection to a runtime process; `RuntimeClient` is one."""
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    @property
+    def ready(self) -> bool: ...
+
+    def call(self, method: str, params: Any) -> asyncio.Future[Answer]: ...
+
+    def notify(self, method: str, params: Any) -> None: ...
+
+    def unavailable(self) -> ReflexError: ...
+
+
+class Call:
+    """One request from `enqueue` to the answer of its message.
+
+    params: until it has settled. answer: for the caller; None once it is settled or has left. out: whether it was put
+    into a message. refused: whether the runtime said that it did not start. timer: goes off when it is out and its time
+    is over.
+    """
+
+    __slots__ = ("answer", "handle", "out", "params", "priority", "refused", "ticket", "timer")
+
+    def __init__(self, params: GenerateParams, handle: StreamHandle, answer: asyncio.Future[dict[str, Any]]) -> None:
+        self.params, self.handle = params, handle
+        self.priority: str = params.priority
+        self.answer: asyncio.Future[dict[str, Any]] | None = answer
+        self.ticket: Ticket | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        self.out = self.refused = False
+
+
+class Message:
+    """A batch that is out. params: its requests, as the runtime is told. alone: whether each goes by itself. sent: what
+    is to be answered. waits: seconds that they waited until they were written, at `at`."""
+
+    __slots__ = ("alone", "at", "batch", "calls", "params", "sent", "waits")
+
+    def __init__(self, batch: Batch, params: list[GenerateParams], alone: bool) -> None:
+        self.batch, self.params, self.alone = batch, params, alone
+        self.sent: list[asyncio.Future[Answer]] = []
+        self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
+        self.at = 0.0
+        self.waits: list[float] = []
+
+    def written(self, now: float) -> None:
+        """It left."""
+        self.at, self.waits = now, [now - ticket.arrived for ticket in self.batch.grants]
+
+    def forget(self, _: object = None) -> None:
+        """Nobody waits for its answers any more."""
+        for call in self.sent:
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # it has been looked at
+        self.sent = []  # their errors have this message in their tracebacks: this breaks the circle
+
+
+class Exchange:
+    """Messages to one runtime and their answers. limit: seconds for an answer.
+
+    fell_back: told of every message of which each request goes by itself although they were to share one, and why.
+    errors: messages that failed as a whole, and requests by themselves that never got an answer.
+    """
+
+    def __init__(self, client: Client, limit: float, fell_back: Callable[[Message, str], None]) -> None:
+        self._client, self._limit, self._fell_back = client, limit, fell_back
+        self.errors = 0
+
+    def write(self, message: Message) -> None:
+        """Say it."""
+        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # another runtime than they came for
+            self._fell_back(message, "capability")
+            message.alone = True
+        if message.alone:
+            message.sent = [self._client.call(GENERATE, params) for params in message.params]
+        else:
+            message.sent = [self._client.call(BATCH_GENERATE, {"requests": message.params})]
+
+    async def read(self, message: Message) -> list[Outcome]:
+        """What became of each of its requests. Raises what befell it as a whole: then nobody knows of any of them."""
+        try:
+            async with asyncio.timeout(self._limit):
+                return await (self._each(message) if message.alone else self._all(message))
+        except TimeoutError:
+            self.errors += 1
+            raise ProcessorHung(f"the runtime did not answer within {1000.0 * self._limit:g} ms") from None
+        except ConnectionLost as lost:
+            self.errors += 1
+            raise self._unheard(lost) from None
+        except ReflexError:
+            self.errors += 1
+            raise
+
+    async def _all(self, message: Message) -> list[Outcome]:
+        try:
+            answer = await message.sent[0]
+        except OversizeFrame:  # nothing was written; together they are too large, each of them may not be
+            if len(message.calls) == 1:
+                raise
+            self._fell_back(message, "oversize")
+            message.alone = True
+            self.write(message)
+            return await self._each(message)
+        results = _RESULT.read(answer.raw, answer.codec).results
+        if len(results) != len(message.calls):
+            raise ProtocolError(f"the runtime answered {len(results)} requests of {len(message.calls)}", INTERNAL_ERROR)
+        return [
+            _outcome(call, item.result if item.success else item.error or _UNSAID)
+            for call, item in zip(message.calls, results, strict=True)
+        ]
+
+    async def _each(self, message: Message) -> list[Outcome]:
+        answers = await asyncio.gather(*message.sent, return_exceptions=True)
+        return [self._one(call, answer) for call, answer in zip(message.calls, answers, strict=True)]
+
+    def _one(self, call: Call, answer: Answer | BaseException) -> Outcome:
+        """What became of a request that went by itself."""
+        if isinstance(answer, ConnectionLost):
+            self.errors += 1
+            return Failed(self._unheard(answer))
+        if isinstance(answer, BaseException):
+            call.refused = True
+            return Failed(answer)
+        try:
+            return _outcome(call, _STARTED.read(answer.raw, answer.codec))
+        except ProtocolError as error:
+            return Failed(copy.copy(error))
+
+    def _unheard(self, lost: ConnectionLost) -> ReflexError:
+        """What its callers are told: what was not written may be asked again."""
+        return lost if lost.written else self._client.unavailable()
+
+
+def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:
+    """What the runtime said of one request."""
+    if isinstance(said, RpcError):
+        call.refused = True
+        return Failed(raised(said))
+    if said is None or said.stream_id != call.handle.id:
+        other = "nothing" if said is None else f"stream {said.stream_id!r:.220}"
+        return Failed(ProtocolError(f"the answer to stream {call.handle.id!r} tells of {other}"))
+    return Done({"stream_id": said.stream_id, "prompt_tokens": said.prompt_tokens})

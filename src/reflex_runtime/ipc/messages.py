@@ -1,0 +1,185 @@
+"""The messages of a runtime process, as values: what each method is told and answers, and what streams say.
+
+The page `docs/workers.md` shows every one of them. Fields that a newer end adds are ignored by an older one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from reflex_runtime.ipc.frames import RpcError
+
+INFO, STATE, METRICS = "runtime/info", "runtime/state", "runtime/metrics"
+LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
+GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "cancel", "shutdown"
+CHECK_DRAFT = "check_draft"
+CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
+
+PROTOCOL = 1  # told in runtime/info; another number is another protocol
+
+Priority = Literal["urgent", "default", "background"]
+EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
+TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
+
+WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its request says otherwise
+
+
+class Info(msgspec.Struct):
+    """The answer of `runtime/info`. codecs: that it reads. capabilities: methods and features beyond the plain ones,
+    such as `batch_generate`. models: loaded, by id, as `load_model` answered. token: as the process was given it."""
+
+    name: str
+    version: str
+    protocol: int
+    pid: int
+    codecs: list[str]
+    capabilities: list[str]
+    models: dict[str, dict[str, Any]] = {}
+    token: str = ""
+
+
+class LoadModel(msgspec.Struct):
+    """Params of `load_model`. path: of its directory. options: settings of `reflex serve MODEL_DIR`, by name."""
+
+    model_id: str
+    path: str = ""
+    options: dict[str, Any] = {}
+
+
+class UnloadModel(msgspec.Struct):
+    """Params of `unload_model`. Streams of the model end with `error`."""
+
+    model_id: str
+
+
+class Tokenize(msgspec.Struct):
+    """Params of `tokenize`: a text, or a conversation in the model's own form. Answer: {"token_ids": [...]}."""
+
+    model_id: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+
+
+class GenerateParams(msgspec.Struct, omit_defaults=True):
+    """Params of `generate`, and one of those of `batch_generate`.
+
+    stream_id: unique among the streams that have not ended. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
+    max_tokens … logprobs: as `SamplingParams`. timeout_ms: until the first token. follows: a stream with the same
+    prompt; this one waits until that has computed it. credits: tokens that may be sent before `stream.credit` grants
+    more. draft_model, guidance: refused unless the capability is there.
+    """
+
+    stream_id: str
+    model_id: str = ""
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    priority: Priority = "default"
+    client: str = ""
+    request_id: str = ""
+    timeout_ms: float | None = None
+    follows: str | None = None
+    credits: int = WINDOW
+    draft_model: str | None = None
+    guidance: dict[str, Any] | None = None
+
+
+class BatchGenerate(msgspec.Struct):
+    """Params of `batch_generate`. Each item is read by itself, so that one that is wrong fails alone."""
+
+    requests: list[msgspec.Raw]
+
+
+class Started(msgspec.Struct):
+    """The result of `generate`: the stream has begun, and its notifications follow."""
+
+    stream_id: str
+    prompt_tokens: int
+
+
+class Item(msgspec.Struct):
+    """What became of one request of a batch, in its place."""
+
+    success: bool
+    result: Started | None = None
+    error: RpcError | None = None
+
+
+class BatchResult(msgspec.Struct):
+    """The result of `batch_generate`. groups: requests by model and draft model. duration_ms: that it took."""
+
+    results: list[Item]
+    size: int = 0
+    groups: dict[str, int] = {}
+    duration_ms: float = 0.0
+
+
+class StreamId(msgspec.Struct):
+    """Params of `cancel`. Answer to the call: {"cancelled": whether there was such a stream}."""
+
+    stream_id: str
+
+
+class Shutdown(msgspec.Struct):
+    """Params of `shutdown`. drain: let streams finish, within so many seconds."""
+
+    drain: bool = True
+    timeout_s: float = 10.0
+
+
+class Token(msgspec.Struct, omit_defaults=True):
+    """One token of output. text: that may be shown with it. top: the likeliest (id, logprob), where they were asked
+    for. held: characters of earlier tokens that were not shown when those came. finish: why it is the last."""
+
+    text: str
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    held: int = 0
+    finish: str | None = msgspec.field(default=None, name="finish_reason")
+
+
+class Chunk(msgspec.Struct):
+    """`stream.chunk`: new tokens of a stream."""
+
+    stream_id: str
+    tokens: list[Token]
+    is_final: bool
+
+
+class StreamStats(msgspec.Struct):
+    """`stream.stats`, once, before the terminal event. ttft_ms: None when there was no token."""
+
+    stream_id: str
+    prompt_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    duration_ms: float
+    cached_tokens: int = 0
+
+
+class StreamEvent(msgspec.Struct, omit_defaults=True):
+    """`stream.event`. Exactly one of a stream is terminal (completed, cancelled, error), and nothing follows it.
+    backpressure, slowConsumer: its producer is held, or is about to be given up, for a reader that takes nothing."""
+
+    stream_id: str
+    event: EventName
+    error: RpcError | None = None
+
+
+class Credit(msgspec.Struct):
+    """`stream.credit`, from the front: so many more tokens of the stream may be sent."""
+
+    stream_id: str
+    tokens: int

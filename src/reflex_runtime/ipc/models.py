@@ -1,0 +1,126 @@
+"""The models of a runtime process: loaded, asked for by their ids, unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from reflex_runtime.core.errors import Closed, ConfigError, Drained
+from reflex_runtime.ipc.engine import Engine, Load
+from reflex_runtime.ipc.messages import LoadModel
+from reflex_runtime.ipc.outlet import LONGEST_ID, Outlets
+
+log = logging.getLogger("reflex.ipc")
+
+MOST_MODELS = 64
+
+
+@dataclass(slots=True)
+class Model:
+    """closing: it takes nothing more; the answer of its engine's `close`."""
+
+    id: str
+    engine: Engine
+    closing: asyncio.Future[bool] | None = None
+
+    def close(self, drain: bool, timeout: float) -> asyncio.Future[bool]:
+        """Close the engine; once."""
+        if self.closing is None:
+            self.closing = asyncio.ensure_future(self.engine.close(drain, timeout))
+        return self.closing
+
+
+class Models:
+    """Those that are loaded, in that order. What is asked is decided at once; what takes time is a coroutine.
+
+    loading: ids of those on their way. shut: the process takes nothing more. grace: seconds that an engine may take to
+    close beyond the time it was given.
+    """
+
+    def __init__(self, load: Load, outlets: Outlets, grace: float) -> None:
+        self.loading: set[str] = set()
+        self.shut = False
+        self._load, self._outlets, self._grace = load, outlets, grace
+        self._models: dict[str, Model] = {}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def get(self, id: str) -> Model:
+        """The one of that id; without one, the only one. Raises ConfigError, Closed."""
+        self._check_open()
+        model = next(iter(self)) if not id and len(self._models) == 1 else self._models.get(id)
+        if model is None:
+            raise ConfigError(f"model_id={id[:LONGEST_ID]!r}: must be one of {sorted(self._models)}, which are loaded")
+        if model.closing is not None:
+            raise Closed(f"model {model.id!r} is being unloaded")
+        return model
+
+    def load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
+        """Load a model; what its engine says of itself. Raises ConfigError, Closed; then whatever loading it raises."""
+        id = asked.model_id
+        if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
+            raise ConfigError(f"load_model: model_id={id[:50]!r}: must be 1 to {LONGEST_ID} printable characters")
+        if id in self._models or id in self.loading:
+            raise ConfigError(f"load_model: model_id={id!r}: it is loaded")
+        if len(self._models) + len(self.loading) >= MOST_MODELS:
+            raise ConfigError(f"load_model: model_id={id!r}: {MOST_MODELS} models are loaded, and no more can be")
+        self._check_open()
+        self.loading.add(id)
+        return self._loaded(asked)
+
+    def unload(self, id: str) -> Coroutine[Any, Any, dict[str, bool]]:
+        """Close a model; its streams end with an error. clean: whether nothing of it is at work any more."""
+        model = self.get(id)
+        model.close(False, self._grace)
+        return self._unloaded(model)
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Close them all. Whether nothing is at work any more."""
+        clean = await asyncio.gather(*(self._closed(model, drain, timeout) for model in self))
+        self._models.clear()
+        return all(clean)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self.shut:
+            raise Closed("the runtime process shuts down")
+
+    async def _loaded(self, asked: LoadModel) -> dict[str, Any]:
+        id = asked.model_id
+        try:
+            engine = await self._load(asked)
+        except Exception:
+            self.loading.discard(id)
+            raise
+        self.loading.discard(id)  # not of one that was cut short: it may still be at work in a thread
+        model = Model(id, engine)
+        if self.shut:
+            await self._closed(model, False, self._grace)
+            self._check_open()
+        self._models[id] = model
+        return engine.info()
+
+    async def _unloaded(self, model: Model) -> dict[str, bool]:
+        clean = await self._closed(model, False, self._grace)
+        self._models.pop(model.id, None)
+        return {"clean": clean}
+
+    async def _closed(self, model: Model, drain: bool, timeout: float) -> bool:
+        """Close an engine; its streams end. False when it does not come back."""
+        closing = model.close(drain, timeout)
+        await asyncio.wait([closing], timeout=timeout + self._grace)
+        clean = False
+        if not closing.done():
+            log.error("model %r does not come back", model.id)
+        elif (error := closing.exception()) is not None:
+            log.error("model %r could not be closed", model.id, exc_info=error)
+        else:
+            clean = closing.result()
+        if not drain:
+            self._outlets.end(Drained(f"model {model.id!r} was unloaded"), model.id)
+        return clean

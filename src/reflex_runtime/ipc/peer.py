@@ -1,0 +1,283 @@
+"""One end of a connection: calls, answers and notifications, in both directions, on one event loop.
+
+What is said in one turn of the loop leaves in one frame: a step's tokens of all streams are one write and one read.
+Nothing waits here; who calls may, with a time limit of his own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.ipc.frames import (
+    INTERNAL_ERROR,
+    MAX_FRAME,
+    MAX_MESSAGES,
+    Codec,
+    Decoder,
+    ErrorResponse,
+    Message,
+    Notification,
+    ProtocolError,
+    Request,
+    Response,
+    RpcError,
+    encode,
+    error_of,
+    raised,
+)
+
+log = logging.getLogger("reflex.ipc")
+
+
+class Answer:
+    """The result of a call as it came. codec: how to read it."""
+
+    __slots__ = ("codec", "raw")
+
+    def __init__(self, raw: msgspec.Raw, codec: Codec) -> None:
+        self.raw, self.codec = raw, codec
+
+
+class Handler(Protocol):
+    """Who is behind a peer. All are called on the loop; what they raise is logged and, for a call, answered."""
+
+    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+        """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
+
+    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+        """A notification came."""
+
+    def lost(self, peer: Peer, error: Exception | None) -> None:
+        """The connection is over; called once. None: it was closed here, or by the other end between two frames."""
+
+
+class ConnectionLost(ReflexError):
+    """The connection ended before the call was answered. `written`: whether the other end may have read it."""
+
+    code, http_status = "worker_lost", 503
+
+    def __init__(self, message: str, written: bool = True) -> None:
+        super().__init__(message)
+        self.written = written
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.message, self.written)
+
+
+class Peer(asyncio.Protocol):
+    """See the module. codec: what this end sends in; JSON until the other is known to read msgpack.
+
+    calls, notes: messages sent, by method. frames: written. ended: done when the connection is over. congested: the
+    other end does not take what is written; whoever can wait with more should, until `on_relief` is called.
+    """
+
+    def __init__(self, handler: Handler, codec: Codec = Codec.JSON, most: int = MAX_FRAME) -> None:
+        self.codec, self.most = codec, most
+        self.calls: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
+        self.frames = 0
+        self.congested = False
+        self.on_relief: Callable[[], None] | None = None
+        self._handler = handler
+        self._decoder = Decoder(most)
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._writer: asyncio.WriteTransport | None = None
+        self._out: list[Message] = []
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._over = False
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    # -- saying --------------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+        """A call: a future of its answer, which raises what the other end says, or ConnectionLost. Cancelling it
+        forgets the answer; the other end goes on."""
+        waiting: asyncio.Future[Answer] = self._loop.create_future()
+        if self._over:
+            waiting.set_exception(ConnectionLost("the connection is over", written=False))
+            return waiting
+        self._number += 1
+        number = self._number
+        self._waiting[number] = waiting
+        self.calls[method] += 1
+        waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
+        self._say(Request(number, method, params))
+        return waiting
+
+    def notify(self, method: str, params: Any) -> None:
+        """Tell the other end; nothing happens when the connection is over."""
+        self.notes[method] += 1
+        self._say(Notification(method, params))
+
+    def respond(self, request: Request, result: Any) -> None:
+        """Answer a call."""
+        self._say(Response(request.id, result))
+
+    def refuse(self, request: Request, error: ReflexError | RpcError) -> None:
+        """Answer a call with an error."""
+        self._say(ErrorResponse(request.id, error if isinstance(error, RpcError) else error_of(error)))
+
+    def flush(self) -> None:
+        """Write what was said in this turn, now."""
+        if not self._out or self._writer is None or self._over:
+            return
+        out, self._out = self._out, []
+        for begin in range(0, len(out), MAX_MESSAGES):
+            self._write(out[begin : begin + MAX_MESSAGES])
+
+    @property
+    def buffered(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return 0 if self._writer is None else self._writer.get_write_buffer_size()
+
+    def close(self, error: Exception | None = None) -> None:
+        """End the connection after what was said. Calls that wait fail."""
+        self.flush()
+        self._end(error)
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End it at once, also one that is closed and still writes what was said."""
+        self._end(error)
+        if self._writer is not None and self.buffered:  # a pipe does not take a second end
+            self._writer.abort()
+
+    def hand_over(self, handler: Handler, most: int = MAX_FRAME) -> None:
+        """From now on `handler` is behind it, and frames up to `most` bytes are read and sent."""
+        self._handler, self.most, self._decoder.most = handler, most, most
+
+    # -- the loop's ----------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        if self._over:  # given up before it was there
+            transport.abort()
+            return
+        self._transport = transport
+        if self._writer is None:
+            self.write_to(transport)
+
+    def write_to(self, transport: asyncio.WriteTransport) -> None:
+        """Where to write, when that is not where it reads: two pipes."""
+        self._writer = transport
+        self.flush()
+
+    def pause_writing(self) -> None:
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        self.congested = False
+        if self.on_relief is not None:
+            self.on_relief()
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
+        self._decoder.feed(data)
+        while not self._over:
+            try:
+                for codec, messages in self._decoder:
+                    for message in messages:
+                        if self._over:
+                            return
+                        self._receive(message, codec)
+                return
+            except ProtocolError as error:
+                log.warning("the other end does not keep to the protocol: %s", error.message[:1000])
+                self._say(ErrorResponse(None, RpcError(error.rpc_code, error.message)))
+                if self._decoder.broken:
+                    self.close(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is None and self._decoder.pending and not self._over:
+            exc = ProtocolError(f"the connection ended inside a frame, {self._decoder.pending} bytes after its begin")
+        self._end(exc)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _say(self, message: Message) -> None:
+        if self._over:
+            return
+        if not self._out:
+            self._loop.call_soon(self.flush)
+        self._out.append(message)
+
+    def _write(self, messages: list[Message]) -> None:
+        assert self._writer is not None
+        try:
+            data = encode(messages, self.codec, self.most)
+        except ProtocolError as error:
+            if len(messages) == 1:
+                self._unsent(messages[0], error)
+                return
+            for message in messages:  # only what is wrong by itself stays behind, and who said it is told
+                self._write([message])
+            return
+        self._writer.write(data)
+        self.frames += 1
+
+    def _unsent(self, message: Message, error: ProtocolError) -> None:
+        log.error("a message was not sent: %s", error.message)
+        if isinstance(message, Request):
+            waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(error)
+        elif isinstance(message, Response):
+            self._write([ErrorResponse(message.id, RpcError(INTERNAL_ERROR, f"the answer was not sent: {error}"))])
+        elif isinstance(message, ErrorResponse) and message.error.data is not None:
+            self._write([ErrorResponse(message.id, RpcError(message.error.code, "an error that cannot be written"))])
+
+    def _receive(self, message: Message, codec: Codec) -> None:
+        try:
+            if isinstance(message, Notification):
+                self._handler.told(self, message, codec)
+            elif isinstance(message, Request):
+                self._handler.called(self, message, codec)
+            else:
+                self._answered(message, codec)
+        except ReflexError as error:
+            if isinstance(message, Request):
+                self.refuse(message, error)
+            else:
+                log.warning("a message could not be handled: %s", error.message[:1000])
+        except Exception:
+            log.exception("a message could not be handled")
+            if isinstance(message, Request):
+                self.refuse(message, ReflexError("internal error; the log has the details"))
+
+    def _answered(self, message: Response | ErrorResponse, codec: Codec) -> None:
+        waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
+        if isinstance(message, ErrorResponse):
+            if waiting is None:
+                log.warning("the other end could not read a message: %s", message.error.message[:1000])
+            elif not waiting.done():
+                waiting.set_exception(raised(message.error))
+        elif waiting is not None and not waiting.done():
+            waiting.set_result(Answer(message.result, codec))
+
+    def _transports(self) -> list[asyncio.BaseTransport]:
+        both = [self._transport, self._writer]
+        return [one for n, one in enumerate(both) if one is not None and one not in both[:n]]
+
+    def _end(self, error: Exception | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        for transport in self._transports():
+            transport.close()
+        unsaid = {message.id for message in self._out if isinstance(message, Request)}
+        self._out.clear()
+        told = "the connection was lost" if error is None else f"the connection was lost: {error}"
+        for number, waiting in list(self._waiting.items()):
+            if not waiting.done():
+                waiting.set_exception(ConnectionLost(told, written=number not in unsaid))
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self._handler.lost(self, error)

@@ -1,0 +1,333 @@
+"""The front's side of the streams of one runtime process: who is fed, and how many may be.
+
+A stream is registered before its request waits in a queue, so that no early notification is lost, and takes one of
+`limit` places when its request is put into a message: whoever waits holds none, and who is urgent gets the next that is
+free. The place is held until the terminal event of the stream, also when its reader has left long before: it is the
+runtime's place, and only the runtime knows when it is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, ReflexError
+from reflex_runtime.drivers.stream import Stream
+from reflex_runtime.ipc.frames import INVALID_REQUEST, Codec, Notification, ProtocolError, Reader, raised
+from reflex_runtime.ipc.messages import (
+    CANCEL,
+    CHUNK,
+    CREDIT,
+    EVENT,
+    STATS,
+    TERMINAL,
+    WINDOW,
+    Chunk,
+    Credit,
+    StreamEvent,
+    StreamId,
+    StreamStats,
+    Token,
+)
+
+log = logging.getLogger("reflex.ipc")
+
+MAX_ID = 200  # characters
+WINDOWS = 4  # that may lie unread; a runtime that keeps to its credits never gets beyond one
+MAX_KEPT = 1024  # streams that ended before anybody asked for them
+
+
+class StreamHandle(Stream[Token]):
+    """One stream, for its one reader. See `Stream`; made by `StreamRegistry.register`.
+
+    partition: free for who queues it. prompt_tokens, cached_tokens, completion_tokens, ttft_ms: as far as they are
+    known; whole once it has ended. reserved: whether it holds a place. window: tokens that the runtime may be ahead.
+    on_left: called when its reader leaves before it ended; on_end: once, when it ends. Both are for who queues it.
+    """
+
+    __slots__ = (
+        "_kept",
+        "_owed",
+        "_registry",
+        "cached_tokens",
+        "completion_tokens",
+        "id",
+        "on_end",
+        "on_left",
+        "partition",
+        "prompt_tokens",
+        "reserved",
+        "ttft_ms",
+        "window",
+    )
+
+    def __init__(
+        self, registry: StreamRegistry, id: str, partition: Hashable, bell: asyncio.Event | None, kept: bool
+    ) -> None:
+        super().__init__(bell)
+        self.id, self.partition, self.window = id, partition, registry.window
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.ttft_ms: float | None = None
+        self.reserved = False
+        self.on_left: Callable[[], None] | None = None
+        self.on_end: Callable[[], object] | None = None
+        self._registry = registry
+        self._kept = kept
+        self._owed = 0  # read, and not granted again
+
+    @property
+    def closed(self) -> bool:
+        """Whether its reader has left."""
+        return self._closed
+
+    def _taken(self, n: int) -> None:
+        self._owed += n
+        if 2 * self._owed >= self.window and self.reserved and not self.ended:
+            self._registry.say(CREDIT, Credit(self.id, self._owed))
+            self._owed = 0
+
+    def _left(self) -> None:
+        self._registry._left(self)
+
+
+class StreamRegistry:
+    """The streams towards one runtime process. Only on the loop.
+
+    limit: streams that may hold a place at a time. window: see `StreamHandle.window`.
+    say: how the runtime is told something. on_room: called when the number of free places may have changed.
+    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place.
+    stray: notifications that nobody wanted, by why: unknown or ended streams, unknown methods, malformed ones.
+    """
+
+    def __init__(self, limit: int = 64, window: int = WINDOW) -> None:
+        if not 1 <= limit <= 1_000_000:
+            raise ConfigError(f"StreamRegistry.limit={limit!r}: must be in [1, 1000000] streams")
+        if not 1 <= window <= 1_000_000:
+            raise ConfigError(f"StreamRegistry.window={window!r}: must be in [1, 1000000] tokens")
+        self.limit, self.window = limit, window
+        self.on_room: Callable[[], None] | None = None
+        self.on_event: Callable[[StreamHandle, str], None] | None = None
+        self.say: Callable[[str, Any], None] = _nobody
+        self.stray: Counter[str] = Counter()
+        self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
+        self._active = 0
+        self._idle: asyncio.Event | None = None
+        self._kept: OrderedDict[str, StreamHandle] = OrderedDict()
+        self._prefix, self._number = secrets.token_hex(4), 0
+        self._readers = {kind: Reader(of) for kind, of in ((CHUNK, Chunk), (STATS, StreamStats), (EVENT, StreamEvent))}
+        self._notes: dict[str, Callable[[StreamHandle, Any], None]] = {
+            CHUNK: self._chunk,
+            STATS: self._stats,
+            EVENT: self._event,
+        }
+
+    # -- for who queues them -------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        stream_id: str | None = None,
+        partition: Hashable = None,
+        bell: asyncio.Event | None = None,
+        kept: bool = False,
+    ) -> StreamHandle:
+        """A stream that holds no place yet. Whoever registers one closes it, or reads it to its end.
+
+        stream_id: 1 to 200 printable characters; None makes one up. kept: whether `get` finds it once after it has
+        ended, for who learns of it late. Raises ConfigError.
+        """
+        if stream_id is None:
+            self._number += 1
+            stream_id = f"{self._prefix}-{self._number}"
+        elif not (isinstance(stream_id, str) and 1 <= len(stream_id) <= MAX_ID and stream_id.isprintable()):
+            raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {MAX_ID} printable characters")
+        if stream_id in self._streams:
+            raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
+        handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell, kept)
+        return handle
+
+    def get(self, stream_id: str) -> StreamHandle | None:
+        """The stream of that name, if it has not ended; one that is `kept` also afterwards, once."""
+        handle = self._streams.get(stream_id)
+        if handle is None:
+            return self._kept.pop(stream_id, None)
+        handle._kept = False
+        return handle
+
+    def find(self, stream_id: str) -> StreamHandle | None:
+        """The stream of that name that has not ended, for who queues it."""
+        return self._streams.get(stream_id)
+
+    def active_count(self) -> int:
+        """Streams that hold a place."""
+        return self._active
+
+    def capacity(self) -> tuple[int, int]:
+        """(places taken, places)."""
+        return self._active, self.limit
+
+    @property
+    def unfinished(self) -> int:
+        """Streams that are registered and have not ended."""
+        return len(self._streams)
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Until no stream holds a place, `timeout` seconds at most; whether none does."""
+        if self._active and timeout > 0:
+            self._idle = asyncio.Event()
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._idle.wait()
+            except TimeoutError:
+                pass
+        return not self._active
+
+    def reserve(self, handle: StreamHandle) -> None:
+        """Its request is put into a message: it holds a place until its terminal event, or `release`."""
+        assert not handle.reserved, handle.id
+        assert self._streams.get(handle.id) is handle, handle.id
+        handle.reserved = True
+        self._active += 1
+        self._room()
+
+    def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
+        """The runtime does not have it: its place is free, and it ends with `error`. Nothing when it has ended."""
+        if self._streams.get(handle.id) is handle:
+            handle._kept = False
+            self._end(handle, error)
+
+    def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
+        """Nobody knows whether the runtime has it: it is told to stop, and not waited for."""
+        if self._streams.get(handle.id) is handle:
+            if handle.reserved:
+                self.say(CANCEL, StreamId(handle.id))
+            handle._kept = False
+            self._end(handle, error)
+
+    # -- from the client -----------------------------------------------------------------------------------------------
+
+    def note(self, note: Notification, codec: Codec) -> None:
+        """A notification came."""
+        reader = self._readers.get(note.method)
+        if reader is None:
+            self.stray["unknown_method"] += 1
+            return
+        try:
+            said = reader.read(note.params, codec)
+        except ProtocolError as error:
+            self._malformed(note, codec, error)
+            return
+        handle = self._streams.get(said.stream_id)
+        if handle is None or not handle.reserved:
+            self.stray["unknown_stream"] += 1
+            return
+        self._notes[note.method](handle, said)
+
+    def lost(self, error: ReflexError) -> None:
+        """The runtime process is gone: what it fed ends with `error`. Who waits may be served by the next one."""
+        for handle in [handle for handle in self._streams.values() if handle.reserved]:
+            self._end(handle, error)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything countable, JSON-safe."""
+        return {
+            "active": self._active,
+            "limit": self.limit,
+            "registered": len(self._streams),
+            "unread_tokens": sum(handle.unread for handle in self._streams.values()),
+            "stray_notifications": dict(self.stray),
+        }
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, handle: StreamHandle, chunk: Chunk) -> None:
+        if handle.ended:
+            self.stray["after_the_end"] += 1
+            return
+        handle.completion_tokens += len(chunk.tokens)
+        if handle.unread + len(chunk.tokens) > WINDOWS * handle.window:
+            self._give_up(handle, ProtocolError(f"the runtime is over {WINDOWS} windows ahead of the reader"))
+        elif chunk.tokens:
+            handle.push(chunk.tokens)
+
+    def _stats(self, handle: StreamHandle, stats: StreamStats) -> None:
+        handle.prompt_tokens, handle.cached_tokens = stats.prompt_tokens, stats.cached_tokens
+        handle.completion_tokens, handle.ttft_ms = stats.output_tokens, stats.ttft_ms
+
+    def _event(self, handle: StreamHandle, said: StreamEvent) -> None:
+        if said.event not in TERMINAL:
+            if self.on_event is not None:
+                self.on_event(handle, said.event)
+        elif said.event == "completed":
+            self._end(handle, None)
+        elif said.event == "cancelled":
+            self._end(handle, Cancelled("it was cancelled"))
+        elif said.error is None:
+            self._end(handle, ProcessorError("the runtime ended it and did not say why"))
+        else:
+            self._end(handle, raised(said.error))
+
+    def _malformed(self, note: Notification, codec: Codec, error: ProtocolError) -> None:
+        """What it said is lost, and half an answer must not pass for a whole one: the stream it was for ends."""
+        self.stray["malformed"] += 1
+        log.warning("%s: %s", note.method, error.message)
+        try:
+            stream_id = _ID.read(note.params, codec).stream_id
+        except ProtocolError:
+            return
+        handle = self._streams.get(stream_id)
+        if handle is not None and handle.reserved and not handle.ended:
+            self._give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
+
+    def _give_up(self, handle: StreamHandle, error: ReflexError) -> None:
+        """It ends for its reader; its place stays taken until the runtime has stopped it."""
+        if not handle.closed:
+            self.say(CANCEL, StreamId(handle.id))
+        handle.end(error)
+        self._ended(handle)
+
+    def _left(self, handle: StreamHandle) -> None:
+        """Its reader closed it before it ended."""
+        if handle.reserved:
+            self.say(CANCEL, StreamId(handle.id))
+        if handle.on_left is not None:
+            handle.on_left()
+        elif not handle.reserved:
+            self._end(handle, None)
+
+    def _end(self, handle: StreamHandle, error: ReflexError | None) -> None:
+        """The runtime has no such stream any more, or never had."""
+        del self._streams[handle.id]
+        if not handle.ended:
+            handle.end(error)
+            self._ended(handle)
+        if handle._kept and not handle.closed:
+            self._kept[handle.id] = handle
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        if handle.reserved:
+            handle.reserved = False
+            self._active -= 1
+            if not self._active and self._idle is not None:
+                self._idle.set()
+            self._room()
+
+    @staticmethod
+    def _ended(handle: StreamHandle) -> None:
+        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may hold it: this breaks the circle
+        if on_end is not None:
+            on_end()
+
+    def _room(self) -> None:
+        if self.on_room is not None:
+            self.on_room()
+
+
+_ID = Reader(StreamId)
+
+
+def _nobody(method: str, params: Any) -> None:
+    """There is no runtime yet."""

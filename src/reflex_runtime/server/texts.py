@@ -1,0 +1,42 @@
+"""Prompts into tokens, without keeping the event loop from anything else: long texts are tokenised beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from reflex_runtime.llm.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
+MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
+
+
+class Texts:
+    """Tokenises for one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text."""
+        encode = self.tokenizer.encode
+        return await self._run(sum(map(len, texts)), lambda texts: [encode(text) for text in texts], texts)
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in messages)
+        return await self._run(length, self.tokenizer.chat, messages)
+
+    def close(self) -> None:
+        """What is still being tokenised is forgotten."""
+        self._beside.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
+        if length <= LONG_TEXT:
+            return function(argument)
+        return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)

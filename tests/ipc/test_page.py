@@ -1,0 +1,97 @@
+"""The examples of docs/workers.md are the protocol: each is read by the code that reads it from a socket."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from reflex_runtime.ipc import messages
+from reflex_runtime.ipc.frames import Codec, Decoder, Message, Notification, Reader, Request, Response, encode
+from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
+PARAMS: dict[str, Any] = {
+    messages.LOAD: messages.LoadModel,
+    messages.BATCH_GENERATE: messages.BatchGenerate,
+    messages.CANCEL: messages.StreamId,
+    messages.CHUNK: messages.Chunk,
+    messages.STATS: messages.StreamStats,
+    messages.EVENT: messages.StreamEvent,
+    messages.CREDIT: messages.Credit,
+}
+RESULTS: dict[str, Any] = {
+    messages.INFO: messages.Info,
+    messages.LOAD: dict[str, Any],
+    messages.BATCH_GENERATE: messages.BatchResult,
+}
+
+
+def examples() -> list[tuple[str, list[Message]]]:
+    """(who says it, the messages of the frame), in the order of the page."""
+    found = []
+    for who, body in re.findall(r"^([→←])\n```json\n(.+?)\n```", PAGE, re.MULTILINE | re.DOTALL):
+        decoder = Decoder()
+        data = body.encode()
+        decoder.feed(bytes([Codec.JSON]) + len(data).to_bytes(4, "big") + data)
+        found += [(who, several) for _, several in decoder]
+    return found
+
+
+def strictly(raw: Any, kind: Any, name: str) -> None:
+    """It is read as this kind, and says nothing that the kind does not know."""
+    read = Reader(kind).read(raw, Codec.JSON)
+    known, said = json.loads(msgspec.json.encode(read)), json.loads(bytes(raw))
+    assert known.keys() >= said.keys(), name
+
+
+def test_g15_the_examples_of_the_page_are_the_protocol() -> None:
+    called: dict[Any, str] = {}
+    seen: set[str] = set()
+    for who, several in examples():
+        for message in several:
+            if isinstance(message, Response):
+                assert who == "←"
+                strictly(message.result, RESULTS[called.pop(message.id)], str(message.id))
+                continue
+            assert isinstance(message, Request | Notification)
+            seen.add(message.method)
+            if isinstance(message, Request):
+                assert who == "→"
+                called[message.id] = message.method
+            if message.params:
+                strictly(message.params, PARAMS[message.method], message.method)
+            assert encode([message], Codec.JSON)
+    assert not called, "calls without an answer on the page"
+    assert seen == {messages.INFO, *PARAMS}
+
+
+def test_g9_the_requests_of_the_batch_on_the_page_are_requests() -> None:
+    batch = next(m for _, several in examples() for m in several if getattr(m, "method", "") == messages.BATCH_GENERATE)
+    items = Reader(messages.BatchGenerate).read(batch.params, Codec.JSON).requests  # type: ignore[union-attr]
+    read = [Reader(messages.GenerateParams).read(item, Codec.JSON) for item in items]
+    assert [one.stream_id for one in read] == ["a-1", "a-2", "a-2"]
+
+
+def test_every_method_field_and_setting_is_on_the_page() -> None:
+    for name in vars(messages):
+        value = getattr(messages, name)
+        if name.isupper() and isinstance(value, str):
+            assert f"{value}" in PAGE, value
+    for field in msgspec.structs.fields(messages.GenerateParams):
+        assert f"`{field.name}`" in PAGE, field.name
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", PAGE, re.MULTILINE))
+    for setting in fields(GenerateBatcherConfig):
+        default = json.dumps(setting.default)
+        assert rows.get(setting.name) == default, (setting.name, default)
+
+
+def test_the_program_on_the_page_is_the_example() -> None:
+    code = re.search(r"^```python\n(.+?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    example = (Path(__file__).parents[2] / "examples" / "generate_batcher.py").read_text(encoding="utf-8")
+    assert code is not None
+    assert example.endswith(code[1])

@@ -1,0 +1,38 @@
+"""A runtime process with the toy model, run as a file with --connect."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.ipc.worker import serve
+from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.worker_engine import loading
+
+
+class Paced(ToyRunner):
+    """The toy, with steps that take a moment where TOY_STEP_MS says so."""
+
+    def forward(self, step: Step) -> npt.NDArray[np.float32]:
+        time.sleep(float(os.environ.get("TOY_STEP_MS", "0")) / 1e3)
+        return super().forward(step)
+
+
+def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
+    return Paced(4096, 16, 8192), ByteTokenizer()
+
+
+if __name__ == "__main__":
+    token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
+    status, clean = asyncio.run(
+        serve(sys.argv[sys.argv.index("--connect") + 1], loading(make, lambda: os._exit(1)), token=token)
+    )
+    os._exit(status)
