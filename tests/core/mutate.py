@@ -619,6 +619,8 @@ MUTANTS = [
     M("core/adapt.py", "what is old counts for ever", "del self._ordered[bisect_left(self._ordered, value)]", "pass"),
     M("core/adapt.py", "partitions are never forgotten", "if len(self._followed) > self.PARTITIONS:", "if False:"),
     M("core/adapt.py", "the first partition is forgotten first", "self._followed.move_to_end(partition)", "pass"),
+    M("core/adapt.py", "company of his own", "1.0 if others and now", "1.0 if now"),
+    M("core/group.py", "the newcomer is another", "len(partition.unsettled) - 1)", "len(partition.unsettled))"),
 ]
 
 

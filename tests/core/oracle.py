@@ -180,15 +180,15 @@ class Adapting:
     target_batch_time: float = 0.012
     window: int = 100
     hold: float = 0.003
-    came: list[tuple[Hashable, float]] = field(default_factory=list)
+    came: list[tuple[Hashable, float, bool]] = field(default_factory=list)
     calls: list[tuple[Hashable, Sequence[float], float]] = field(default_factory=list)
     targets: dict[Hashable, int] = field(default_factory=dict)
 
     def company(self, partition: Hashable) -> float:
-        times = [at for p, at in self.came if p == partition]
+        times = [(at, others) for p, at, others in self.came if p == partition]
         mean = 0.0
-        for before, after in pairwise(times):
-            mean = mean + ((after - before <= self.hold) - mean) / 4
+        for (before, _), (after, others) in pairwise(times):
+            mean = mean + ((others and after - before <= self.hold) - mean) / 4
         return mean
 
     def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
@@ -379,7 +379,8 @@ class Oracle:
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
         self.all.append(ticket)
         if w.adapting is not None:
-            w.adapting.came.append((request.partition, now))
+            others = len(self.unsettled(w.name, request.partition)) - 1
+            w.adapting.came.append((request.partition, now, others > 0))
         return ticket
 
     def cancel(self, ticket: Seen, now: float) -> None:

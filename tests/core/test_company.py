@@ -284,6 +284,17 @@ def test_g4_the_first_of_all_and_a_lone_caller_are_never_held() -> None:
     assert [wait_of(scheduler, 0.1 * i) for i in range(50)] == [0.0] * 50
 
 
+def test_g4_a_lone_caller_who_asks_again_at_once_is_not_his_own_company() -> None:
+    scheduler, controller = adaptive()
+    for i in range(50):
+        now = 0.001 * i
+        ticket = ask(scheduler, now)
+        batch = take(scheduler, now)
+        assert list(batch.grants) == [ticket]
+        finish(scheduler, batch, now + 0.0005)
+    assert controller.company("") == 0.0
+
+
 def burst(scheduler: Scheduler, now: float, n: int = 8) -> list[int]:
     """n arrivals 0.2 ms apart, asked for a batch after each: the sizes that leave."""
     sizes, batches = [], []

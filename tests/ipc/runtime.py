@@ -190,6 +190,10 @@ class Client:
         if self.peer is not None:
             self.peer.notify(method, params)
 
+    def flush(self) -> None:
+        if self.peer is not None:
+            self.peer.flush()
+
     def unavailable(self) -> ReflexError:
         return Unavailable("there is no runtime process", retry_after=1.0)
 

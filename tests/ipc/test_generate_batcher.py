@@ -83,6 +83,23 @@ def test_g1_a_stream_that_nobody_registered_is_registered_and_found_also_when_it
     run(main())
 
 
+def test_g1_wrong_params_end_the_stream_they_were_for_and_no_other() -> None:
+    async def main() -> None:
+        async with world() as made:
+            handle = made.registry.register("mine")
+            with pytest.raises(ConfigError):
+                await made.ask("mine", max_tokens="many")
+            with pytest.raises(ConfigError):
+                await handle.read()
+            assert made.registry.unfinished == 0
+            await made.ask("lives")
+            with pytest.raises(ConfigError):
+                await made.ask("lives", max_tokens="many")
+            assert (made.registry.unfinished, made.runtime.cancels) == (1, [])
+
+    run(main())
+
+
 def test_g1_ten_gathered_requests_are_one_message_and_each_gets_its_own() -> None:
     async def main() -> None:
         async with world() as made:
@@ -242,6 +259,42 @@ def test_g3_a_full_queue_refuses_and_an_urgent_one_displaces_the_newest_backgrou
             await made.batcher.close(drain=False)
             for task in waiting.values():
                 assert isinstance(await outcome(task), Drained)
+
+    run(main())
+
+
+def test_g3_prompt_tokens_that_wait_are_bounded_too() -> None:
+    async def main() -> None:
+        async with world(GenerateBatcherConfig(max_pending_tokens=10, stream_limit=1)) as made:
+            await made.ask("holds the place")
+            texts = [{"prompt": "sixsix"}, {"prompt": None, "prompt_token_ids": [1, 2, 3]}]
+            waiting = [made.ask(f"w{i}", **text) for i, text in enumerate(texts)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFull):
+                await made.ask("too long", prompt=None, messages=[{"role": "user", "content": "ab"}])
+            assert made.batcher.get_stats()["pending"] == 2
+            await made.batcher.close(drain=False)
+            for task in waiting:
+                assert isinstance(await outcome(task), Drained)
+
+    run(main())
+
+
+def test_g3_a_message_with_an_urgent_request_is_written_in_the_turn_that_decides() -> None:
+    async def main() -> None:
+        async with world() as made:
+            frames: dict[str, int] = {}
+            for priority in ("default", "urgent"):
+                task = made.ask(priority, priority)
+                before = made.client.peer.frames
+                await asyncio.sleep(0)  # it is queued; the dispatcher decides at the end of this turn
+
+                def look(priority: str = priority, before: int = before) -> None:
+                    frames[priority] = made.client.peer.frames - before
+
+                asyncio.get_running_loop().call_soon(look)
+                await task
+            assert frames == {"default": 0, "urgent": 1}
 
     run(main())
 
@@ -839,6 +892,21 @@ def test_g14_a_timeout_is_its_requests_own_while_it_is_out() -> None:
     run(main())
 
 
+def test_g14_the_stream_of_a_request_whose_time_is_over_says_so_and_keeps_its_place_until_it_is_stopped() -> None:
+    async def main() -> None:
+        async with world(gated=True) as made:
+            handle = made.registry.register("short")
+            assert isinstance(await outcome(made.ask("short", timeout_ms=200.0)), Expired)
+            with pytest.raises(Expired):
+                await handle.read()
+            assert (handle.ended, made.registry.active_count()) == (True, 1)
+            made.runtime.answer()
+            await made.round()
+            assert (made.runtime.cancels, made.registry.active_count()) == (["short"], 0)
+
+    run(main())
+
+
 def test_g14_a_timeout_ends_with_the_response() -> None:
     async def main() -> None:
         async with world() as made:
@@ -1078,6 +1146,7 @@ def test_g3_background_that_waits_long_counts_as_default_and_is_counted() -> Non
         ("target_batch_time_ms", 0.0),
         ("pause_on_backpressure_ms", -1.0),
         ("max_pending", 0),
+        ("max_pending_tokens", 0),
         ("stream_limit", 0),
         ("call_timeout_ms", 0.0),
     ],
@@ -1111,6 +1180,7 @@ def test_g11_the_defaults_are_the_contracts() -> None:
         "target_batch_time_ms": 12.0,
         "pause_on_backpressure_ms": 20.0,
         "max_pending": 1000,
+        "max_pending_tokens": 1_000_000,
         "stream_limit": 64,
         "call_timeout_ms": 30_000.0,
         "ungroupable_options": (),

@@ -15,6 +15,7 @@ import pytest
 
 from reflex_runtime.cli import main, serve_llm
 from reflex_runtime.cli.serve_llm import load_model
+from reflex_runtime.cli.worker import gpu_of
 from reflex_runtime.config import LLMServeConfig, flag, load, table
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
@@ -187,6 +188,24 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     assert in_workers[2].options(0)["threads"] == 0
 
 
+@pytest.mark.parametrize(
+    ("visible", "device", "given"),
+    [
+        ("0,1", "auto", ["0", "1", "0"]),
+        ("GPU-a, GPU-b,GPU-c", "cuda", ["GPU-a", "GPU-b", "GPU-c"]),
+        ("3", "cuda", [None] * 3),
+        ("", "auto", [None] * 3),
+        ("0,1", "cpu", [None] * 3),
+    ],
+)
+def test_h10_each_worker_has_a_gpu_of_those_that_are_named(
+    visible: str, device: str, given: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = LLMServeConfig(device=device, workers=3)
+    assert [gpu_of(config, number).get("CUDA_VISIBLE_DEVICES") for number in range(3)] == given
+
+
 def test_g11_the_section_of_the_file_is_honoured(
     model_dir: Path, served: list[Any], in_workers: list[WorkersConfig], tmp_path: Path, capsys: Any
 ) -> None:
@@ -194,6 +213,7 @@ def test_g11_the_section_of_the_file_is_honoured(
     given = {
         "enabled": False, "min_batch_size": 3, "max_batch_size": 5, "min_hold_ms": 0.25, "max_hold_ms": 7.5,
         "background_extra_ms": 1.5, "target_batch_time_ms": 20.0, "pause_on_backpressure_ms": 11.0, "max_pending": 77,
+        "max_pending_tokens": 999,
         "stream_limit": 33, "call_timeout_ms": 1500.0,
     }  # fmt: skip
     lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
@@ -203,6 +223,9 @@ def test_g11_the_section_of_the_file_is_honoured(
     assert {f.name: getattr(batcher, f.name) for f in fields(batcher)} == {**given, "ungroupable_options": ()}
     assert main(["serve", str(model_dir), "--workers", "1", "--port", "0"]) == 0
     assert in_workers[1].batcher == GenerateBatcherConfig()
+    bounds = ["--max-queue", "5", "--max-queued-tokens", "50"]
+    assert main(["serve", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
+    assert in_workers[2].batcher == GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
     capsys.readouterr()
     for wrong, said_of_it in (
         ("max_hold_ms = -1", "generate_batcher.max_hold_ms=-1.0: must be in [0, 1000]"),
@@ -210,7 +233,19 @@ def test_g11_the_section_of_the_file_is_honoured(
         ("min_batch_size = 20", "generate_batcher.min_batch_size=20: must be at most max_batch_size"),
     ):
         file.write_text(f"[generate_batcher]\n{wrong}\n")
-        assert said_of_it in said(capsys, str(model_dir), "--workers", "1", "--config", str(file))
+        for count in ("0", "1"):  # what is wrong is told, also where nobody needs it
+            assert said_of_it in said(capsys, str(model_dir), "--workers", count, "--config", str(file))
+
+
+def test_g11_a_section_that_nobody_needs_is_told(
+    model_dir: Path, served: list[Any], in_workers: list[WorkersConfig], tmp_path: Path, caplog: Any
+) -> None:
+    file = tmp_path / "r.toml"
+    file.write_text("[serve]\nport = 0\n[generate_batcher]\nmax_hold_ms = 2.0\n")
+    for more, told in (([], True), (["--workers", "1"], False)):
+        assert main(["serve", str(model_dir), "--config", str(file), *more]) == 0
+        assert ("[generate_batcher] has no effect without --workers" in caplog.text) is told
+        caplog.clear()
 
 
 def test_h10_file_then_environment_then_flags_and_the_table_tells(

@@ -19,6 +19,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
+from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
@@ -157,7 +158,7 @@ def test_l9_what_was_closed_before_it_was_read_never_looks_like_a_whole_answer()
             between.close()
             assert await between.read() == []  # all of it was read: there was nothing to take back
 
-            last, bell = it.processor.request("robots", SamplingParams.greedy(3)), asyncio.Event()
+            last, bell = it.processor.request("robots", SamplingParams.greedy(3)), Bell()
             stream = it.runtime.submit(last, bell)
             ticket = stream._ticket
             assert ticket is not None
@@ -221,7 +222,7 @@ def test_l9_alike_requests_wait_for_the_first_ones_prompt_and_enter_all_or_none(
                 it.runtime.submit_alike(requests(4))
             it.runner.go()
             assert len([o async for o in busy]) == 1
-            bell = asyncio.Event()
+            bell = Bell()
             streams = it.runtime.submit_alike(requests(3), bell)
             said: dict[int, list[int]] = {0: [], 1: [], 2: []}
             async for index, outputs in merged(streams, bell):
@@ -245,10 +246,25 @@ def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
     run(main())
 
 
+def test_l9_nobody_waits_for_one_that_has_begun() -> None:
+    async def main() -> None:
+        async with Run(unread=4) as it:
+            first = it.submit("x" * 100, max_tokens=400)
+            assert len([o async for o in it.submit("y" * 100, max_tokens=9)]) == 9
+            assert first.held  # by its reader, who reads nothing
+            other = it.submit("x" * 100)
+            it.runtime.follow(first, [other])
+            async with asyncio.timeout(PATIENCE):
+                assert len([o async for o in other]) == 5
+            first.close()
+
+    run(main())
+
+
 def test_l9_merged_raises_the_first_error() -> None:
     async def main() -> None:
         async with Run() as it:
-            bell = asyncio.Event()
+            bell = Bell()
             ask = it.processor.request
             streams = [it.runtime.submit(ask("x", SamplingParams.greedy(n)), bell) for n in (5, 500)]
             seen = []

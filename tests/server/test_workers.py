@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.cli import main
 from reflex_runtime.cli.status import ask
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.ipc.client import ClientConfig
+from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.toy import ByteTokenizer
@@ -202,6 +202,61 @@ def test_g14_without_any_process_requests_are_refused_and_health_says_so() -> No
     assert (fleet.status, fleet.clean) == (0, True)
 
 
+def test_g14_who_asks_is_told_when_the_first_of_them_is_tried_again() -> None:
+    with Fleet(2, client=ClientConfig(backoff_s=30.0, backoff_max_s=30.0)) as fleet:
+        for number in (0, 1):
+            fleet.kill(number)
+        fleet.reach(lambda health: health["state"] == "restarting")
+        assert fleet.workers is not None
+        soon = WorkerUnavailable("worker-1 is being started again", retry_after=2.0)
+        fleet.workers.lines[1].client.unavailable = lambda: soon  # type: ignore[method-assign]
+        assert fleet.complete().headers["retry-after"] == "2"
+
+
+def test_g14_a_deadline_holds_at_the_engine_too() -> None:
+    with Fleet(step_ms=2, options=lambda number: {"max_num_seqs": 1}) as fleet:
+        with fleet.open("long", max_tokens=8000, stream=True) as long:
+            long.read_until(b"data: ")
+            late = fleet.complete("late", max_tokens=3, deadline_ms=300)
+            assert (late.status, fleet.error(late)["code"]) == (504, "deadline_exceeded")
+            assert fleet.health()["running"] == 1
+        assert fleet.complete("in time", max_tokens=3, deadline_ms=10_000).status == 200
+
+
+def test_g14_a_deadline_that_passes_while_the_message_is_out_is_told_as_one() -> None:
+    with Fleet() as fleet:
+        pid = fleet.kill(how=signal.SIGSTOP)
+        try:
+            late = fleet.complete("late", max_tokens=3, deadline_ms=100)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert (late.status, fleet.error(late)["code"]) == (504, "deadline_exceeded")
+        fleet.reach(lambda health: health["running"] == 0)  # the runtime was told
+
+
+def test_g14_what_does_not_finish_in_the_time_to_drain_is_ended_then() -> None:
+    with Fleet(step_ms=5, drain_timeout_s=0.5) as fleet:
+        with fleet.open("endless", max_tokens=8000, stream=True) as caller:
+            caller.read_until(b"data: ")
+            began = time.monotonic()
+            fleet.stop()
+            caller.read()
+            assert caller.said[-1]["error"]["code"] == "shutting_down"
+        fleet.join()
+        assert time.monotonic() - began < 4.0
+        assert (fleet.status, fleet.clean) == (0, True)
+
+
+def test_g14_a_process_that_hangs_does_not_keep_the_server_from_ending() -> None:
+    with Fleet(2, drain_timeout_s=0.5) as fleet:
+        fleet.kill(how=signal.SIGSTOP)
+        began = time.monotonic()
+        fleet.stop()
+        fleet.join()
+        assert time.monotonic() - began < 6.0
+        assert (fleet.status, fleet.clean) == (0, True)
+
+
 def test_g14_shutdown_lets_streams_finish_and_leaves_no_process() -> None:
     with Fleet(2, step_ms=2) as fleet:
         pids = [worker["pid"] for worker in fleet.health()["workers"]]
@@ -215,6 +270,26 @@ def test_g14_shutdown_lets_streams_finish_and_leaves_no_process() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_g9_a_long_prompt_is_tokenised_in_a_process_of_its_own() -> None:
+    with Fleet() as fleet:
+        assert fleet.workers is not None
+        asked = fleet.workers._tokenizing.client
+        text = "robots " * 1000
+        assert fleet.complete(text, max_tokens=3).json["usage"]["prompt_tokens"] == len(text)
+        assert fleet.on_loop(asked.stats)["sent"].get("tokenize", 0) == 0
+        long = "r" * 30_000  # more than the model holds: counted there, and not sent
+        answer = fleet.complete(long, max_tokens=3)
+        assert (answer.status, fleet.error(answer)["code"]) == (400, "context_length_exceeded")
+        assert "30000" in fleet.error(answer)["message"]
+        assert fleet.on_loop(asked.stats)["sent"]["tokenize"] == 1
+        assert fleet.complete([text, long], max_tokens=3).status == 400
+        os.kill(asked.pid or 0, signal.SIGKILL)
+        fleet.reach(lambda health: health["tokenizer"]["state"] != "ready" or health["tokenizer"]["restarts"])
+        meanwhile = fleet.complete(long, max_tokens=3)  # it is done here
+        assert fleet.error(meanwhile)["code"] == "context_length_exceeded"
+        assert fleet.complete(text, max_tokens=3).status == 200
 
 
 def test_g13_the_page_and_the_series_say_which_process() -> None:

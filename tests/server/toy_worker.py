@@ -31,8 +31,7 @@ def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
 
 
 if __name__ == "__main__":
-    token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
-    status, clean = asyncio.run(
-        serve(sys.argv[sys.argv.index("--connect") + 1], loading(make, lambda: os._exit(1)), token=token)
-    )
+    address = sys.argv[sys.argv.index("--connect") + 1]
+    load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
+    status, clean = asyncio.run(serve(address, load, token=os.environ.pop("REFLEX_WORKER_TOKEN", "")))
     os._exit(status)

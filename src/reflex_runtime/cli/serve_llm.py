@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from reflex_runtime.config import LLMServeConfig, add_options, environment, load
 from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
+    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.server.served_model import Open, ServedModel
@@ -72,6 +74,7 @@ def names_model(args: Sequence[str]) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
+    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.checkpoint import Checkpoint
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.server.local_model import opened
@@ -80,10 +83,16 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
+    batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     check_trace(config.trace)
     Checkpoint.open(args.model)
     tokenizer = HFTokenizer.load(args.model)
-    open = _in_workers(args, config, tokenizer) if config.workers else opened(partial(load_model, args.model, config))
+    if config.workers:
+        open = _in_workers(args.model, config, batcher, tokenizer)
+    else:
+        open = opened(partial(load_model, args.model, config))
+        if batcher != GenerateBatcherConfig():
+            logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
     name = config.served_model_name or args.model.resolve().name
     sock = bind(config.host, config.port)
     address = sock.getsockname()
@@ -104,20 +113,23 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _in_workers(args: argparse.Namespace, config: LLMServeConfig, tokenizer: Tokenizer) -> Open:
+def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig, tokenizer: Tokenizer) -> Open:
     """How to open the model in runtime processes."""
-    from reflex_runtime.cli.worker import settings_of
-    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.cli.worker import gpu_of, settings_of
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.server.workers import WorkersConfig, opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(
         count=config.workers,
-        spawn=lambda _: spawned(command),
-        path=str(args.model.resolve()),
+        spawn=lambda number: spawned(command, env=gpu_of(config, number)),
+        path=str(model.resolve()),
         options=partial(settings_of, config),
-        batcher=load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",)),
+        batcher=replace(
+            batcher,
+            max_pending=min(batcher.max_pending, config.max_queue),
+            max_pending_tokens=min(batcher.max_pending_tokens, config.max_queued_tokens),
+        ),
     )
     return opened(workers, tokenizer)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 from reflex_runtime.config import LLMServeConfig
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+
 _EPILOG = """\
 It connects to whoever started it and speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message.
 `load_model` says which model. When the connection ends, so does the process. If REFLEX_WORKER_TOKEN is in the
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.cli.serve_llm import load_model
     from reflex_runtime.ipc.worker import serve
+    from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.server.serve import EXIT_FAILED, loop_factory
     from reflex_runtime.server.worker_engine import loading
 
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        status, clean = runner.run(serve(args.connect, loading(load_model, lost), token=token))
+        status, clean = runner.run(serve(args.connect, loading(load_model, lost, HFTokenizer.load), token=token))
         if not clean:
             _leave(status)
     return status
@@ -69,6 +72,12 @@ def _leave(status: int) -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(status)
+
+
+def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
+    """The environment of a runtime process that gives it a GPU of its own, where CUDA_VISIBLE_DEVICES names several."""
+    named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
+    return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
 
 
 def settings_of(config: LLMServeConfig, number: int) -> dict[str, Any]:

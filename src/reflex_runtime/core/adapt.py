@@ -24,8 +24,8 @@ Affine = Callable[[], tuple[float, float, float]]
 class Controller(Protocol):
     """Adapts a group's flush policy."""
 
-    def arrived(self, ticket: Ticket, now: float) -> None:
-        """A ticket was admitted."""
+    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+        """A ticket was admitted. others: tickets of its partition that have not settled."""
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         """The policy to use now for this partition. affine: asks for (fixed, marginal) seconds of the work at hand and
@@ -53,7 +53,7 @@ class Planner:
         self._since = self._planned = -inf
         self._budget = inf
 
-    def arrived(self, ticket: Ticket, now: float) -> None:
+    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         request = ticket.request
         key = (request.priority, inf if request.time_limit is None else round(request.time_limit, 3), request.client)
         count = self._counts.get(key)
@@ -155,9 +155,10 @@ class HoldTarget:
     """How many to wait for, of each partition, and whether to wait at all; never how many may go.
 
     For work that is awaited elsewhere, where what a batch saves is messages. Company is expected from how it has been:
-    the share of arrivals that another one followed within `hold` seconds, as an exponential mean. Without it nobody is
-    held, so a lone caller never is. The target grows by 2 while waits and calls are short and the other end has places,
-    and halves when either is long, looking at the last `window` batches after each.
+    the share of arrivals that another one followed within `hold` seconds, before they were answered, as an exponential
+    mean. Without it nobody is held, so a lone caller never is, however soon he asks again. The target grows by 2 while
+    waits and calls are short and the other end has places, and halves when either is long, looking at the last
+    `window` batches after each.
 
     smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
     """
@@ -189,9 +190,9 @@ class HoldTarget:
         self._base: FlushPolicy | None = None
         self._made: dict[int, FlushPolicy] = {}  # of that base, by target; 0: without holds
 
-    def arrived(self, ticket: Ticket, now: float) -> None:
+    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         one = self._follow(ticket.request.partition)
-        came = 1.0 if now - one.last <= self._hold else 0.0
+        came = 1.0 if others and now - one.last <= self._hold else 0.0
         one.company += self.GAIN * (came - one.company)
         one.last = now
 

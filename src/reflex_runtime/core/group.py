@@ -138,7 +138,7 @@ class Group:
             pace = 0.05 if partition.usual_limit else 1.0
             partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
         if self.config.controller is not None:
-            self.config.controller.arrived(ticket, now)
+            self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
         self.queued += 1
         self.queued_units += request.wants
         self.unsettled += 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
+from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
@@ -16,6 +17,27 @@ from reflex_runtime.core.errors import Cancelled, ReflexError
 T = TypeVar("T")
 
 _CLOSED = "closed before all of it was read"
+
+
+class Bell(asyncio.Event):
+    """Rung when there is something to read. aside: called instead while it is there, by whoever rings; False from it
+    wakes who waits. So one reader need not be woken for what can be done on the spot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside: Callable[[], bool] | None = None
+
+    def set(self) -> None:
+        if self.aside is None or not self.aside():
+            super().set()
+
+    async def wait_aside(self, aside: Callable[[], bool] | None) -> None:
+        """Wait until it rings and `aside` does not see to it."""
+        self.aside = aside
+        try:
+            await self.wait()
+        finally:
+            self.aside = None
 
 
 class Stream(Generic[T]):

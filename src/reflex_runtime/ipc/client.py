@@ -160,13 +160,14 @@ class RuntimeClient:
         assert error is not None
         raise error
 
-    async def close(self, timeout: float = 10.0) -> None:
-        """Let the process finish its streams and end within `timeout` seconds, and end it then. Whoever still waits
-        for it is told. Idempotent; a caller that is cancelled leaves the closing to itself."""
+    async def close(self, timeout: float = 10.0, drain: bool = True) -> None:
+        """Let the process finish its streams (`drain`; else they end with an error) and end within `timeout` seconds,
+        and end it then. Whoever still waits for it is told. Idempotent; a caller that is cancelled leaves the closing
+        to itself."""
         if self._closing is None:
             served = self._link if self.ready else None
             self._become("stopped")
-            self._closing = asyncio.create_task(self._close(served, timeout), name=f"{self.name}-closes")
+            self._closing = asyncio.create_task(self._close(served, timeout, drain), name=f"{self.name}-closes")
         await asyncio.shield(self._closing)
 
     # -- saying --------------------------------------------------------------------------------------------------------
@@ -198,6 +199,11 @@ class RuntimeClient:
         """Tell the runtime, also while it is closed and its streams go on; nothing happens when there is none."""
         if self._link is not None and (not math.isnan(self._since) or _PREPARES.get() is self):
             self._link.peer.notify(method, params)
+
+    def flush(self) -> None:
+        """Write what was said in this turn of the loop, now."""
+        if self._link is not None:
+            self._link.peer.flush()
 
     # -- seeing --------------------------------------------------------------------------------------------------------
 
@@ -374,10 +380,10 @@ class RuntimeClient:
         self._become("restarting")
         self.restarts += 1
 
-    async def _close(self, served: Link | None, timeout: float) -> None:
+    async def _close(self, served: Link | None, timeout: float, drain: bool) -> None:
         try:
             if served is not None and timeout > 0:
-                await self._shut_down(served, timeout)
+                await self._shut_down(served, timeout, drain)
         finally:
             if self._life is not None:
                 self._life.cancel()
@@ -387,9 +393,9 @@ class RuntimeClient:
             if self._link is not None:
                 await self._drop(self._link)
 
-    async def _shut_down(self, link: Link, timeout: float) -> None:
+    async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
         """Most of the time is for streams that finish, a little for ending by itself, a little for being told to."""
-        said = link.peer.call(SHUTDOWN, Shutdown(drain=True, timeout_s=0.8 * timeout))
+        said = link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout))
         said.add_done_callback(lambda done: done.cancelled() or done.exception())
         if link.process is None:
             await asyncio.wait({link.peer.ended}, timeout=0.9 * timeout)

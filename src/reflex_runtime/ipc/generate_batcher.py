@@ -188,8 +188,9 @@ class GenerateBatcher:
     ) -> tuple[GenerateParams, Priority, float | None]:
         """The request, its tier, and seconds for its answer."""
         given = {"credits": self._registry.window, **params, "priority": priority}
-        handle = None
-        if given.get("stream_id") is None:
+        id = given.get("stream_id")
+        handle = self._registry.find(id) if isinstance(id, str) else None
+        if id is None:
             handle = self._registry.register(kept=True)
             given["stream_id"] = handle.id
         try:
@@ -202,8 +203,8 @@ class GenerateBatcher:
             if limit is not None and not (limit >= 0.0 and isfinite(limit)):
                 raise ConfigError(f"timeout_ms={limit!r}: must be finite and >= 0")
         except ConfigError as error:
-            if handle is not None:
-                self._registry.release(handle, error)
+            if handle is not None and handle.on_left is None and not handle.reserved:  # it is nobody else's
+                self._registry.release(handle, copy.copy(error))
             raise
         urgent = limit is not None and limit <= self.config.max_hold_ms
         return request, Priority.URGENT if urgent else _TIERS[priority], None if limit is None else limit / 1000.0
@@ -232,6 +233,7 @@ class GenerateBatcher:
             partition=handle.partition,
             priority=tier,
             time_limit=limit,
+            wants=_prompt_units(params),
         )
         try:
             if not self._client.ready:
@@ -278,7 +280,10 @@ class GenerateBatcher:
         handle.on_left = None
         if ticket is not None and ticket.state is WAITING:
             self._dispatcher.cancel(ticket)
-        handle.close()
+        if isinstance(error, Expired):  # its reader is still there
+            self._registry.give_up(handle, copy.copy(error))
+        else:
+            handle.close()
 
     def _settled(self, ticket: Ticket) -> None:
         """The scheduler has done with it: answered, failed, or never sent."""
@@ -318,7 +323,11 @@ class GenerateBatcher:
         message = Message(batch, [self._departs(ticket, now) for ticket in batch.grants], _alone(batch.partition))
         self._exchange.write(message)
         assert self._loop is not None
-        self._loop.call_soon(self._written, message)  # after the peer's flush, which the call has asked for
+        if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
+            self._client.flush()
+            self._written(message)
+        else:
+            self._loop.call_soon(self._written, message)  # after the peer's flush, which the call has asked for
         answers = self._loop.create_task(self._answered(message))
         answers.add_done_callback(message.forget)
         return answers
@@ -406,11 +415,18 @@ def _group(config: GenerateBatcherConfig, targets: HoldTarget) -> GroupConfig:
         name=GROUP,
         flush=policy,
         capacity=config.max_pending,
+        max_queued_units=float(config.max_pending_tokens),
         displace_background=True,
         promote_after=10.0 * longest,
         cost=UnitCost,
         controller=targets,
     )
+
+
+def _prompt_units(params: GenerateParams) -> float:
+    """Tokens of a prompt; characters, where it is text: never fewer."""
+    said = sum(len(str(message.get("content", ""))) for message in params.messages or ())
+    return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + said))
 
 
 def _alone(partition: Hashable) -> bool:

@@ -22,8 +22,9 @@ class GenerateBatcherConfig:
     least and at most, and the most that share a message. min_hold_ms, max_hold_ms: how long a request may wait for
     company once so many wait, and before. background_extra_ms: how much longer a background request may.
     target_batch_time_ms: time of a message and its answer beyond which it waits for fewer. pause_on_backpressure_ms:
-    how long nothing is sent for the model of a stream whose reader is slow. max_pending: requests that may wait.
-    stream_limit: streams that may be active. call_timeout_ms: time for the answer to a message.
+    how long nothing is sent for the model of a stream whose reader is slow. max_pending, max_pending_tokens: requests,
+    and prompt tokens of theirs (characters, where a prompt is text), that may wait. stream_limit: streams that may be
+    active. call_timeout_ms: time for the answer to a message.
     ungroupable_options: fields of a request that make it go by itself.
     """
 
@@ -36,6 +37,7 @@ class GenerateBatcherConfig:
     target_batch_time_ms: float = 12.0
     pause_on_backpressure_ms: float = 20.0
     max_pending: int = 1000
+    max_pending_tokens: int = 1_000_000
     stream_limit: int = 64
     call_timeout_ms: float = 30_000.0
     ungroupable_options: tuple[str, ...] = ()
@@ -65,6 +67,7 @@ _RANGES = {
     "target_batch_time_ms": (0.01, 60_000.0),
     "pause_on_backpressure_ms": (0.0, 10_000.0),
     "max_pending": (1, 1_000_000),
+    "max_pending_tokens": (1, 1_000_000_000),
     "stream_limit": (1, 1_000_000),
     "call_timeout_ms": (1.0, 3_600_000.0),
 }

@@ -41,11 +41,13 @@ class Info(msgspec.Struct):
 
 
 class LoadModel(msgspec.Struct):
-    """Params of `load_model`. path: of its directory. options: settings of `reflex serve MODEL_DIR`, by name."""
+    """Params of `load_model`. path: of its directory. options: settings of `reflex serve MODEL_DIR`, by name. only:
+    `tokenizer` loads no more than that, for `tokenize`."""
 
     model_id: str
     path: str = ""
     options: dict[str, Any] = {}
+    only: Literal["", "tokenizer"] = ""
 
 
 class UnloadModel(msgspec.Struct):
@@ -55,11 +57,13 @@ class UnloadModel(msgspec.Struct):
 
 
 class Tokenize(msgspec.Struct):
-    """Params of `tokenize`: a text, or a conversation in the model's own form. Answer: {"token_ids": [...]}."""
+    """Params of `tokenize`: a text, or a conversation in the model's own form. most: tokens that are of use; more are
+    an error, and are not sent. Answer: {"token_ids": [...]}."""
 
     model_id: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    most: int | None = None
 
 
 class GenerateParams(msgspec.Struct, omit_defaults=True):

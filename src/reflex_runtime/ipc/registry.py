@@ -207,6 +207,12 @@ class StreamRegistry:
             handle._kept = False
             self._end(handle, error)
 
+    def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
+        """It ends with `error` for its reader, and the runtime is told to stop it; its place is taken until it has.
+        Nothing when it has ended."""
+        if not handle.ended and self._streams.get(handle.id) is handle:
+            self._give_up(handle, error)
+
     # -- from the client -----------------------------------------------------------------------------------------------
 
     def note(self, note: Notification, codec: Codec) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from reflex_runtime.core.errors import ConfigError, Drained, ProcessorError, ReflexError
+from reflex_runtime.core.errors import ConfigError, Drained, ProcessorError, ReflexError, TooLarge
 from reflex_runtime.ipc.connect import connected
 from reflex_runtime.ipc.engine import Engine, EngineStream, Load, Output
 from reflex_runtime.ipc.frames import (
@@ -264,7 +264,10 @@ class Worker:
         asked = _TOKENIZE.read(params, codec)
         if (asked.text is None) == (asked.messages is None):
             raise ConfigError("tokenize: needs either text or messages")
-        return {"token_ids": await self._models.get(asked.model_id).engine.tokenize(asked)}
+        ids = await self._models.get(asked.model_id).engine.tokenize(asked)
+        if asked.most is not None and len(ids) > asked.most:
+            raise TooLarge(f"{len(ids)} tokens, not more than {asked.most}", tokens=len(ids), most=asked.most)
+        return {"token_ids": ids}
 
     def _check_draft(self, params: Any, codec: Codec) -> None:
         if "draft" not in self.capabilities:

@@ -31,9 +31,6 @@ class Limits:
         """Raises TooLarge for what could never run, naming the limit; ConfigError for a prompt that is none."""
         if not ids:
             raise ConfigError("prompt: is empty; at least one token is needed")
-        if not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            bounds = f"[0, {self.vocab_size - 1}]"
-            raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")
         told = {"prompt_tokens": len(ids), "max_tokens": max_tokens}
         asked = f"{len(ids)} prompt tokens and max_tokens={max_tokens}"
         if len(ids) + max_tokens > self.max_model_len:
@@ -45,3 +42,6 @@ class Limits:
             raise TooLarge(
                 f"{asked} take {blocks} blocks of {size}, the cache has {there}", cache_tokens=there * size, **told
             )
+        if not (min(ids) >= 0 and max(ids) < self.vocab_size):  # last: it looks at each
+            bounds = f"[0, {self.vocab_size - 1}]"
+            raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")

@@ -18,7 +18,7 @@ from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
-from reflex_runtime.drivers.stream import Stream
+from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
@@ -276,8 +276,8 @@ class GenerationRuntime:
 
     def follow(self, first: GenerationStream, others: Seq[GenerationStream]) -> None:
         """The others wait until the first has computed the prompt, and find it in the prefix cache."""
-        pool = self.processor.pool
-        if others and not first.ended and pool.prefix_caching and first.prompt_tokens > pool.block_size:
+        pool, computes = self.processor.pool, not (first.ended or first.completion_tokens)
+        if others and computes and pool.prefix_caching and first.prompt_tokens > pool.block_size:
             first.follow(others)
             self._set_held(others)
 
@@ -353,8 +353,11 @@ class GenerationRuntime:
             on_fatal()
 
 
-async def merged(streams: Seq[OutputStream], bell: asyncio.Event) -> AsyncIterator[tuple[int, Seq[Output]]]:
+async def merged(
+    streams: Seq[OutputStream], bell: Bell, aside: Callable[[], bool] | None = None
+) -> AsyncIterator[tuple[int, Seq[Output]]]:
     """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
+    aside: see `Bell`; what it reads is not said here.
 
     Raises the first error that one of them ends with.
     """
@@ -370,4 +373,4 @@ async def merged(streams: Seq[OutputStream], bell: asyncio.Event) -> AsyncIterat
                 stream.take()
                 del still[number]
         if still:
-            await bell.wait()
+            await bell.wait_aside(aside)

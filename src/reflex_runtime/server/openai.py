@@ -15,11 +15,13 @@ import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError, TooLarge
 from reflex_runtime.core.request import Request
+from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, ClientError, MethodNotAllowed, NotFound, Unauthorized
 from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope
 from reflex_runtime.server.generation import Generator, OutputStream, merged
@@ -35,6 +37,7 @@ log = logging.getLogger("reflex.server")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+PART = "reflex.part"  # in the scope: the connection's own `Part`, where it has one
 GONE = "reflex.gone"  # in the scope: the caller left before its request was looked at
 STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
 OPEN_PATHS = frozenset({"/health", "/metrics"})
@@ -45,6 +48,17 @@ _STREAM: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # proxies that collect answers would collect this one
 ]
+
+
+class Part(Protocol):
+    """A way to write a part of the body of a streamed answer at once."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it may be written now: the head was sent, and the connection takes more."""
+
+    def write(self, data: bytes) -> None:
+        """Write it."""
 
 
 class Exchange:
@@ -203,7 +217,7 @@ class OpenAIApp:
 
     async def _generate(self, exchange: Exchange, chat: bool) -> None:
         runtime = self._open()
-        bell = asyncio.Event()
+        bell = Bell()
         with self._watched(exchange) as watch:
             with self._enters():
                 body = await self._body(exchange)
@@ -333,20 +347,37 @@ def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int]
     return found
 
 
-async def _whole(exchange: Exchange, answer: Answer, asked: wire.Asked, bell: asyncio.Event) -> None:
+async def _whole(exchange: Exchange, answer: Answer, asked: wire.Asked, bell: Bell) -> None:
     async for index, outputs in merged(exchange.streams, bell):
         answer.add(index, outputs)
     await exchange.answer(200, answer.whole(_usage(exchange.streams, asked.n)))
 
 
-async def _stream(exchange: Exchange, answer: Answer, asked: wire.Asked, bell: asyncio.Event) -> None:
-    async for index, outputs in merged(exchange.streams, bell):
+async def _stream(exchange: Exchange, answer: Answer, asked: wire.Asked, bell: Bell) -> None:
+    part: Part | None = exchange.scope.get(PART)
+    aside = partial(_pass_on, exchange, answer, part) if part is not None and len(exchange.streams) == 1 else None
+    async for index, outputs in merged(exchange.streams, bell, aside):
         events = answer.chunk(index, outputs)
         if not exchange.begun:
             await exchange.begin(200, _STREAM)
         if events:
             await exchange.body(events, more=True)
     await exchange.body(answer.end(_usage(exchange.streams, asked.n)))
+
+
+def _pass_on(exchange: Exchange, answer: Answer, part: Part) -> bool:
+    """Write what a stream says where it is said, without waking a task for each token. False when there is more to it:
+    nothing was sent yet, the reader is slow, the end, an error."""
+    (stream,) = exchange.streams
+    if not exchange.begun or stream.ended or not part.ready:
+        return False
+    try:
+        events = answer.chunk(0, stream.take())
+    except ReflexError:
+        return False  # it is raised again for who is woken
+    if events:
+        part.write(events)
+    return True
 
 
 def _usage(streams: list[OutputStream], n: int) -> Usage:

@@ -12,11 +12,11 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import disable_created_metrics
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.server.http import HttpProtocol
-from reflex_runtime.server.openai import GONE, OpenAIApp
+from reflex_runtime.server.openai import GONE, PART, OpenAIApp
 from reflex_runtime.server.serve import (
     EXIT_FAILED,
     EXIT_OK,
@@ -34,12 +34,32 @@ log = logging.getLogger("reflex.server")
 TOLD_EVERY = 5.0  # seconds between lines while the model is being loaded
 
 
+class _Part:
+    """A part of a body, past ASGI, which takes two coroutines and a mapping for each."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        over = cycle.disconnected or cycle.response_complete or cycle.flow.write_paused
+        return bool(cycle.chunked_encoding) and cycle.response_started and not over
+
+    def write(self, data: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
 class StreamingProtocol(HttpProtocol):
     """One connection. Every request goes the way of ASGI: an answer that comes in parts needs it."""
 
     def _start(self) -> None:
         cycle, self._come = self._come, None
         if cycle is not None and not cycle.disconnected:
+            scope: Any = cycle.scope
+            scope[PART] = _Part(cycle)
             self._read_on()
             HttpToolsProtocol._start_asgi_task(self, cycle, self.app)
 

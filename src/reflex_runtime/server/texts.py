@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -12,29 +12,42 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 T = TypeVar("T")
 
 LONG_TEXT = 2000  # characters; what is longer in all is tokenised beside the loop
+VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, where there is one
 MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
-class Texts:
-    """Tokenises for one event loop."""
+Elsewhere = Callable[[str | list[dict[str, Any]]], Awaitable[list[int] | None]]
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+
+class Texts:
+    """Tokenises for one event loop. elsewhere: does it in another process; None from it: not now."""
+
+    def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None) -> None:
+        self.tokenizer, self._elsewhere = tokenizer, elsewhere
         self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text."""
         encode = self.tokenizer.encode
+        if self._elsewhere is not None and any(len(text) > VERY_LONG for text in texts):
+            return [await self._long(len(text), encode, text) for text in texts]
         return await self._run(sum(map(len, texts)), lambda texts: [encode(text) for text in texts], texts)
 
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
         length = sum(MESSAGE + len(str(message.get("content", ""))) for message in messages)
-        return await self._run(length, self.tokenizer.chat, messages)
+        return await self._long(length, self.tokenizer.chat, messages)
 
     def close(self) -> None:
         """What is still being tokenised is forgotten."""
         self._beside.shutdown(wait=False, cancel_futures=True)
+
+    async def _long(self, length: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
+        if self._elsewhere is not None and length > VERY_LONG:
+            found = await self._elsewhere(argument)
+            if found is not None:
+                return found
+        return await self._run(length, function, argument)
 
     async def _run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
         if length <= LONG_TEXT:

@@ -21,6 +21,7 @@ from reflex_runtime.llm.sequence import SamplingParams
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.server.local_model import LocalModel, opened
+from reflex_runtime.server.texts import Texts
 
 PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 
@@ -53,11 +54,7 @@ class WorkerEngine:
 
     async def tokenize(self, params: Tokenize) -> list[int]:
         """A text, or a conversation in the model's own form."""
-        if (params.text is None) == (params.messages is None):
-            raise ConfigError("tokenize: give either text or messages")
-        if params.text is not None:
-            return (await self.runtime.encode([params.text]))[0]
-        return await self.runtime.encode_chat(params.messages or [])
+        return await tokenized(self.runtime, params)
 
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
@@ -93,6 +90,45 @@ def _sampling(params: GenerateParams) -> SamplingParams:
     return SamplingParams(**{f.name: getattr(params, f.name) for f in fields(SamplingParams)})
 
 
+class TokenizerEngine:
+    """A model's tokenizer, and nothing that generates: the engine of a `TokenizerProcess`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = Texts(tokenizer)
+
+    def info(self) -> dict[str, Any]:
+        """That there is no more."""
+        return {"only": "tokenizer"}
+
+    def state(self) -> dict[str, Any]:
+        """It has none."""
+        return {"state": "ready"}
+
+    def metrics(self) -> str:
+        """Nothing."""
+        return ""
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """As `WorkerEngine`."""
+        return await tokenized(self._texts, params)
+
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
+        """Refused."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Nothing is at work."""
+        self._texts.close()
+        return True
+
+
+async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
+    """The tokens of a text, or of a conversation in the model's own form."""
+    if params.text is not None:
+        return (await texts.encode([params.text]))[0]
+    return await texts.encode_chat(params.messages or [])
+
+
 class _Opening:
     """What a `LocalModel` is told in a runtime process."""
 
@@ -104,15 +140,18 @@ class _Opening:
         """Nobody asks before it is there."""
 
 
-def loading(make: Make, lost: Callable[[], None]) -> Load:
-    """How a runtime process loads a model: `make` reads it. lost: called on the loop when a model is lost for good.
+def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
+    """How a runtime process loads a model: `make` reads it, `tokenizer` its tokenizer alone. lost: called on the loop
+    when a model is lost for good.
 
     ConfigError for options that are none of `reflex serve MODEL_DIR`, and for a directory that is no model.
     """
 
-    async def load(params: LoadModel) -> WorkerEngine:
+    async def load(params: LoadModel) -> WorkerEngine | TokenizerEngine:
         if not params.path:
             raise ConfigError("load_model: needs path, the directory of the model")
+        if params.only == "tokenizer":
+            return TokenizerEngine(tokenizer(Path(params.path)))
         opening = _Opening(_config(params.options), params.model_id, lost)
         model = await opened(lambda: make(Path(params.path), opening.config))(opening)
         gc.collect()

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import inf
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
@@ -27,10 +27,12 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.server import worker_metrics
 from reflex_runtime.server.served_model import Open, Opening
 from reflex_runtime.server.texts import Texts
+from reflex_runtime.server.tokenizer_process import TokenizerProcess
 
 log = logging.getLogger("reflex.server")
 
 ASKED_WITHIN = 2.0  # seconds that a process has to say how it is; one that takes longer is left out of a page
+ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds that a process has to end, of those that are left, and if none are
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,16 @@ class Workers:
 
     def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
         self._opening = opening
-        self._texts = Texts(tokenizer)
+        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, opening.name, config.path)
+        self._texts = Texts(tokenizer, lambda what: self._tokenizing.tokenize(what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
         self.lines = [Line(number, config, opening) for number in range(config.count)]
 
     async def start(self) -> None:
         """Start all processes; returns when every one has loaded the model. Raises what the first to fail says."""
         self._opening.reached("loading")
-        starting = [asyncio.create_task(line.client.start()) for line in self.lines]
+        clients = [*(line.client for line in self.lines), self._tokenizing.client]
+        starting = [asyncio.create_task(client.start()) for client in clients]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -133,6 +137,7 @@ class Workers:
             "running": sum(worker["running"] for worker in workers),
             "waiting": sum(worker["waiting"] for worker in workers),
             "workers": workers,
+            "tokenizer": {"state": self._tokenizing.client.state, "restarts": self._tokenizing.client.restarts},
         }
 
     async def status(self) -> dict[str, Any]:
@@ -168,8 +173,10 @@ class Workers:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
-        await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
-        await asyncio.gather(*(line.client.close() for line in self.lines))
+        done = await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
+        within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
+        closing = [line.client.close(within, idle) for line, idle in zip(self.lines, done, strict=True)]
+        await asyncio.gather(*closing, self._tokenizing.client.close(within))
         self._texts.close()
         return True
 
@@ -223,7 +230,7 @@ class Workers:
         """Where fewest requests are unfinished, of those that can be asked."""
         ready = [line for line in self.lines if line.client.ready]
         if not ready:
-            raise self.lines[0].client.unavailable()
+            raise min((line.client.unavailable() for line in self.lines), key=_soonest)
         return min(ready, key=lambda line: line.unfinished)
 
     @staticmethod
@@ -231,14 +238,18 @@ class Workers:
         """What keeps a request from beginning ends its stream."""
         if handle.closed:  # its reader left before this task began
             return
-        limit = None if request.time_limit is None else max(1, ceil(request.time_limit * 1e3))
-        try:
-            await line.batcher.enqueue(params, request.priority.name.lower(), timeout_ms=limit)
+        limit = None if request.time_limit is None else request.time_limit * 1e3
+        try:  # a field of the request: it waits at the engine, too
+            await line.batcher.enqueue(params | {"timeout_ms": limit}, request.priority.name.lower())
         except Cancelled:
             pass  # its reader left
         except ReflexError as error:
             if not handle.ended:
                 line.registry.release(handle, error)
+
+
+def _soonest(error: ReflexError) -> float:
+    return inf if error.retry_after is None else error.retry_after
 
 
 def opened(config: WorkersConfig, tokenizer: Tokenizer) -> Open:

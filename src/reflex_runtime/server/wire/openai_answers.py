@@ -131,6 +131,10 @@ class Answer:
     ) -> None:
         self._chat, self._token, self._logprobs, self._usage_last = chat, token, logprobs, usage_last
         self._head = (("chatcmpl-" if chat else "cmpl-") + id, int(time.time()), model)
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
+        self._before = b"data: " + before  # all events begin and end alike
+        self._after = b'],"usage":null}\n\n' if usage_last else b"]}\n\n"
         self._begun = [False] * n
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._lengths = [0] * n
@@ -157,7 +161,8 @@ class Answer:
 
     def end(self, usage: Usage) -> bytes:
         """The last events."""
-        return (self._event(None, usage) if self._usage_last else b"") + DONE
+        told = self._before + b'],"usage":' + _encode(usage) + b"}\n\n" if self._usage_last else b""
+        return told + DONE
 
     def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
         if not self._chat:
@@ -168,12 +173,8 @@ class Answer:
             parts.append(DeltaChoice(index, Delta(), None, output.finish))
         return [self._event(part) for part in parts]
 
-    def _event(self, choice: Any, usage: Usage | None = None) -> bytes:
-        id, created, model = self._head
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        told = usage if self._usage_last else msgspec.UNSET
-        body = Body(id, kind, created, model, [] if choice is None else [choice], told)
-        return b"data: " + _encode(body) + b"\n\n"
+    def _event(self, choice: Any) -> bytes:
+        return self._before + _encode(choice) + self._after
 
     # -- whole ---------------------------------------------------------------------------------------------------------
 

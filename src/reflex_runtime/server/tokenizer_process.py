@@ -1,0 +1,48 @@
+"""Long prompts into tokens in a process that does nothing else.
+
+A tokenizer holds the interpreter for tens of milliseconds over a megabyte: in the server's process every stream would
+wait that long for its next token, in a model's process every step. It is a runtime process like the others, with the
+tokenizer of the model and no model; while it is not there, the server does its work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
+from reflex_runtime.ipc.spawn import Opener
+
+
+class TokenizerProcess:
+    """See the module. path: of the model. name: by which clients ask for it."""
+
+    def __init__(self, open: Opener, config: ClientConfig, name: str, path: str) -> None:
+        self._load = LoadModel(name, path, only="tokenizer")
+        self.client = RuntimeClient(open, config, name="tokenizer", prepare=self._prepare)
+
+    async def _prepare(self, client: RuntimeClient) -> None:
+        await client.request(LOAD, self._load)
+
+    async def tokenize(self, what: str | list[dict[str, Any]], most: int) -> list[int] | None:
+        """The tokens of a text or a conversation; None when it could not be asked. Raises ConfigError for what cannot
+        be tokenised, TooLarge for more than `most` tokens."""
+        said = Tokenize(self._load.model_id, most=most)
+        if isinstance(what, str):
+            said.text = what
+        else:
+            said.messages = what
+        if not self.client.ready:
+            return None
+        try:
+            answer = await self.client.request(TOKENIZE, said, dict[str, list[int]])
+        except ConfigError:
+            raise
+        except TooLarge as error:
+            asked = f"{error.details.get('tokens')} prompt tokens"
+            raise TooLarge(f"the model's context holds {most} tokens, not {asked}", max_model_len=most) from None
+        except ReflexError:  # it died, hangs, or is too busy
+            return None
+        found: list[int] = answer["token_ids"]
+        return found
