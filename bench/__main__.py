@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, feeds, llm, machine, models, serving, soak, versions
+from bench import core, feeds, ipc, llm, machine, models, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "feeds", "llm", "small", "alone", "closed", "arriving", "soak", "versions")
+CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving", "soak", "versions")
 USUAL = CASES[:-2]  # the others are asked for by name
 
 
@@ -42,6 +42,7 @@ def main() -> int:
             "core": lambda: core.core(scale),
             "feeds": lambda: feeds.feeds(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
+            "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),

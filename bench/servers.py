@@ -26,16 +26,21 @@ START_LIMIT = 60.0  # seconds until a server must answer
 
 
 class Server:
-    """One running server."""
+    """One running server. pinned: to a core of its own."""
 
     def __init__(
-        self, name: str, command: Sequence[str], path: str = "/act", env: dict[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        path: str = "/act",
+        env: dict[str, str] | None = None,
+        pinned: bool = True,
     ) -> None:
         self.name, self.path = name, path
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
-        where = cores()[0]
+        where = cores()[0] if pinned else None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, *(part.replace("PORT", str(self.port)) for part in command)],

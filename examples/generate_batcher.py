@@ -8,12 +8,14 @@ from reflex_runtime.ipc import GenerateBatcher, GenerateBatcherConfig, RuntimeCl
 
 
 async def main() -> None:
+    async def load(client: RuntimeClient) -> None:  # after every start of the process, also when it had died
+        await client.request("load_model", {"model_id": "scribe", "path": str(model_directory("scribe"))})
+
     registry = StreamRegistry(limit=64)
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
-    client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)
+    client = RuntimeClient(spawned(command), prepare=load, on_note=registry.note, on_lost=registry.lost)
     batcher = GenerateBatcher(client, registry, GenerateBatcherConfig(max_hold_ms=2))
     await client.start()
-    await client.request("load_model", {"model_id": "scribe", "path": str(model_directory("scribe"))})
 
     async def ask(prompt: str) -> str:
         handle = registry.register()

@@ -16,12 +16,12 @@ from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, flag
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
-from reflex_runtime.ipc.batcher_stats import series_in
 from reflex_runtime.llm import LLMProcessor
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.server.generation import GenerationRuntime
 from reflex_runtime.server.local_model import LocalModel, opened
 from reflex_runtime.server.served_model import ServedModel
+from reflex_runtime.server.workers import Workers, WorkersConfig
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -98,7 +98,8 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     feeds = FeedSeries(_nothing, CollectorRegistry()).describe()
     model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (ToyRunner(), ByteTokenizer())))
     LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
-    series_in(model.registry)
+    never: Any = None  # nothing is started
+    Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
     for family in [*Metrics().registry.collect(), *feeds, *model.registry.collect()]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)

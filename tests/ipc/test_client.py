@@ -19,7 +19,6 @@ from reflex_runtime.core.errors import ConfigError, CutShort, ReflexError, WaitT
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, ProtocolError
 from reflex_runtime.ipc.messages import Info
-from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.spawn import StartFailed
 
 
@@ -321,7 +320,9 @@ def test_g14_a_process_that_is_lost_while_it_is_prepared_is_a_failed_start(waits
 
         watch = Watch()
         client = watch.client(child("well"), prepare=prepare)
-        assert isinstance(await failure(client.start()), ConnectionLost)
+        told = await failure(client.start())
+        assert isinstance(told, StartFailed)
+        assert "its process was ended by SIGKILL" in told.message
         assert not watch.losses, "it had never been ready"
 
     run(test())

@@ -427,6 +427,18 @@ def test_g14_who_takes_longer_to_end_than_its_connection_is_let() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_g14_close_says_whether_streams_may_finish_and_within_which_time(drain: bool) -> None:
+    async def test() -> None:
+        watch = Watch()
+        client = watch.client(child("well"))
+        await client.start()
+        await client.close(PATIENCE, drain)
+        assert watch.notes == [("stream.event", {"told": {"drain": drain, "timeout_s": 0.8 * PATIENCE}})]
+
+    run(test())
+
+
 def test_g14_close_in_no_time_kills() -> None:
     async def test() -> None:
         watch = Watch()

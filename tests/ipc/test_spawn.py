@@ -225,13 +225,15 @@ def test_g14_only_one_comes_in_by_a_door() -> None:
         assert not peers[0].ended.done()
         assert not handler.ended
         late = door.knock()
-        assert await door.who_comes(Process(["true"], dict(os.environ))) is peers[0]
+        process = Process(["true"], dict(os.environ))
+        assert await door.who_comes(process) is peers[0]
         assert late.ended.done(), "nobody is asked any more"
         door.shut()
         assert peers[0].ended.done()
         assert handler.ended == [None], "it belonged to the handler"
         for sock in socks:
             sock.close()
+        await asyncio.wait_for(asyncio.shield(process.ended), PATIENCE)
 
     run(test())
 

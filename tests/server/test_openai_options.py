@@ -177,15 +177,17 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     assert main(["serve", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
     (config,) = in_workers
     assert (config.count, config.path) == (2, str(model_dir))
-    told = config.options(1)
+    told = config.options(1, 0)
+    assert config.options(1, 2)["trace"] == str(model_dir / "steps.worker-1.2.jsonl")
+    assert sorted(file.name for file in model_dir.glob("steps*")) == ["steps.worker-0.jsonl", "steps.worker-1.jsonl"]
     assert (told["max_num_seqs"], told["trace"]) == (9, str(model_dir / "steps.worker-1.jsonl"))
     assert told["threads"] == 4  # its part of the cores: threads of two models on one core wait for each other
     assert not {"api_key", "port", "host", "workers"} & told.keys()
     assert LLMServeConfig(**told).max_num_seqs == 9
     assert main(["serve", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
-    assert in_workers[1].options(0)["threads"] == 3
+    assert in_workers[1].options(0, 0)["threads"] == 3
     assert main(["serve", str(model_dir), "--port", "0", "--workers", "1"]) == 0
-    assert in_workers[2].options(0)["threads"] == 0
+    assert in_workers[2].options(0, 0)["threads"] == 0
 
 
 @pytest.mark.parametrize(

@@ -11,21 +11,25 @@ import os
 import random
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.drivers.stream import Bell
+from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.server.local_model import opened
 from reflex_runtime.server.openai import OpenAIApp
 from reflex_runtime.server.served_model import ServedModel
+from reflex_runtime.server.worker_engine import WorkerEngine
 
 from .openai_toy import PATIENCE, Model
 
@@ -242,6 +246,26 @@ def test_l9_those_that_follow_go_on_when_the_first_one_ends_early() -> None:
             first.close()
             assert len([o async for o in second]) == 2
             assert not second.held
+
+    run(main())
+
+
+def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
+    async def main() -> None:
+        async with Run() as it:
+            engine = WorkerEngine(cast(Any, SimpleNamespace(generator=it.runtime)), CollectorRegistry())
+            asked = GenerateParams("s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c")
+            asked.request_id, asked.timeout_ms = "r", 5000.0
+            leader = await engine.submit(asked, Bell(), None)
+            assert leader._ticket is not None
+            request = leader._ticket.request
+            assert (request.id, request.client, request.priority) == ("r", "c", Priority.URGENT)
+            assert request.time_limit == 5.0
+            follower = await engine.submit(GenerateParams("s-2", prompt_token_ids=[1] * 40), Bell(), leader)
+            assert follower.held
+            assert follower._ticket is not None
+            assert (follower._ticket.request.id, follower._ticket.request.time_limit) == ("s-2", None)
+            assert (len([o async for o in leader]), len([o async for o in follower])) == (3, 16)
 
     run(main())
 

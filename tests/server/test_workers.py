@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -18,10 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.status import ask
+from reflex_runtime.cli.worker import trace_of
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.sequence import SamplingParams
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.served_model import Open
 from reflex_runtime.server.worker_metrics import merged
@@ -43,7 +47,7 @@ class Fleet(Toy):
         step_ms: float = 0.0,
         batcher: GenerateBatcherConfig | None = None,
         client: ClientConfig | None = None,
-        options: Callable[[int], dict[str, Any]] = lambda number: {},
+        options: Callable[[int, int], dict[str, Any]] = lambda number, restarts: {},
         **config: Any,
     ) -> None:
         super().__init__(**config)
@@ -136,6 +140,51 @@ def test_g1_what_can_never_run_is_refused_in_front() -> None:
         assert fleet.status_page()["lines"][0]["client"]["sent"].get("batch_generate", 0) == 0
 
 
+def test_g1_a_request_is_told_to_the_runtime_as_it_was_asked() -> None:
+    with Fleet() as fleet:
+        assert fleet.workers is not None
+        client, said = fleet.workers.lines[0].client, []
+        call = client.call
+
+        def heard(method: str, params: Any) -> Any:
+            said.extend(params["requests"] if method == BATCH_GENERATE else [])
+            return call(method, params)
+
+        client.call = heard  # type: ignore[method-assign]
+        fields = {"n": 2, "max_tokens": 2, "priority": "urgent", "user": "u", "deadline_ms": 9000}
+        assert fleet.complete("x" * 40, **fields).status == 200
+        first, second = said
+        assert [(one.priority, one.client, one.model_id) for one in said] == [("urgent", "u", "toy")] * 2
+        assert (first.follows, second.follows) == (None, first.stream_id)  # the prompt is computed once
+        assert (first.request_id[-2:], second.request_id[-2:]) == ("#0", "#1")
+        assert all(8000.0 < one.timeout_ms <= 9000.0 for one in said)
+
+
+def test_g6_who_waits_for_a_place_is_told_as_waiting() -> None:
+    with Fleet(step_ms=2, batcher=GenerateBatcherConfig(stream_limit=1)) as fleet:
+        with fleet.open("runs", max_tokens=8000, stream=True) as runs, fleet.open("waits", stream=True):
+            runs.read_until(b"data: ")
+            health = fleet.reach(lambda health: health["waiting"] == 1)
+            assert (health["running"], health["workers"][0]["waiting"]) == (1, 1)
+        fleet.reach(lambda health: (health["running"], health["waiting"]) == (0, 0))
+
+
+def test_g7_who_leaves_in_the_turn_he_came_is_never_told_of() -> None:
+    with Fleet() as fleet:
+        assert fleet.workers is not None
+        workers = fleet.workers
+
+        def comes_and_goes() -> None:
+            request = workers.request([1, 2, 3], SamplingParams(max_tokens=9), id="brief")
+            (stream,) = workers.submit_alike([request], asyncio.Event())
+            stream.close()
+
+        fleet.on_loop(comes_and_goes)
+        assert fleet.complete(max_tokens=2).status == 200
+        line = fleet.line()
+        assert (line["streams"]["registered"], line["client"]["sent"][BATCH_GENERATE]) == (0, 1)
+
+
 def test_g12_concurrent_requests_share_messages() -> None:
     with Fleet() as fleet:
         prompts = [f"robot {i}" for i in range(12)]
@@ -206,7 +255,7 @@ def test_g14_who_asks_is_told_when_the_first_of_them_is_tried_again() -> None:
     with Fleet(2, client=ClientConfig(backoff_s=30.0, backoff_max_s=30.0)) as fleet:
         for number in (0, 1):
             fleet.kill(number)
-        fleet.reach(lambda health: health["state"] == "restarting")
+        fleet.reach(lambda health: all(worker["pid"] is None for worker in health["workers"]))  # reaped, and waits
         assert fleet.workers is not None
         soon = WorkerUnavailable("worker-1 is being started again", retry_after=2.0)
         fleet.workers.lines[1].client.unavailable = lambda: soon  # type: ignore[method-assign]
@@ -214,7 +263,7 @@ def test_g14_who_asks_is_told_when_the_first_of_them_is_tried_again() -> None:
 
 
 def test_g14_a_deadline_holds_at_the_engine_too() -> None:
-    with Fleet(step_ms=2, options=lambda number: {"max_num_seqs": 1}) as fleet:
+    with Fleet(step_ms=2, options=lambda number, _: {"max_num_seqs": 1}) as fleet:
         with fleet.open("long", max_tokens=8000, stream=True) as long:
             long.read_until(b"data: ")
             late = fleet.complete("late", max_tokens=3, deadline_ms=300)
@@ -318,7 +367,9 @@ def test_g13_reflex_status_asks_the_running_server(capsys: pytest.CaptureFixture
         assert main(["status", url, "--api-key", "secret"]) == 0
         shown = capsys.readouterr().out
         assert re.search(r"toy on http://\S+: ready, 0 running, 0 waiting", shown)
-        assert re.search(r"worker-0 +ready +\d+", shown)
+        assert re.search(r"worker-0 +worker-1", shown)
+        assert re.search(r"state +ready +ready", shown)
+        assert max(map(len, shown.splitlines())) <= 80
         assert main(["status", url, "--api-key", "secret", "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["lines"]) == 2
     with pytest.raises(ReflexError, match="is the server running"):
@@ -330,11 +381,11 @@ def test_g13_reflex_status_asks_the_running_server(capsys: pytest.CaptureFixture
 def test_g13_reflex_status_of_a_server_without_processes(capsys: pytest.CaptureFixture[str]) -> None:
     with Toy() as toy:
         assert main(["status", f"http://127.0.0.1:{toy.port}"]) == 0
-        assert "kv_cache_tokens" in capsys.readouterr().out
+        assert "kv cache tokens" in capsys.readouterr().out
 
 
 def test_g14_a_model_that_cannot_be_loaded_ends_the_start() -> None:
-    with Fleet(2, options=lambda number: {"max_num_seqs": -1 if number else 4}, wait_ready=False) as fleet:
+    with Fleet(2, options=lambda number, _: {"max_num_seqs": -1 if number else 4}, wait_ready=False) as fleet:
         fleet.join()
     assert (fleet.status, fleet.clean) == (2, True)
 
@@ -358,6 +409,7 @@ def test_g14_the_command_with_two_workers_one_of_which_is_killed(capfd: pytest.C
             assert [worker["state"] for worker in workers] == ["ready", "ready"]
             os.kill(workers[0]["pid"], signal.SIGKILL)
             server.wait_log("worker-0 was lost")
+            server.wait_log("worker-0: its process was ended by SIGKILL")
             assert complete("Once there was") == before[0]  # by the other one
             assert main(["status", url]) == 0
             assert "worker-1" in capfd.readouterr().out
@@ -370,6 +422,18 @@ def test_g14_the_command_with_two_workers_one_of_which_is_killed(capfd: pytest.C
     for pid in filter(None, pids):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_g14_a_process_that_was_started_again_leaves_the_trace_of_the_lost_one_alone(tmp_path: Path) -> None:
+    def options(number: int, restarts: int) -> dict[str, Any]:
+        return {"trace": trace_of(str(tmp_path / "steps.jsonl"), number, restarts)}
+
+    with Fleet(options=options) as fleet:
+        assert fleet.complete(max_tokens=3).status == 200
+        killed = fleet.kill()
+        fleet.reach(lambda health: health["status"] == "ok" and health["workers"][0]["pid"] != killed)
+        assert fleet.complete(max_tokens=3).status == 200
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["steps.worker-0.1.jsonl", "steps.worker-0.jsonl"]
 
 
 def test_pages_of_processes_become_one() -> None:

@@ -10,13 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
-from reflex_runtime.config import LLMServeConfig, add_options, environment, load
+from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line
 from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
-    check_trace(config.trace)
+    for path in _traces(config):
+        check_trace(path)
     Checkpoint.open(args.model)
     tokenizer = HFTokenizer.load(args.model)
     if config.workers:
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     name = config.served_model_name or args.model.resolve().name
     sock = bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, name, address)
+    _announce(config, batcher, name, address)
     status, clean = serve(
         config,
         name,
@@ -134,6 +135,15 @@ def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherCon
     return opened(workers, tokenizer)
 
 
+def _traces(config: LLMServeConfig) -> list[str]:
+    """The files of --trace: one, or one of each runtime process."""
+    from reflex_runtime.cli.worker import trace_of
+
+    if not config.trace:
+        return []
+    return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
+
+
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
     """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner."""
     from reflex_runtime.llm.load import load as load_directory
@@ -150,9 +160,10 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
     )
 
 
-def _announce(config: LLMServeConfig, name: str, address: Any) -> None:
+def _announce(config: LLMServeConfig, batcher: GenerateBatcherConfig, name: str, address: Any) -> None:
     """The settings in force, and what deserves a warning."""
-    show_settings(config, name)
+    shown = asdict(batcher).items() if config.workers else ()
+    show_settings(config, name, [(f"{BATCHER}.{name}", one_line(value)) for name, value in shown])
     warn_if_open(config, address)
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 from reflex_runtime.config import one_line, table
 from reflex_runtime.core.errors import ConfigError
 
 
-def show_settings(config: Any, name: str) -> None:
-    """The effective configuration as one table. name: of what is served."""
+def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
+    """The effective configuration as one table. name: of what is served. more: further rows."""
     from rich.console import Console
     from rich.table import Table
 
     shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
-    for flag, value in table(config):
+    for flag, value in (*table(config), *more):
         shown.add_row(flag, value)
     Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
 

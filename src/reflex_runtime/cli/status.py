@@ -9,17 +9,20 @@ import os
 import sys
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 
-WIDE = 160  # columns where the output is no terminal
+WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 PATIENCE = 10.0  # seconds for the answer
 MOST = 64 * 2**20  # bytes of it
+ABREAST = 4  # processes beside each other
+PARTITIONS = 20  # shown; --json has all
+_STATES = {"open": "given up for a while"}
 _STYLES = {"ready": "green", "ok": "green", "starting": "yellow", "restarting": "bold yellow"}
 
 _EPILOG = """\
@@ -57,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(told, indent=1))
     else:
-        show(told, args.url, Console(width=None if sys.stdout.isatty() else WIDE, highlight=False))
+        show(
+            told,
+            args.url,
+            Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False),
+        )
     return 0 if told.get("status") == "ok" else 1
 
 
@@ -68,26 +75,36 @@ def ask(url: str, key: str = "") -> dict[str, Any]:
         port = parts.port
     except ValueError:
         port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.hostname.isdigit() or port == 0:
         raise ConfigError(f"URL={url!r:.200}: must be as http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     for path in ("/status", "/health"):
-        connection = kind(parts.hostname, port, timeout=PATIENCE)
-        try:
-            connection.request("GET", parts.path.rstrip("/") + path, headers=headers)
-            response = connection.getresponse()
-            status, body = response.status, response.read(MOST)
-        except (OSError, http.client.HTTPException) as error:
-            raise ReflexError(f"{url}: no answer: {error or type(error).__name__}; is the server running?") from None
-        finally:
-            connection.close()
+        status, body = _get(url, parts, port, parts.path.rstrip("/") + path, headers)
         if status == 401:
-            raise ConfigError(f"{url}: wants a key: --api-key KEY, or REFLEX_API_KEY in the environment")
+            which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
+            raise ConfigError(f"{url}: wants {which}")
         found = _object(body)
-        if found is not None and (status == 200 or (path == "/health" and status == 503)):
+        if found is not None and "status" in found and (status == 200 or (path == "/health" and status == 503)):
             return found
-    raise ReflexError(f"{url}: answers {status}, and not as a server of reflex does")
+    only = f"; give the address alone, without {parts.path}" if parts.path.strip("/") else ""
+    raise ReflexError(f"{url}: answers {status}, and not as a server of reflex does{only}")
+
+
+def _get(url: str, parts: SplitResult, port: int | None, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname or "", port, timeout=PATIENCE)
+    try:
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read(MOST)
+    except ConnectionRefusedError:
+        raise ReflexError(f"{url}: nothing listens there; is the server running?") from None
+    except TimeoutError:
+        raise ReflexError(f"{url}: did not answer within {PATIENCE:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise ReflexError(f"{url}: cannot be asked: {error or type(error).__name__}") from None
+    finally:
+        connection.close()
 
 
 def _object(body: bytes) -> dict[str, Any] | None:
@@ -98,7 +115,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-# -- as tables ---------------------------------------------------------------------------------------------------------
+# -- as a table --------------------------------------------------------------------------------------------------------
 
 
 def show(told: Mapping[str, Any], url: str, console: Console) -> None:
@@ -112,8 +129,12 @@ def show(told: Mapping[str, Any], url: str, console: Console) -> None:
     if not lines:
         _plain(told, console)
         return
-    console.print(_workers(lines, told.get("workers", [])))
-    console.print(_partitions(lines))
+    for first in range(0, len(lines), ABREAST):
+        some = lines[first : first + ABREAST]
+        console.print(_abreast(some, told.get("workers", [])))
+    for line in lines:
+        if line["client"]["last_error"]:
+            console.print(Text(f"{line['name']}, last lost: {line['client']['last_error']}", "yellow"))
 
 
 def _counts(told: Mapping[str, Any]) -> str:
@@ -125,69 +146,75 @@ def _plain(told: Mapping[str, Any], console: Console) -> None:
     """A server without runtime processes: what it says of itself, name by name."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in told.items():
-        if name not in ("status", "state", "model", "running", "waiting", "error"):
-            table.add_row(name, json.dumps(value) if isinstance(value, dict | list) else str(value))
+        if name not in ("status", "state", "model", "running", "waiting", "error") and value is not None:
+            shown = json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
+            table.add_row(name.replace("_", " "), shown)
     console.print(table)
 
 
-def _table(*columns: str) -> Table:
+def _abreast(lines: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Table:
+    """One column per runtime process: how it is, then each of its partitions."""
     table = Table(box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right")
-    return table
-
-
-def _workers(lines: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Table:
-    """One row per runtime process."""
-    table = _table(
-        "worker", "state", "pid", "up s", "restarts", "streams", "waiting", "requests", "messages", "saved",
-        "fallbacks", "aborted", "held off", "KV cache", "last error",
-    )  # fmt: skip
+    table.add_column("", no_wrap=True)
+    for line in lines:
+        table.add_column(line["name"], no_wrap=True)
     waiting = {worker["name"]: worker["waiting"] for worker in workers}
-    for line in lines:
-        client, streams, generate, engine = line["client"], line["streams"], line["generate"], line["engine"] or {}
-        asked = sum(sum(lane["priority_mix"].values()) for lane in generate["partitions"])
-        sent = sum(client["sent"].get(method, 0) for method in ("generate", "batch_generate"))
-        held = [model["kv_cache_usage"] for model in engine.get("models", {}).values() if "kv_cache_usage" in model]
-        table.add_row(
-            line["name"],
-            Text(client["state"], _STYLES.get(client["state"], "bold red")),
-            str(client["pid"] or "-"),
-            f"{client['up_s']:.0f}",
-            str(client["restarts"]),
-            f"{streams['active']}/{streams['limit']}",
-            str(waiting.get(line["name"], generate["pending"])),
-            str(asked),
-            str(sent),
-            f"{100 * (1 - sent / asked):.0f} %" if asked else "-",
-            str(sum(generate["fallbacks"].values())),
-            str(generate["aborted_requests"]),
-            str(generate["backpressure_pauses"]),
-            f"{100 * max(held):.0f} %" if held else "-",
-            client["last_error"][:60],
-        )
+    columns = [_process(line, waiting.get(line["name"], line["generate"]["pending"])) for line in lines]
+    for what in columns[0]:
+        table.add_row(what, *(column[what] for column in columns))
+    lanes = [{_named(lane): lane for lane in line["generate"]["partitions"]} for line in lines]
+    for name in list(dict.fromkeys(name for line in lanes for name in line))[:PARTITIONS]:
+        table.add_section()
+        table.add_row(Text(name, "bold"))
+        rows = [_lane(line.get(name)) for line in lanes]
+        for what in rows[0]:
+            table.add_row(f"  {what}", *(row[what] for row in rows))
     return table
 
 
-def _partitions(lines: list[dict[str, Any]]) -> Table:
-    """One row per partition of each process: what may share a message."""
-    table = _table(
-        "partition", "worker", "urgent", "default", "background", "target", "last", "mean", "wait p50", "p95 ms",
-        "urgent/default/background", "fallbacks",
-    )  # fmt: skip
-    for line in lines:
-        for lane in line["generate"]["partitions"]:
-            names = [lane["model_id"], lane["draft_model"], lane["guidance"], "alone" if lane["single"] else ""]
-            mix, waits = lane["priority_mix"], [lane[f"queue_wait_{p}_ms"] for p in ("p50", "p95")]
-            table.add_row(
-                " + ".join(filter(None, names)) or "-",
-                line["name"],
-                *(str(lane["pending"][tier]) for tier in ("urgent", "default", "background")),
-                str(lane["target_size"]),
-                str(lane["last_batch"]),
-                f"{lane['mean_batch']:.1f}",
-                *("-" if wait is None else f"{wait:.2f}" for wait in waits),
-                "/".join(str(mix[tier]) for tier in ("urgent", "default", "background")),
-                str(sum(lane["fallbacks"].values())),
-            )
-    return table
+def _process(line: dict[str, Any], waiting: int) -> dict[str, RenderableType]:
+    client, streams, generate, engine = line["client"], line["streams"], line["generate"], line["engine"] or {}
+    asked = sum(sum(lane["priority_mix"].values()) for lane in generate["partitions"])
+    sent = sum(client["sent"].get(method, 0) for method in ("generate", "batch_generate"))
+    held = [model["kv_cache_usage"] for model in engine.get("models", {}).values() if "kv_cache_usage" in model]
+    state = client["state"]
+    return {
+        "state": Text(_STATES.get(state, state), _STYLES.get(state, "bold red")),
+        "process": str(client["pid"] or "-"),
+        "up": f"{client['up_s']:.0f} s",
+        "restarts": str(client["restarts"]),
+        "streams": f"{streams['active']} of {streams['limit']}",
+        "waiting": str(waiting),
+        "requests": str(asked),
+        "messages": str(sent) + (f", {100 * (1 - sent / asked):.0f} % saved" if asked else ""),
+        "taken back": str(generate["aborted_requests"]),
+        "pauses": str(generate["backpressure_pauses"]),
+        "KV cache": f"{100 * max(held):.0f} %" if held else "-" if engine else "no answer",
+    }
+
+
+def _named(lane: dict[str, Any]) -> str:
+    names = [lane["model_id"], lane["draft_model"], lane["guidance"], "each alone" if lane["single"] else ""]
+    return " + ".join(filter(None, names)) or "-"
+
+
+def _lane(lane: dict[str, Any] | None) -> dict[str, str]:
+    tiers = ("urgent", "default", "background")
+    names = (
+        f"waiting {'/'.join(tiers)}",
+        f"sent {'/'.join(tiers)}",
+        "target, last, mean",
+        "wait p50, p95",
+        "fallbacks",
+    )
+    if lane is None:
+        return dict.fromkeys(names, "-")
+    waits = [lane[f"queue_wait_{p}_ms"] for p in ("p50", "p95")]
+    told = (
+        "/".join(str(lane["pending"][tier]) for tier in tiers),
+        "/".join(str(lane["priority_mix"][tier]) for tier in tiers),
+        f"{lane['target_size']}, {lane['last_batch']}, {lane['mean_batch']:.1f}",
+        "-" if None in waits else f"{waits[0]:.2f}, {waits[1]:.2f} ms",
+        str(sum(lane["fallbacks"].values())),
+    )
+    return dict(zip(names, told, strict=True))

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from reflex_runtime.config import LLMServeConfig
@@ -80,13 +81,18 @@ def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
     return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
 
 
-def settings_of(config: LLMServeConfig, number: int) -> dict[str, Any]:
+def trace_of(path: str, number: int, restarts: int = 0) -> str:
+    """Where a runtime process writes its trace: one that was started again leaves that of the lost one alone."""
+    place = Path(path)
+    return str(place.parent / f"{place.stem}.worker-{number}{f'.{restarts}' if restarts else ''}{place.suffix}")
+
+
+def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
     """What a runtime process is told of the settings: those of the model, its own trace, its part of the CPU."""
     names = LLMServeConfig.__dataclass_fields__.keys() - {"workers", "host", "port", "api_key", "served_model_name"}
     found = {name: getattr(config, name) for name in sorted(names)}
     if config.trace:
-        stem, dot, suffix = config.trace.rpartition(".")
-        found["trace"] = f"{stem}.worker-{number}{dot}{suffix}" if dot else f"{config.trace}.worker-{number}"
+        found["trace"] = trace_of(config.trace, number, restarts)
     if not config.threads and config.workers > 1:  # threads of two models on one core wait for each other
         found["threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
     return found

@@ -299,6 +299,7 @@ class RuntimeClient:
                     await self._drop(link, 0.0 if hung else GRACE)
                     if link.process is not None:
                         self.last_error += f"; its process {link.process.ending}"
+                        log.warning("%s: its process %s", self.name, link.process.ending)
                 await self._rest()
         finally:
             self._become("stopped")
@@ -321,8 +322,11 @@ class RuntimeClient:
             if link.peer.ended.done():
                 raise ConnectionLost(f"{self.name} was lost before it was ready")
         except BaseException as error:
+            died = self._link.process if self._link is not None and isinstance(error, ConnectionLost) else None
             if self._link is not None:
-                await self._drop(self._link)
+                await self._drop(self._link, GRACE if died is not None else 0.0)  # its exit status says why
+            if died is not None:
+                raise StartFailed(f"{self.name} was lost before it was ready; its process {died.ending}") from error
             if isinstance(error, TimeoutError) and limit.expired():
                 within = f"{self.config.start_timeout_s:g} s (start_timeout_s)"
                 raise StartFailed(f"{self.name} was not ready within {within}") from None
@@ -373,6 +377,8 @@ class RuntimeClient:
     async def _rest(self) -> None:
         """Until the next start."""
         wait = self._restarts.wait()
+        if self._restarts.open and self.state != "open":
+            log.error("%s ended too often: it is started again every %g s", self.name, self.config.cooldown_s)
         self._become("open" if self._restarts.open else "restarting")
         self._next_start = asyncio.get_running_loop().time() + wait
         await asyncio.sleep(wait)

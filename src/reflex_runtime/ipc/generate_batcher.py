@@ -435,6 +435,9 @@ def _alone(partition: Hashable) -> bool:
 
 
 def _params(given: Mapping[str, Any]) -> GenerateParams:
+    stray = next((name for name in given if name not in OPTIONS), None)
+    if stray is not None:
+        raise ConfigError(f"generate: {str(stray)[:100]!r}: no such field; there are {', '.join(OPTIONS)}")
     try:
         params = msgspec.convert(given, GenerateParams)
     except msgspec.ValidationError as error:

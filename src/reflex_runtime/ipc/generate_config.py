@@ -46,7 +46,7 @@ class GenerateBatcherConfig:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:
-                raise ConfigError(f"generate_batcher.{name}={value!r}: must be in [{low:g}, {high:g}]")
+                raise ConfigError(f"generate_batcher.{name}={value!r}: must be in [{low:g}, {high:.10g}]")
         for least, most in (("min_batch_size", "max_batch_size"), ("min_hold_ms", "max_hold_ms")):
             low, high = getattr(self, least), getattr(self, most)
             if low > high:

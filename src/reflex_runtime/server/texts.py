@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import Any, TypeVar
 
 from reflex_runtime.llm.tokenizer import Tokenizer
@@ -29,9 +30,10 @@ class Texts:
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text."""
         encode = self.tokenizer.encode
-        if self._elsewhere is not None and any(len(text) > VERY_LONG for text in texts):
-            return [await self._long(len(text), encode, text) for text in texts]
-        return await self._run(sum(map(len, texts)), lambda texts: [encode(text) for text in texts], texts)
+        long = VERY_LONG if self._elsewhere is not None else inf
+        short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
+        found = iter(await self._run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
+        return [next(found) if len(text) <= long else await self._long(len(text), encode, text) for text in texts]
 
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""

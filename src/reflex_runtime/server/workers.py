@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from prometheus_client import Gauge
+
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
@@ -28,6 +30,7 @@ from reflex_runtime.server import worker_metrics
 from reflex_runtime.server.served_model import Open, Opening
 from reflex_runtime.server.texts import Texts
 from reflex_runtime.server.tokenizer_process import TokenizerProcess
+from reflex_runtime.telemetry.series import Counter
 
 log = logging.getLogger("reflex.server")
 
@@ -38,12 +41,12 @@ ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds that a process has to end, of those
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
     """count: processes. spawn: starts one, by its number. path: of the model. batcher, client: settings of each line.
-    options: settings of `reflex serve MODEL_DIR` that each gets, by its number."""
+    options: settings of `reflex serve MODEL_DIR` that each gets, by its number and how often it was started again."""
 
     count: int
     spawn: Callable[[int], Opener]
     path: str
-    options: Callable[[int], dict[str, Any]]
+    options: Callable[[int, int], dict[str, Any]]
     batcher: GenerateBatcherConfig = field(default_factory=GenerateBatcherConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
 
@@ -55,7 +58,9 @@ class Line:
         self.name = f"worker-{number}"
         self.limits: Limits | None = None
         self.about: dict[str, Any] = {}
-        self._load = LoadModel(opening.name, config.path, config.options(number))
+        self._load: Callable[[int], LoadModel] = lambda restarts: LoadModel(
+            opening.name, config.path, config.options(number, restarts)
+        )
         self.registry = StreamRegistry(config.batcher.stream_limit)
         self.client = RuntimeClient(
             config.spawn(number), config.client, name=self.name, prepare=self._prepare,
@@ -71,7 +76,7 @@ class Line:
 
     async def _prepare(self, client: RuntimeClient) -> None:
         """Load the model: after every start of the process."""
-        about = await client.request(LOAD, self._load, timeout=None)
+        about = await client.request(LOAD, self._load(client.restarts), timeout=None)
         names = Limits.__dataclass_fields__
         self.limits = Limits(**{name: about.pop(name) for name in names})
         self.about = about
@@ -101,6 +106,13 @@ class Workers:
         self._texts = Texts(tokenizer, lambda what: self._tokenizing.tokenize(what, self.limits.max_model_len))
         self._sending: set[asyncio.Task[None]] = set()
         self.lines = [Line(number, config, opening) for number in range(config.count)]
+        self._ready = Gauge(
+            "reflex_worker_ready", "Whether the runtime process takes requests", ["worker"], registry=opening.registry
+        )
+        self._restarts = Counter(
+            "reflex_worker_restarts_total", "Times it was started again", ("worker",), registry=opening.registry
+        )
+        self._refresh()
 
     async def start(self) -> None:
         """Start all processes; returns when every one has loaded the model. Raises what the first to fail says."""
@@ -160,8 +172,15 @@ class Workers:
         """How batches were formed; `generate`: by process, as `GenerateBatcher.get_stats` tells it."""
         return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
 
+    def _refresh(self) -> None:
+        """Bring the series in the registry up to date."""
+        for line in self.lines:
+            self._ready.labels(line.name).set(line.client.ready)
+            self._restarts.labels(line.name).value = float(line.client.restarts)
+
     async def metrics(self) -> bytes:
         """The pages of the processes that answer, as one."""
+        self._refresh()
         answers = await asyncio.gather(*(line.ask(METRICS) for line in self.lines))
         pages = {
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
