@@ -256,6 +256,7 @@ def test_g3_a_full_queue_refuses_and_an_urgent_one_displaces_the_newest_backgrou
             made.runtime.end("holds the place")
             assert (await urgent)["stream_id"] == "urgent"
             assert made.batcher.get_stats()["pending"] == 2
+            assert made.batcher.get_stats()["refused"] == 1
             await made.batcher.close(drain=False)
             for task in waiting.values():
                 assert isinstance(await outcome(task), Drained)

@@ -228,6 +228,7 @@ def test_g11_the_section_of_the_file_is_honoured(
     bounds = ["--max-queue", "5", "--max-queued-tokens", "50"]
     assert main(["serve", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
     assert in_workers[2].batcher == GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
+    assert (served[0][0].max_queue, served[0][0].max_queued_tokens) == (77, 999)  # what n choices are measured against
     capsys.readouterr()
     for wrong, said_of_it in (
         ("max_hold_ms = -1", "generate_batcher.max_hold_ms=-1.0: must be in [0, 1000]"),

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     Checkpoint.open(args.model)
     tokenizer = HFTokenizer.load(args.model)
     if config.workers:
+        config, batcher = _one_bound(config, batcher)
         open = _in_workers(args.model, config, batcher, tokenizer)
     else:
         open = opened(partial(load_model, args.model, config))
@@ -114,6 +115,18 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
+def _one_bound(
+    config: LLMServeConfig, batcher: GenerateBatcherConfig
+) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
+    """What may wait is said in two places; the smaller one holds, and is what everybody is told."""
+    requests = min(config.max_queue, batcher.max_pending)
+    tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
+    return (
+        replace(config, max_queue=requests, max_queued_tokens=tokens),
+        replace(batcher, max_pending=requests, max_pending_tokens=tokens),
+    )
+
+
 def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig, tokenizer: Tokenizer) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.cli.worker import gpu_of, settings_of
@@ -126,11 +139,7 @@ def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherCon
         spawn=lambda number: spawned(command, env=gpu_of(config, number)),
         path=str(model.resolve()),
         options=partial(settings_of, config),
-        batcher=replace(
-            batcher,
-            max_pending=min(batcher.max_pending, config.max_queue),
-            max_pending_tokens=min(batcher.max_pending_tokens, config.max_queued_tokens),
-        ),
+        batcher=batcher,
     )
     return opened(workers, tokenizer)
 

@@ -188,6 +188,7 @@ def _process(line: dict[str, Any], waiting: int) -> dict[str, RenderableType]:
         "requests": str(asked),
         "messages": str(sent) + (f", {100 * (1 - sent / asked):.0f} % saved" if asked else ""),
         "taken back": str(generate["aborted_requests"]),
+        "refused": str(generate["refused"]),
         "pauses": str(generate["backpressure_pauses"]),
         "KV cache": f"{100 * max(held):.0f} %" if held else "-" if engine else "no answer",
     }

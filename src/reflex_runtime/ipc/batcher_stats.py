@@ -88,7 +88,7 @@ class BatcherStats:
         self.enqueued = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
         self.batches = self.urgent_flushes = self.aborted = self.expired = 0
-        self.pauses = self.rejections = 0
+        self.pauses = self.rejections = self.refused = 0  # refused: not admitted here
         self._series = series_in(registry)
         self._lanes: OrderedDict[Hashable, _Lane] = OrderedDict()
 

@@ -162,6 +162,7 @@ class GenerateBatcher:
             "urgent_flushes": stats.urgent_flushes,
             "aborted_requests": stats.aborted,
             "expired_requests": stats.expired,
+            "refused": stats.refused,
             "rejections": stats.rejections,
             "fallbacks": dict(stats.fallbacks),
             "transport_errors": self._exchange.errors,
@@ -240,6 +241,7 @@ class GenerateBatcher:
                 raise self._client.unavailable()
             call.ticket = self._dispatcher.submit(request, self._settled)
         except ReflexError as error:
+            self._stats.refused += 1
             self._registry.release(handle, copy.copy(error))
             raise
         self._stats.queued(handle.partition, call.priority)
