@@ -21,7 +21,7 @@ lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: setup                 ## the figures of docs/benchmarks.md, about ten minutes
+bench: setup                 ## the figures of docs/benchmarks.md, about twenty minutes
 	$(BIN)/python -m bench
 
 docs: setup                  ## check that the pages tell what is there
