@@ -1216,3 +1216,33 @@ def test_g13_partitions_that_are_remembered_are_bounded_and_who_waits_is_not_for
     assert len(lanes) == MOST_PARTITIONS
     assert stats.pending() == 1
     assert [lane["model_id"] for lane in lanes if lane["pending"]["default"]] == ["waits"]
+
+
+def test_g14_a_batcher_that_was_closed_before_anybody_asked_admits_nobody() -> None:
+    async def main() -> None:
+        async with world() as made:
+            await made.batcher.close()
+            assert isinstance(await outcome(made.ask("late")), Closed)
+            assert made.runtime.ids == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("n", [10, 11, 16, 20, 33, 64])
+def test_g12_at_the_default_limits_nine_in_ten_messages_are_saved(n: int) -> None:
+    """Every time, from the first burst on; a burst after a burst finds the target grown or halved."""
+
+    async def main() -> None:
+        async with world() as made:
+            for burst in range(6):
+                before = len(made.runtime.messages)
+                answers = await asyncio.gather(*(made.ask(f"{burst}-{i}") for i in range(n)))
+                assert [answer["stream_id"] for answer in answers] == [f"{burst}-{i}" for i in range(n)]
+                messages = len(made.runtime.messages) - before
+                assert messages <= n * 0.1, (burst, messages)
+                assert max(made.runtime.sizes) <= 16
+                for id in list(made.runtime.live):
+                    made.runtime.end(id)
+                assert await made.registry.wait_idle(10.0)
+
+    run(main())

@@ -27,7 +27,6 @@ PATIENCE = 60.0
 ANY = Reader(Any)
 
 
-
 @dataclass
 class Child:
     process: asyncio.subprocess.Process
@@ -180,7 +179,20 @@ def test_g8_a_reader_that_was_too_slow_is_told(tmp_path: Path) -> None:
     play(main())
 
 
-@pytest.mark.parametrize("address", ["", "unix:", "tcp:1", "tcp:127.0.0.1:", "tcp:127.0.0.1:65536", "stdio:", "ftp:x"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "unix:",
+        "tcp:1",
+        "tcp:127.0.0.1:",
+        "tcp:127.0.0.1:65536",
+        "tcp:10.0.0.1:99",
+        "tcp:example.org:99",
+        "stdio:",
+        "ftp:x",
+    ],
+)
 def test_an_address_that_is_none_is_a_wrong_setting(address: str) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="must be unix:PATH"):

@@ -547,3 +547,16 @@ def test_l9_many_streams_at_once_say_what_each_says_alone() -> None:
                 caller.hang_up()
     assert held_blocks(toy) == 0
 
+
+
+def test_l9_a_reader_that_takes_nothing_at_the_end_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with Toy(send_buffer=4096, drain_timeout_s=0.2) as toy:
+        with toy.open("slow", max_tokens=6000, stream=True, receive_buffer=2048) as slow:
+            slow.read_until(b"data: ")
+            toy.complete("x", max_tokens=300)  # by then its socket is full
+            toy.stop()
+            toy.join()
+        assert (toy.status, toy.clean) == (0, True)
+    told = [record for record in caplog.records if record.exc_info]
+    assert not told, told
+    assert "its reader takes nothing" in caplog.text

@@ -242,7 +242,7 @@ def test_g14_without_any_process_requests_are_refused_and_health_says_so() -> No
     with Fleet(1, client=ClientConfig(backoff_s=30.0, backoff_max_s=30.0)) as fleet:
         fleet.kill()
         health = fleet.reach(lambda health: health["state"] == "restarting")
-        assert health["status"] == "restarting"
+        assert (health["status"], health["model_loaded"]) == ("restarting", False)
         assert fleet.get("/health").status == 503
         answer = fleet.complete()
         assert (answer.status, fleet.error(answer)["code"]) == (503, "worker_unavailable")

@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
         lambda model: _ready(model, address),
     )
     if not clean:
-        logging.warning("the model is still at work; leaving without it")
+        if not config.workers:  # their processes have ended
+            logging.warning("the model is still at work; leaving without it")
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)

@@ -6,16 +6,24 @@ import asyncio
 import os
 import socket
 import stat
+from ipaddress import ip_address
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.peer import Handler, Peer
 
-_FORMS = "must be unix:PATH, tcp:HOST:PORT or stdio"
+_FORMS = "must be unix:PATH, tcp:HOST:PORT with a loopback host, or stdio"  # what is said is neither hidden nor signed
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 async def connected(address: str, handler: Handler) -> Peer:
-    """A peer on `unix:PATH`, `tcp:HOST:PORT` or `stdio`. Raises ConfigError for another address, OSError.
+    """A peer on `unix:PATH`, `tcp:HOST:PORT` of this machine, or `stdio`. Raises ConfigError for others, and OSError.
 
     stdio: descriptors 0 and 1, a socket or two pipes. What this process prints goes to its stderr from here on, and it
     reads an empty stdin, so that nothing but the protocol is where the protocol is.
@@ -25,7 +33,7 @@ async def connected(address: str, handler: Handler) -> Peer:
     if kind == "unix" and where:
         return (await loop.create_unix_connection(lambda: Peer(handler), where))[1]
     host, _, port = where.rpartition(":")
-    if kind == "tcp" and host and port.isdecimal() and 0 < int(port) < 65536:
+    if kind == "tcp" and _is_loopback(host) and port.isdecimal() and 0 < int(port) < 65536:
         return (await loop.create_connection(lambda: Peer(handler), host, int(port)))[1]
     if address == "stdio":
         return await _on_descriptors(handler, *_taken_stdio())

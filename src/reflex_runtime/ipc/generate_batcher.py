@@ -173,6 +173,7 @@ class GenerateBatcher:
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
         """Admit nothing more; with `drain` let what waits be sent and answered within `timeout` seconds. Every caller
         has its answer when this returns. Streams that have begun go on."""
+        self._started()  # nothing is admitted after this, also where nothing was before
         await self._dispatcher.close(drain, timeout)
 
     # -- coming --------------------------------------------------------------------------------------------------------

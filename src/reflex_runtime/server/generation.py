@@ -19,6 +19,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
 from reflex_runtime.drivers.stream import Bell, Stream
+from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
@@ -29,23 +30,6 @@ log = logging.getLogger("reflex.server")
 
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
-
-
-class Output(Protocol):
-    """One token of output, as `TokenOutput`, in which every name is explained."""
-
-    @property
-    def token_id(self) -> int: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def logprob(self) -> float | None: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-    @property
-    def finish(self) -> str | None: ...
-    @property
-    def held(self) -> int: ...
 
 
 class OutputStream(Protocol):

@@ -60,6 +60,9 @@ class Part(Protocol):
     def write(self, data: bytes) -> None:
         """Write it."""
 
+    def abort(self) -> None:
+        """End the connection without what was not taken yet."""
+
 
 class Exchange:
     """One HTTP request and its answer. streams: what generates for it. left: its caller has gone."""
@@ -149,6 +152,12 @@ class OpenAIApp:
             await self._answer(exchange)
         except ReflexError as error:
             await exchange.fail(error)
+        except asyncio.CancelledError:
+            if not self.closing:
+                raise
+            log.warning("request %s: its reader takes nothing, and the time to shut down is over", exchange.request_id)
+            if (part := exchange.scope.get(PART)) is not None:
+                part.abort()
         except Exception:
             log.exception("request %s failed", exchange.request_id)
             await exchange.fail(ReflexError("internal error; the server's log has the details"))

@@ -51,6 +51,9 @@ class _Part:
     def write(self, data: bytes) -> None:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def abort(self) -> None:
+        self._cycle.transport.abort()
+
 
 class StreamingProtocol(HttpProtocol):
     """One connection. Every request goes the way of ASGI: an answer that comes in parts needs it."""

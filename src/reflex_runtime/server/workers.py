@@ -148,6 +148,7 @@ class Workers:
             "max_model_len": self.limits.max_model_len,
             "running": sum(worker["running"] for worker in workers),
             "waiting": sum(worker["waiting"] for worker in workers),
+            "model_loaded": self.state == "ready",
             "workers": workers,
             "tokenizer": {"state": self._tokenizing.client.state, "restarts": self._tokenizing.client.restarts},
         }

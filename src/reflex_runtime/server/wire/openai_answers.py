@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
+from reflex_runtime.ipc.engine import Output
 from reflex_runtime.server.errors import Unauthorized
-from reflex_runtime.server.generation import Output
 from reflex_runtime.server.wire.openai import BadRequest, ModelNotFound
 
 DONE = b"data: [DONE]\n\n"
