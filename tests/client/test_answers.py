@@ -118,6 +118,7 @@ def test_every_way_to_end_a_body(make: Make) -> None:
 def test_every_code_of_the_page_has_a_class() -> None:
     page = (Path(__file__).parents[2] / "docs/errors.md").read_text()
     codes = set(re.findall(r"^### `(.*)`", page, re.M)) - {"wait_timeout"}  # never in an answer
+    codes -= {"worker_lost", "worker_unavailable", "protocol_error"}  # of language models, which have OpenAI's clients
     assert codes <= set(errors.BY_CODE)
     assert module.__doc__ is not None
     for kind in errors.BY_CODE.values():
