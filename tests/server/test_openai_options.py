@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main, serve_llm
-from reflex_runtime.cli.serve_llm import load_model
-from reflex_runtime.cli.worker import gpu_of
+from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.config import LLMServeConfig, flag, load, table
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled

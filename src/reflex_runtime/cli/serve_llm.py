@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
+from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line
 from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.server.served_model import Open, ServedModel
 
@@ -116,9 +116,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-def _one_bound(
-    config: LLMServeConfig, batcher: GenerateBatcherConfig
-) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
+def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
     """What may wait is said in two places; the smaller one holds, and is what everybody is told."""
     requests = min(config.max_queue, batcher.max_pending)
     tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
@@ -130,7 +128,6 @@ def _one_bound(
 
 def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig, tokenizer: Tokenizer) -> Open:
     """How to open the model in runtime processes."""
-    from reflex_runtime.cli.worker import gpu_of, settings_of
     from reflex_runtime.ipc.spawn import spawned
     from reflex_runtime.server.workers import WorkersConfig, opened
 
@@ -147,27 +144,9 @@ def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherCon
 
 def _traces(config: LLMServeConfig) -> list[str]:
     """The files of --trace: one, or one of each runtime process."""
-    from reflex_runtime.cli.worker import trace_of
-
     if not config.trace:
         return []
     return [trace_of(config.trace, number) for number in range(config.workers)] or [config.trace]
-
-
-def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
-    """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner."""
-    from reflex_runtime.llm.load import load as load_directory
-
-    return load_directory(
-        directory,
-        device=config.device,
-        runner=config.runner,
-        dtype=config.dtype,
-        block_size=config.block_size or None,
-        kv_cache_bytes=int(config.kv_cache_gb * 1e9) or None,
-        max_model_len=config.max_model_len or None,
-        threads=config.threads or None,
-    )
 
 
 def _announce(config: LLMServeConfig, batcher: GenerateBatcherConfig, name: str, address: Any) -> None:

@@ -9,12 +9,7 @@ import logging
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any
-
-from reflex_runtime.config import LLMServeConfig
-
-GPUS = "CUDA_VISIBLE_DEVICES"
 
 _EPILOG = """\
 It connects to whoever started it and speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message.
@@ -45,7 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
-    from reflex_runtime.cli.serve_llm import load_model
+    from reflex_runtime.cli.worker_settings import load_model
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.server.serve import EXIT_FAILED, loop_factory
@@ -73,26 +68,3 @@ def _leave(status: int) -> None:
     logging.shutdown()
     sys.stderr.flush()
     os._exit(status)
-
-
-def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:
-    """The environment of a runtime process that gives it a GPU of its own, where CUDA_VISIBLE_DEVICES names several."""
-    named = [name.strip() for name in os.environ.get(GPUS, "").split(",") if name.strip()]
-    return {GPUS: named[number % len(named)]} if len(named) > 1 and config.device != "cpu" else {}
-
-
-def trace_of(path: str, number: int, restarts: int = 0) -> str:
-    """Where a runtime process writes its trace: one that was started again leaves that of the lost one alone."""
-    place = Path(path)
-    return str(place.parent / f"{place.stem}.worker-{number}{f'.{restarts}' if restarts else ''}{place.suffix}")
-
-
-def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
-    """What a runtime process is told of the settings: those of the model, its own trace, its part of the CPU."""
-    names = LLMServeConfig.__dataclass_fields__.keys() - {"workers", "host", "port", "api_key", "served_model_name"}
-    found = {name: getattr(config, name) for name in sorted(names)}
-    if config.trace:
-        found["trace"] = trace_of(config.trace, number, restarts)
-    if not config.threads and config.workers > 1:  # threads of two models on one core wait for each other
-        found["threads"] = max(1, len(os.sched_getaffinity(0)) // config.workers)
-    return found
