@@ -26,9 +26,12 @@ class Output(Protocol):
     def finish(self) -> str | None: ...
 
 
-class EngineStream(Protocol):
-    """One request's tokens at its engine. unread: they wait to be taken. held: whether it makes no more until some are
-    taken. ended: no more will come; the bell has rung since."""
+class OutputStream(Protocol):
+    """One request's tokens, wherever they are made.
+
+    prompt_tokens, cached_tokens: of the prompt, and those of them that the prefix cache had, known once it has begun.
+    completion_tokens: so far. ended: whether no more will come, of which the bell has rung; what came may be unread.
+    """
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -38,16 +41,22 @@ class EngineStream(Protocol):
     def completion_tokens(self) -> int: ...
     @property
     def ended(self) -> bool: ...
+
+    def take(self, most: int | None = None) -> Sequence[Output]:
+        """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
+        read."""
+
+    def close(self) -> None:
+        """Take the request back unless it has ended."""
+
+
+class EngineStream(OutputStream, Protocol):
+    """The same at its engine. unread: outputs that wait. held: whether it makes no more until some are taken."""
+
     @property
     def unread(self) -> int: ...
     @property
     def held(self) -> bool: ...
-
-    def take(self, most: int) -> Sequence[Output]:
-        """What has come, at most so many. Raises the error of a stream that ended with one and is read."""
-
-    def close(self) -> None:
-        """Take it back, unless it has ended."""
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
 from reflex_runtime.drivers.stream import Bell, Stream
-from reflex_runtime.ipc.engine import Output
+from reflex_runtime.ipc.engine import Output, OutputStream
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
@@ -30,29 +30,6 @@ log = logging.getLogger("reflex.server")
 
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
-
-
-class OutputStream(Protocol):
-    """One request's tokens, wherever they are made.
-
-    prompt_tokens, cached_tokens: of the prompt, and those of them that the prefix cache had, known once it has begun.
-    completion_tokens: so far. ended: whether no more will come; what came may still be unread.
-    """
-
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def cached_tokens(self) -> int: ...
-    @property
-    def completion_tokens(self) -> int: ...
-    @property
-    def ended(self) -> bool: ...
-
-    def take(self) -> Seq[Output]:
-        """Everything that has come, without waiting. Raises the error of a stream that ended with one and is read."""
-
-    def close(self) -> None:
-        """Take the request back unless it has ended."""
 
 
 class Generator(Protocol):

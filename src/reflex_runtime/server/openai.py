@@ -22,9 +22,10 @@ from urllib.parse import unquote
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError, TooLarge
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.stream import Bell
+from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, ClientError, MethodNotAllowed, NotFound, Unauthorized
 from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope
-from reflex_runtime.server.generation import Generator, OutputStream, merged
+from reflex_runtime.server.generation import Generator, merged
 from reflex_runtime.server.http import BROKEN
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.wire import openai as wire
