@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
 
 VERBS = ("serve", "status", "feeds", "demo", "demo_export", "trace", "simulate", "replay", "report", "doctor", "worker")
@@ -36,6 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns its exit status."""
+    telemetry_off()  # also that of libraries which a processor of the user's imports
     args = build_parser().parse_args(argv)
     try:
         return int(args.run(args))

@@ -11,10 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import openvino as ov
-from openvino import opset15 as ops
 
 from reflex_runtime.llm.checkpoint import EMBEDDING, Checkpoint
+from reflex_runtime.processors.quiet import telemetry_off
+
+telemetry_off()
+import openvino as ov  # noqa: E402
+from openvino import opset15 as ops  # noqa: E402
 
 VERSION = 1
 

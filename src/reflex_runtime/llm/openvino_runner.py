@@ -21,6 +21,7 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, Checkpoint
 from reflex_runtime.llm.runner import Step
+from reflex_runtime.processors.quiet import telemetry_off
 
 GIB: Final = 1 << 30
 CACHE_DIR: Final = ".reflex"
@@ -139,6 +140,7 @@ class OpenVinoRunner:
 
 
 def _library() -> Any:
+    telemetry_off()
     try:
         import openvino
     except ImportError as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.processors.quiet import telemetry_off
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -315,6 +316,7 @@ def check_provider(provider: str) -> None:
 
 
 def _onnxruntime() -> Any:
+    telemetry_off()
     try:
         import onnxruntime
     except ImportError as error:
