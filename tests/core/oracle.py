@@ -236,6 +236,8 @@ class World:
     per_item: float = 0.0
     counters: dict[Hashable, float] = field(default_factory=dict)
     rest: float = 0.0
+    device_times: dict[Hashable, float] = field(default_factory=dict)  # of partitions, virtual
+    device_rest: float = 0.0
     rooms: dict[Hashable | None, int | None] = field(default_factory=dict)  # None: of the whole group
     was_held: dict[Hashable, bool] = field(default_factory=dict)
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
@@ -374,6 +376,10 @@ class Oracle:
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
             busy = [p.device_time for p in peers if p is not w and self.unsettled(p.name)]
             w.device_time = max(w.device_time, min(busy) if busy else max(p.device_time for p in peers))
+        if not self.unsettled(w.name, request.partition):
+            busy = [w.device_times[p] for p in self.partitions(w.name)]
+            mine = w.device_times.get(request.partition, 0.0)
+            w.device_times[request.partition] = max(mine, min(busy, default=w.device_rest))
         if not self.unsettled(w.name, client=request.client):
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
@@ -408,7 +414,9 @@ class Oracle:
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         self.input(now)
-        self.pauses.pop((group, partition), None)
+        for (g, p), end in list(self.pauses.items()):
+            if (g, p) == (group, partition) or (g == group and p is not None and end <= now):
+                del self.pauses[g, p]
         if until > now:
             self.pauses[group, partition] = until
 
@@ -425,6 +433,7 @@ class Oracle:
         self.in_flight.remove(batch)
         w = self.worlds[batch.group]
         w.device_time += (elapsed - batch.expected) / (w.weight or 1.0)
+        w.device_times[batch.partition] += elapsed - batch.expected
         if not any(isinstance(o, Failed) for o in outcomes):
             w.meter.learn(batch.grants, batch.stage, elapsed)
             each = elapsed / len(batch.grants)
@@ -462,6 +471,8 @@ class Oracle:
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
         if not self.unsettled(w.name, client=ticket.client):
             w.rest = max(w.rest, w.counters[ticket.client])
+        if not self.unsettled(w.name, ticket.request.partition):
+            w.device_rest = max(w.device_rest, w.device_times[ticket.request.partition])
         self.settled.append((ticket.seq, result))
 
     # -- questions ---------------------------------------------------------------------------------------------------
@@ -472,7 +483,7 @@ class Oracle:
             if ticket.state in ("waiting", "resident") and ticket.deadline <= self.now:
                 self.settle(ticket, "deadline_exceeded")
         for (group, partition), until in list(self.pauses.items()):
-            if until <= self.now and (partition is None or partition in self.partitions(group)):
+            if until <= self.now:
                 del self.pauses[group, partition]
         if len(self.in_flight) >= self.max_batches:
             return None
@@ -483,16 +494,15 @@ class Oracle:
         for w in self.groups_in_order():
             self.promote(w)
             for partition in self.partitions_in_order(w):
-                if self.pauses.get((w.name, partition), -inf) <= self.now:
-                    batch = self.form(w, partition)
-                    if batch is not None:
-                        return batch
+                batch = self.form(w, partition)
+                if batch is not None:
+                    return batch
         self.quiet = True
         return None
 
     def wake_at(self) -> float:
         times = [t.deadline for t in self.all if t.state in ("waiting", "resident")]
-        times += [until for (g, p), until in self.pauses.items() if p is None or p in self.partitions(g)]
+        times += self.pauses.values()
         if len(self.in_flight) < self.max_batches:
             times.append(self.held_until if self.quiet else self.now)
         return min(times, default=inf)
@@ -511,22 +521,25 @@ class Oracle:
         return sorted(ready, key=lambda w: w.device_time)
 
     def partitions_in_order(self, w: World) -> list[Hashable]:
-        """Urgent first; then least laxity where a deadline is at risk; else the oldest head."""
-
-        def turn(partition: Hashable) -> tuple[bool, float, float]:
-            here = [t for t in self.unsettled(w.name, partition) if t.state != "running"]
-            oldest = min((t.seq for t in here), default=inf)
-            if any(t.state == "waiting" and t.tier is Priority.URGENT for t in here):
-                return (False, -inf, oldest)
-            hurried = [t for t in here if t.deadline < inf]
-            if hurried and w.meter.in_seconds:
-                tightest = min(hurried, key=lambda t: t.deadline)
+        """Urgent first; then the one with the least device time if it waited long; then those whose deadline is at
+        risk, least laxity first, unless they are far ahead of that one; then by device time. If equal, oldest first."""
+        here = {p: [t for t in self.unsettled(w.name, p) if t.state != "running"] for p in self.partitions(w.name)}
+        here = {p: some for p, some in here.items() if some and (w.name, p) not in self.pauses}
+        if not here:
+            return []
+        oldest = {p: min(some, key=lambda t: t.seq) for p, some in here.items()}
+        urgent = [p for p in here if any(t.state == "waiting" and t.tier is Priority.URGENT for t in here[p])]
+        by_share = sorted(here, key=lambda p: (w.device_times[p], oldest[p].seq))
+        patient = [p for p in by_share[:1] if self.now >= oldest[p].arrived + w.promote_after]
+        least = min(w.device_times[p] for p in self.partitions(w.name))
+        at_risk = []
+        for p in here:
+            tightest = min(here[p], key=lambda t: t.deadline)
+            if w.meter.in_seconds and tightest.deadline < inf and w.device_times[p] <= least + 0.1:
                 laxity = tightest.deadline - self.now - w.meter.remaining(tightest)
-                if laxity < w.flush.max_batch_cost:
-                    return (True, laxity, oldest)
-            return (True, inf, oldest)
-
-        return sorted(self.partitions(w.name), key=turn)
+                at_risk += [(laxity, oldest[p].seq, p)] if laxity < w.flush.max_batch_cost else []
+        pressing = [p for _, _, p in sorted(at_risk, key=lambda found: found[:2])]
+        return list(dict.fromkeys([*sorted(urgent, key=lambda p: oldest[p].seq), *patient, *pressing, *by_share]))
 
     def promote(self, w: World) -> None:
         """Background work that waited long enough counts as default, with its client's elders."""
@@ -893,6 +906,7 @@ class Oracle:
         left, w.left = w.left, []
         expected = expected if w.meter.in_seconds else 0.0
         w.device_time += expected / (w.weight or 1.0)
+        w.device_times[partition] += expected
         made = Expected(
             self.batches, w.name, partition, batch[0][0].stage, cause, cost, expected, list(batch), admitted, left
         )

@@ -264,8 +264,8 @@ def test_an_answered_stream_puts_its_partition_first_no_longer() -> None:
     ask(scheduler, 0.015, id="young", partition="s", client="young")
     # The stream is the oldest of its partition, so that goes first by age; its spent deadline must not count though.
     group = scheduler._groups["default"]
-    assert [p.key for p in group.in_order(0.5)] == ["s", "p"]
-    assert all(key[1] == inf for key in (group._turn(p, 0.5) for p in group.active.values()))
+    assert [p.key for p in group.turns.in_order(0.5)] == ["s", "p"]
+    assert group.turns.expires_at() == inf
 
 
 # -- B20, closing ----------------------------------------------------------------------------------------------------

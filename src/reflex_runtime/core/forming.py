@@ -378,7 +378,8 @@ class Former:
         if partition.hold_until <= self.now:
             return False
         self.held_until = partition.hold_until
-        partition.was_held = True
+        if not partition.was_held:
+            partition.was_held, partition.free_from = True, self.free_since
         return True
 
     def _hold_until(self, filled: Filled) -> float:
@@ -404,7 +405,9 @@ class Former:
 
     def _expected_returns(self, filled: Filled, heads: Sequence[float | None]) -> float:
         oldest = min(h for h in heads if h is not None)
-        longest = max(oldest, self.free_since) + self.policy.returns - self.now
+        # From when it could have gone first: other partitions' batches in between do not start its hold again.
+        since = self.partition.free_from if self.partition.was_held else self.free_since
+        longest = max(oldest, since) + self.policy.returns - self.now
         head = next(iter(filled.grants))
         marginal = self.group.cost.marginal(head, 1.0)
         return self.now + self.group.returns.hold(self.now, longest, len(filled.grants), filled.tally.seconds, marginal)

@@ -17,6 +17,7 @@ from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.core.turns import Turns
 
 IDLE_PARTITIONS = 256
 
@@ -91,8 +92,10 @@ class Group:
             and config.controller is None
             and config.resources is None
         )
-        self.partitions: OrderedDict[Hashable, Partition] = OrderedDict()
-        self.active: dict[Hashable, Partition] = {}  # partitions with unsettled tickets
+        self.turns = Turns(self.cost, flush.max_batch_cost, config.promote_after)
+        self.partitions: dict[Hashable, Partition] = {}
+        self._idle: OrderedDict[Partition, None] = OrderedDict()  # of those, without tickets; the longest idle first
+        self.active: dict[Hashable, Partition] = {}  # those with unsettled tickets
         self.queued = 0
         self.queued_units = 0.0  # that those want
         self.unsettled = 0
@@ -103,28 +106,33 @@ class Group:
         self.left: list[Ticket] = []  # residents gone since the last batch
         self.promoted = 0
 
-    def partition(self, key: Hashable, now: float) -> Partition:
+    def partition(self, key: Hashable) -> Partition:
         """The partition, made if it is new."""
         found = self.partitions.get(key)
         if found is None:
-            if len(self.partitions) > IDLE_PARTITIONS + len(self.active):
-                self._evict(now)
             found = self.partitions[key] = Partition(key)
+            self._rest(found)
         return found
 
-    def _evict(self, now: float) -> None:
-        kept = self.partitions.items()
-        idle = (k for k, p in kept if not p.unsettled and p.room is None and p.paused_until <= now)
-        oldest = next(idle, None)
-        if oldest is not None:
-            del self.partitions[oldest]
+    def _rest(self, partition: Partition) -> None:
+        """The partition is idle. Forget the one that has been idle longest if there are too many."""
+        self._idle[partition] = None
+        if len(self._idle) > IDLE_PARTITIONS:
+            oldest = next(iter(self._idle))
+            if oldest.room is None and oldest.paused_until == -inf:
+                del self._idle[oldest], self.partitions[oldest.key]
+            else:
+                self._idle.move_to_end(oldest)  # its settings are kept; another is forgotten next time
 
     def enter(self, ticket: Ticket, now: float) -> None:
         """An admitted ticket joins its queue."""
         request = ticket.request
         partition = self.active.get(request.partition)
         if partition is None:
-            partition = self.active[request.partition] = self.partition(request.partition, now)
+            partition = self.active[request.partition] = self.partition(request.partition)
+            self._idle.pop(partition, None)
+            self.turns.shares.enter(partition)
+        self.turns.touch(partition)
         self.returns.arrived(request.client, now)
         self.live.seen(request.client, now)
         partition.unsettled[ticket] = None
@@ -212,9 +220,12 @@ class Group:
         if partition.residents:
             partition.residents.pop(ticket, None)
         del partition.unsettled[ticket]
+        self.turns.touch(partition)
         if not partition.unsettled:
             del self.active[partition.key]
-            self.partitions.move_to_end(partition.key)
+            self.turns.shares.leave(partition)
+            partition.forget()
+            self._rest(partition)
         client: Client = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
@@ -226,6 +237,7 @@ class Group:
         """A resident was preempted: it waits again, first of its client."""
         partition = self.active[ticket.request.partition]
         partition.requeue(ticket)
+        self.turns.touch(partition)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
         self.queued += 1
@@ -245,28 +257,13 @@ class Group:
 
     def promote(self, now: float) -> None:
         """Apply aging to every partition."""
-        for partition in self.active.values():
-            self.promoted += partition.promote(now)
+        self.promoted += self.turns.promote(now)
 
-    def in_order(self, now: float) -> list[Partition]:
-        """Partitions as they take turns: urgent, then least laxity at risk, then the oldest head."""
-        if len(self.active) == 1:
-            return list(self.active.values())
-        return sorted(self.active.values(), key=lambda p: self._turn(p, now))
-
-    def _turn(self, partition: Partition, now: float) -> tuple[bool, float, int]:
-        oldest = partition.oldest()
-        seq = oldest.seq if oldest is not None else 1 << 62
-        if partition.tiers[URGENT].oldest:
-            return (False, -inf, seq)
-        tightest = partition.deadlines.first()
-        if tightest is not None:
-            deadline, ticket = tightest
-            laxity = deadline - now - self.cost.remaining(ticket)
-            # At risk: another partition's batch may take up to the budget, and this deadline cannot wait for it.
-            if self.cost.unit == "seconds" and laxity < self.config.flush.max_batch_cost:
-                return (True, laxity, seq)
-        return (True, inf, seq)
+    def charge(self, partition: Partition, seconds: float) -> None:
+        """The partition had the device for so long; negative: it had it shorter than was charged."""
+        self.device_time += seconds / (self.config.weight or 1.0)
+        self.turns.shares.charge(partition, seconds)
+        self.turns.touch(partition)
 
     def ran(self, seconds: float) -> None:
         """Requests came to their end that took so many seconds of the device each, all their steps together."""

@@ -7,16 +7,19 @@ from heapq import heapify, heappop, heappush
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+K = TypeVar("K", float, tuple[float, int])
+
+FEW = 8  # dead entries that may stay however few live
 
 
-class LazyHeap(Generic[T]):
+class LazyHeap(Generic[T, K]):
     """Smallest key first; `discard` is O(1), `first` and `push` amortised O(log n)."""
 
     __slots__ = ("_entries", "_heap", "_serial")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, T]] = []
-        self._entries: dict[T, tuple[float, int, T]] = {}  # the valid one of each item
+        self._heap: list[tuple[K, int, T]] = []
+        self._entries: dict[T, tuple[K, int, T]] = {}  # the valid one of each item
         self._serial = 0
 
     def __len__(self) -> int:
@@ -25,20 +28,32 @@ class LazyHeap(Generic[T]):
     def __contains__(self, item: T) -> bool:
         return item in self._entries
 
-    def push(self, key: float, item: T) -> None:
+    def push(self, key: K, item: T) -> None:
         """Insert the item, or move it to another key. Equal keys leave in order of insertion."""
         self._serial += 1
         entry = self._entries[item] = (key, self._serial, item)
         heappush(self._heap, entry)
+        if len(self._heap) > FEW + 2 * len(self._entries):
+            self._compact()
 
     def discard(self, item: T) -> None:
         """Forget the item if it is there."""
-        entries, heap = self._entries, self._heap
-        if entries.pop(item, None) is not None and len(heap) > 64 and len(heap) > 2 * len(entries):
-            self._heap = [entry for entry in heap if entries.get(entry[2]) is entry]
-            heapify(self._heap)
+        if self._entries.pop(item, None) is not None and len(self._heap) > FEW + 2 * len(self._entries):
+            self._compact()
 
-    def first(self) -> tuple[float, T] | None:
+    def put(self, item: T, key: K | None) -> None:
+        """Have the item under this key; None: not at all."""
+        if key is None:
+            self.discard(item)
+        elif (entry := self._entries.get(item)) is None or entry[0] != key:
+            self.push(key, item)
+
+    def _compact(self) -> None:
+        entries = self._entries
+        self._heap = [entry for entry in self._heap if entries.get(entry[2]) is entry]
+        heapify(self._heap)
+
+    def first(self) -> tuple[K, T] | None:
         """Smallest key and its item, or None."""
         heap = self._heap
         while heap:
@@ -48,7 +63,7 @@ class LazyHeap(Generic[T]):
             heappop(heap)
         return None
 
-    def pop(self) -> tuple[float, T] | None:
+    def pop(self) -> tuple[K, T] | None:
         """Remove and return the first."""
         top = self.first()
         if top is not None:
@@ -58,7 +73,7 @@ class LazyHeap(Generic[T]):
 
     def ascending(self) -> Iterator[T]:
         """Items in order of key; what was looked at is put back when the iterator closes."""
-        seen: list[tuple[float, int, T]] = []
+        seen: list[tuple[K, int, T]] = []
         try:
             while (top := self.first()) is not None:
                 entry = heappop(self._heap)

@@ -14,9 +14,10 @@ from heapq import heapify, heappop, heappush
 from itertools import takewhile
 from math import inf
 
-from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.heap import FEW, LazyHeap
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, Priority, Ticket
+from reflex_runtime.core.shares import Shares
 
 IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
@@ -24,27 +25,39 @@ LINED_UP = 256  # queues up to which a walk sorts them all: cheaper than taking 
 
 
 class Client:
-    """Whoever has a share. counter: virtual time in cost units over weight. unsettled: its tickets in the system."""
+    """Whoever has a share. counter: virtual time in cost units over weight. unsettled: its tickets in the system.
 
-    __slots__ = ("counter", "key", "unsettled")
+    queues: those of its tickets that wait, in any partition.
+    """
+
+    __slots__ = ("counter", "key", "queues", "unsettled")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.counter = 0.0
         self.unsettled = 0
+        self.queues: dict[ClientQueue, None] = {}
+
+    def waiting(self) -> list[Ticket]:
+        """Its tickets that wait, in no particular order."""
+        return [ticket for queue in self.queues for ticket in queue.tickets]
 
 
 class Clients:
     """The clients of one group, their counters and caps."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, Client] = OrderedDict()
-        self._active: LazyHeap[Client] = LazyHeap()
-        self._rest = 0.0  # where whoever comes to an idle device starts: having had it to oneself is nobody's debt
+        self._known: dict[Hashable, Client] = {}
+        self._idle: OrderedDict[Hashable, None] = OrderedDict()  # the longest idle first
+        self._shares: Shares[Client] = Shares()
 
     def __len__(self) -> int:
         """Clients that have something in the system."""
-        return len(self._active)
+        return len(self._shares)
+
+    def get(self, key: Hashable) -> Client | None:
+        """The client, if it is known."""
+        return self._known.get(key)
 
     def unsettled(self, key: Hashable) -> int:
         """Tickets the client has in the system."""
@@ -52,14 +65,13 @@ class Clients:
         return 0 if client is None else client.unsettled
 
     def enter(self, key: Hashable) -> Client:
-        """One more ticket of the client. A returning client is lifted to the active minimum: no banked credit."""
+        """One more ticket of the client."""
         client = self._known.get(key)
         if client is None:
             client = self._known[key] = Client(key)
         if client.unsettled == 0:
-            client.counter = max(client.counter, self.floor())
-            self._active.push(client.counter, client)
-            self._known.move_to_end(key)
+            self._idle.pop(key, None)
+            self._shares.enter(client)
         client.unsettled += 1
         return client
 
@@ -67,25 +79,14 @@ class Clients:
         """One ticket of the client settled."""
         client.unsettled -= 1
         if client.unsettled == 0:
-            self._active.discard(client)
-            self._rest = max(self._rest, client.counter)
-            if len(self._known) > IDLE_CLIENTS + len(self._active):
-                self._evict()
+            self._shares.leave(client)
+            self._idle[client.key] = None
+            if len(self._idle) > IDLE_CLIENTS:
+                del self._known[self._idle.popitem(last=False)[0]]
 
     def floor(self) -> float:
         """The smallest counter of an active client; when there is none, the largest of those that left."""
-        while (top := self._active.first()) is not None:
-            key, client = top
-            if key == client.counter:
-                return key
-            self._active.push(client.counter, client)
-        return self._rest
-
-    def _evict(self) -> None:
-        """Forget the client that has been idle longest."""
-        idle = next((k for k, c in self._known.items() if c.unsettled == 0), None)
-        if idle is not None:
-            del self._known[idle]
+        return self._shares.floor()
 
 
 class ClientQueue:
@@ -138,7 +139,7 @@ class ByArrival:
         """The ticket waits no longer."""
         here = self._here
         del here[ticket]
-        if len(self._line) + len(self._returned) > 64 + 2 * len(here):
+        if len(self._line) + len(self._returned) > FEW + 2 * len(here):
             self._line = deque(sorted(here, key=lambda t: t.seq))
             self._returned = []
 
@@ -170,6 +171,7 @@ class Tier:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = ClientQueue(client)
+            client.queues[queue] = None
         tickets = queue.tickets
         youngest = ticket if self.oldest.push(ticket) else next(reversed(tickets), ticket)
         tickets[ticket] = None
@@ -191,21 +193,17 @@ class Tier:
         if not queue.tickets:
             queue.entry = None
             del self._queues[(ticket.request.client, ticket.request.priority)]
+            del queue.client.queues[queue]
 
     def queues(self) -> Iterable[ClientQueue]:
         """The queues that hold tickets, at most one per client and priority."""
         return self._queues.values()
 
-    def waiting_of(self, client: Hashable) -> list[Ticket]:
-        """The client's tickets in this tier."""
-        found = (self._queues.get((client, priority)) for priority in Priority)
-        return [ticket for queue in found if queue is not None for ticket in queue.tickets]
-
     def open(self, queue: ClientQueue) -> None:
         """Enter a queue with its present counter and head."""
         queue.entry = (queue.client.counter, queue.head.seq, queue)
         heappush(self._heap, queue.entry)
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._queues):  # garbage of cancelled tickets
+        if len(self._heap) > FEW + 2 * len(self._queues):  # garbage of cancelled tickets
             self._heap = [entry for entry in self._heap if entry[2].entry is entry]
             heapify(self._heap)
 
@@ -338,7 +336,9 @@ class Partition:
 
     __slots__ = (
         "arrivals",
+        "counter",
         "deadlines",
+        "free_from",
         "hold_epoch",
         "hold_until",
         "in_flight",
@@ -355,11 +355,12 @@ class Partition:
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
+        self.counter = 0.0  # virtual: its device time in seconds
         self.tiers = (Tier(), Tier(), Tier())
         self.residents: OrderedDict[Ticket, None] = OrderedDict()
         self.unsettled: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
-        self.deadlines: LazyHeap[Ticket] = LazyHeap()  # of waiting and resident tickets that have one
-        self.promotions: LazyHeap[Ticket] = LazyHeap()  # background tickets by the time they count as default
+        self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
+        self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter; None when unlimited
         self.in_flight = 0  # batches
@@ -368,6 +369,7 @@ class Partition:
         self.hold_until = -inf  # decided at input number `hold_epoch`; stands until the next input
         self.hold_epoch = -1
         self.was_held = False  # since its last batch
+        self.free_from = -inf  # then: when the device was free for it first
 
     @property
     def waiting(self) -> int:
@@ -423,6 +425,7 @@ class Partition:
         queue: ClientQueue = ticket.queue
         return queue
 
-    def waiting_of(self, client: Hashable) -> list[Ticket]:
-        """The client's waiting tickets."""
-        return [ticket for tier in self.tiers for ticket in tier.waiting_of(client)]
+    def forget(self) -> None:
+        """It has no tickets any more: drop what its queues still hold of those that left."""
+        self.tiers = (Tier(), Tier(), Tier())
+        self.deadlines, self.promotions = LazyHeap(), LazyHeap()

@@ -49,7 +49,6 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
-from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import (
@@ -87,7 +86,6 @@ class Scheduler:
         self._yields = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
         self._in_flight: dict[Batch, None] = {}
-        self._expiry: LazyHeap[Ticket] = LazyHeap()
         self._abandoned: list[Ticket] = []
         self._events: list[Event] = []
         self._now = -inf
@@ -128,8 +126,6 @@ class Scheduler:
         if self._yields and group.config.weight > 0.0:
             self._asked.arrive(now)
         group.enter(ticket, now)
-        if ticket.deadline < inf:
-            self._expiry.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
         if held_since >= 0 and not replaced and displaced is None and group.stays_held(ticket, held_since, now):
             group.active[request.partition].hold_epoch = self._decided = self._epoch
@@ -164,14 +160,18 @@ class Scheduler:
     def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
         """At most n newcomers may enter the group, or one of its partitions, from now on; None lifts that limit."""
         self._input(now)
-        target = self._groups[group] if partition is None else self._groups[group].partition(partition, now)
+        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
         target.room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         """The group, or one of its partitions, takes no turn before `until`. A time in the past ends a pause."""
         self._input(now)
-        target = self._groups[group] if partition is None else self._groups[group].partition(partition, now)
+        turns = self._groups[group].turns
+        turns.resume(now)  # a partition whose pause is over may be forgotten
+        target = self._groups[group] if partition is None else self._groups[group].partition(partition)
         target.paused_until = until if until > now else -inf
+        if isinstance(target, Partition):
+            turns.touch(target)
         self._events.append(SchedulerPaused(now, group, partition, until))
 
     def close(self, now: float, drain: bool = True) -> None:
@@ -195,12 +195,14 @@ class Scheduler:
         group = self._groups[batch.group]
         failed = [o for o in outcomes if isinstance(o, Failed)]
         crashed = len(failed) == len(outcomes)
-        self._account(group, batch, elapsed, not failed)
+        partition = group.active[batch.partition]
+        group.charge(partition, elapsed - batch.expected)
+        if not failed:
+            group.cost.observe(batch, elapsed)
         resources = group.config.resources
         if resources is not None:
             resources.rollback(batch) if crashed else resources.commit(batch)
         self._events.append(BatchFinished(now, batch, elapsed, crashed))
-        partition = group.active[batch.partition]
         partition.in_flight -= 1
         self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
 
@@ -235,7 +237,7 @@ class Scheduler:
         """
         times = [self.expires_at()]
         times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
-        times += [p.paused_until for g in self._groups.values() for p in g.active.values() if p.paused_until > -inf]
+        times += [g.turns.resumes_at() for g in self._groups.values()]
         if len(self._in_flight) < self._max_batches:
             times.append(self._hold if self._decided == self._epoch else self._now)
         return min(times, default=inf)
@@ -247,7 +249,7 @@ class Scheduler:
 
     def expires_at(self) -> float:
         """The earliest deadline of what waits; inf when none has one."""
-        return top[0] if (top := self._expiry.first()) is not None else inf
+        return min(group.turns.expires_at() for group in self._groups.values())
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
@@ -304,14 +306,12 @@ class Scheduler:
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
-        while (top := self._expiry.first()) is not None and top[0] <= self._now:
-            self._drop(top[1], Expired("its deadline passed before it was answered"))
         for group in self._groups.values():
+            while group.turns.expires_at() <= self._now:
+                self._drop(group.turns.first_to_expire(), Expired("its deadline passed before it was answered"))
             if -inf < group.paused_until <= self._now:
                 group.paused_until = -inf
-            for partition in group.active.values():
-                if -inf < partition.paused_until <= self._now:
-                    partition.paused_until = -inf
+            group.turns.resume(self._now)
 
     def _settle_abandoned(self) -> None:
         still = []
@@ -339,9 +339,7 @@ class Scheduler:
 
     def _form(self, group: Group) -> Batch | None:
         group.promote(self._now)
-        for partition in group.in_order(self._now):
-            if partition.paused_until > self._now:
-                continue
+        for partition in group.turns.in_order(self._now):
             while partition.unsettled:
                 former = Former(group, partition, self._now, self._free_since, self._epoch, self._draining)
                 formed = former.form()
@@ -390,7 +388,6 @@ class Scheduler:
             assert RUNNING in TRANSITIONS[state], ticket
             ticket.state = RUNNING
             if ticket.deadline < inf:  # nothing happens at the deadline of what runs: it is looked at afterwards
-                self._expiry.discard(ticket)
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
@@ -417,18 +414,13 @@ class Scheduler:
         )
         self._in_flight[batch] = None
         self._decided = -1
-        self._charge_device(group, batch.expected)
+        group.charge(partition, batch.expected)
         looked = tuple(self._looked)
         self._looked.clear()
         self._events.append(BatchScheduled(self._now, batch, group.queued, looked))
         return batch
 
     # -- completing ----------------------------------------------------------------------------------------------------
-
-    def _account(self, group: Group, batch: Batch, elapsed: float, clean: bool) -> None:
-        self._charge_device(group, elapsed - batch.expected)
-        if clean:
-            group.cost.observe(batch, elapsed)
 
     def _ended(
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
@@ -466,7 +458,6 @@ class Scheduler:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
         error = self._boundary(ticket)
         if error is None and ticket.deadline < inf:
-            self._expiry.push(ticket.deadline, ticket)
             partition.deadlines.push(ticket.deadline, ticket)
         return error
 
@@ -516,7 +507,6 @@ class Scheduler:
             ticket.outcome = outcome
             self.settled += 1
             if ticket.deadline < inf and state is not RUNNING:  # it was discarded when it was scheduled
-                self._expiry.discard(ticket)
                 partition.deadlines.discard(ticket)
             group.leave(ticket, partition, isinstance(outcome, Done), now)
             events.append(_event(RequestSettled, (now, ticket)))
@@ -531,19 +521,14 @@ class Scheduler:
 
     def _replaced(self, group: Group, request: Request) -> list[Ticket]:
         """Waiting tickets of the same client that a newer request supersedes."""
-        if not group.clients.unsettled(request.client):
-            return []
-        return [ticket for partition in group.active.values() for ticket in partition.waiting_of(request.client)]
+        client = group.clients.get(request.client)
+        return [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
 
     def _lift(self, group: Group) -> None:
         """A group that becomes active gets no credit for the time it was idle, and an idle device is nobody's debt."""
         peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
         busy = [g.device_time for g in peers if g.unsettled and g is not group]
         group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))
-
-    @staticmethod
-    def _charge_device(group: Group, seconds: float) -> None:
-        group.device_time += seconds / (group.config.weight or 1.0)
 
     def _unsettled(self) -> Iterator[Ticket]:
         return iter([t for g in self._groups.values() for p in list(g.active.values()) for t in list(p.unsettled)])
