@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 import reflex_runtime.policies.observation
 import reflex_runtime.server.errors
 import reflex_runtime.server.workers  # noqa: F401 - all three bring their codes
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, flag
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, described, flag
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
@@ -65,7 +65,7 @@ def settings_table(kind: type[Any] = ServeConfig) -> str:
     hints = get_type_hints(kind)
     rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
     for field in fields(kind):
-        cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), field.metadata["help"])
+        cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), described(field))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 

@@ -8,10 +8,12 @@ file, then the environment (`REFLEX_` + the field's name), then flags.
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +21,10 @@ from typing import Any, TypeVar, get_type_hints
 
 from reflex_runtime.core.errors import ConfigError
 
+log = logging.getLogger("reflex.config")
+
 C = TypeVar("C")
+Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
 
 
 def option(
@@ -34,10 +39,18 @@ def option(
     bare: str | None = None,
     secret: bool = False,
     repeat: bool = False,
+    needs: str = "",
+    unless: str = "",
 ) -> Any:
-    """A settings field: its default, what it does, its unit and its inclusive range. bare: value of the flag alone."""
+    """A settings field: its default, what it does, its unit and its inclusive range. bare: value of the flag alone.
+
+    needs, unless: what it has no effect without, and with; `check_needs` holds whoever gives it to that. Alternatives
+    are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a fact such as
+    `a decomposed export`, which only the command knows.
+    """
     meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar, "bare": bare}
-    return field(default=default, metadata=meta | {"secret": secret, "repeat": repeat})
+    meta |= {"secret": secret, "repeat": repeat, "needs": needs, "unless": unless}
+    return field(default=default, metadata=meta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +94,11 @@ class ServeConfig:
         "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)",
         low=0,
         high=1000,
+        needs="prefix_cache_mb",
     )
     prefix_cache_mb: float = option(
-        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB"
+        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB",
+        needs="a decomposed export",
     )
     on_bad_action: str = option(
         "error", "what a non-finite action becomes: an error, or a hold of the episode's last good action",
@@ -97,30 +112,43 @@ class ServeConfig:
     policy_b: str = option("", "export of slot b", metavar="DIR")
     split: int = option(
         50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle",
-        low=0, high=100,
+        low=0, high=100, needs="policy_b", unless="ramp",
     )
     shadow_policy: str = option(
         "", "export that is asked the same as the served one when the device has time; nobody sees its answers",
         metavar="DIR",
     )
-    shadow_sample: float = option(0.1, "share of the requests the shadow is asked as well", low=0, high=1)
-    ramp: str = option("", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS")
-    ramp_every: str = option("10m", "how long a stage of the ramp lasts", metavar="TIME")
+    shadow_sample: float = option(
+        0.1, "share of the requests the shadow is asked as well", low=0, high=1, needs="shadow_policy"
+    )
+    ramp: str = option(
+        "", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b"
+    )
+    ramp_every: str = option(
+        "10m", "how long a stage of the ramp lasts, and how long a guard watches after a hot swap", metavar="TIME",
+        needs="ramp|guard",
+    )
     guard: str = option(
         "", "what b must keep on the ramp, and any policy after a hot swap, or it is rolled back",
         metavar="p99=150ms,error=1%",
     )
     ramp_evidence: bool = option(
-        False, "a stage also waits for outcomes that show b to be no worse than a by more than the margin"
+        False, "a stage also waits for outcomes that show b to be no worse than a by more than the margin",
+        needs="ramp",
     )
-    ramp_margin: float = option(5.0, "that margin, in points of success", low=0.1, high=50, unit="points")
+    ramp_margin: float = option(
+        5.0, "that margin, in points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
+    )
     # chunks
     rtc: bool | None = option(None, "real-time chunking: a chunk continues what is left of the episode's last one")
-    rtc_per_episode: bool = option(False, "allow --rtc with two policies: what is carried over stays within a slot")
-    rtc_schedule: str = option(
-        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP")
+    rtc_per_episode: bool = option(
+        False, "allow --rtc with two policies: what is carried over stays within a slot", needs="rtc"
     )
-    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000)
+    rtc_schedule: str = option(
+        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
+        needs="rtc",
+    )
+    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000, needs="rtc")
     adaptive_steps: bool = option(
         False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
     )
@@ -136,12 +164,12 @@ class ServeConfig:
     probe_cooldown_s: float = option(
         30.0,
         "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
-        low=0, high=480, unit="s",
+        low=0, high=480, unit="s", needs="max_consecutive_crashes",
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
         "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
-        choices=("log_only", "503", "degrade"),
+        choices=("log_only", "503", "degrade"), needs="slo",
     )
     drain_timeout_s: float = option(10.0, "time to finish what is queued after SIGTERM", low=0, high=600, unit="s")
     # the door
@@ -156,9 +184,10 @@ class ServeConfig:
         metavar="DIR",
     )
     record_images: str = option(
-        "hash_only", "what is recorded of images; full can be replayed", choices=("full", "hash_only", "none")
+        "hash_only", "what is recorded of images; full can be replayed", choices=("full", "hash_only", "none"),
+        needs="record",
     )
-    record_no_gzip: bool = option(False, "record plain text")
+    record_no_gzip: bool = option(False, "record plain text", needs="record")
     # drills
     inject_latency_ms: float = option(0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms")
     inject_fault: tuple[str, ...] = option(
@@ -251,9 +280,11 @@ class FeedsConfig:
         metavar="MODULE:NAME",
     )
     onnx: str = option("", "an ONNX model of pictures as the processor; shapes is the bundled one", metavar="FILE")
-    score: float = option(0.5, "with --onnx: boxes below this score are left out", low=0, high=1, metavar="SCORE")
-    provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name")
-    threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256)
+    score: float = option(
+        0.5, "with --onnx: boxes below this score are left out", low=0, high=1, metavar="SCORE", needs="onnx"
+    )
+    provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name", needs="onnx")
+    threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
     startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
     # batching
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096)
@@ -271,17 +302,20 @@ class FeedsConfig:
         60.0, "a batch running longer is reported and its feeds are released; 0 is off", low=0, high=3600, unit="s"
     )
     # the feeds
-    realtime: bool = option(False, "play files at their own pace, as if they were cameras: the newest frame wins")
-    loop: bool = option(False, "start files over when they end; needs --realtime")
+    realtime: bool = option(
+        False, "play files at their own pace, as if they were cameras: the newest frame wins", needs="a file"
+    )
+    loop: bool = option(False, "start files over when they end; needs --realtime", needs="a file")
     max_age_ms: float = option(
-        1000.0, "live: a frame older than this is dropped, not computed", low=1, high=3_600_000, unit="ms"
+        1000.0, "live: a frame older than this is dropped, not computed", low=1, high=3_600_000, unit="ms",
+        needs="a live feed",
     )
     restarts: int = option(
         0, "live: how often, in all, a lost source is opened again before the feed is given up; 0 is without end",
-        low=0, high=1_000_000,
+        low=0, high=1_000_000, needs="a live feed",
     )
     read_timeout_s: float = option(
-        5.0, "a camera silent for this long is taken for lost", low=0.1, high=600, unit="s"
+        5.0, "a camera silent for this long is taken for lost", low=0.1, high=600, unit="s", needs="a camera"
     )
     duration_s: float = option(
         0.0, "stop this long after the start of the feeds; 0 runs until every feed is over", low=0, high=1e9, unit="s"
@@ -295,7 +329,7 @@ class FeedsConfig:
         None, "a live table on standard error; by default where that is a terminal, elsewhere a line per feed every 5 s"
     )
     port: int = option(-1, "port for /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535)
-    host: str = option("127.0.0.1", "address to bind for them")
+    host: str = option("127.0.0.1", "address to bind for them", needs="port")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -340,7 +374,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     hints = get_type_hints(kind)
     for f in fields(kind):
         meta = f.metadata
-        text = meta["help"].replace("%", "%%") + _suffix(f)
+        text = described(f).replace("%", "%%") + _suffix(f)
         common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
         if hints[f.name] in (bool, bool | None):
             parser.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
@@ -353,6 +387,13 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
             shown = shown or ("N" if hints[f.name] is int else "TEXT")
             alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
             parser.add_argument(flag(f.name), metavar=shown, **alone, **common)
+
+
+def described(f: Field[Any]) -> str:
+    """What a setting does, and what it needs for that."""
+    needs, unless = f.metadata["needs"], f.metadata["unless"]
+    words = [f"needs {_in_words(needs)}"] * bool(needs) + [f"not with {_in_words(unless)}"] * bool(unless)
+    return str(f.metadata["help"]) + (f" ({'; '.join(words)})" if words else "")
 
 
 def _suffix(f: Field[Any]) -> str:
@@ -379,23 +420,128 @@ def load(
 ) -> C:
     """Build the settings from all sources; every error says where the value came from.
 
-    beside: other names that the file may have at its top, which are somebody else's to read.
+    beside: further tables that the file may have, which other parts read.
     """
+    config, places = read(kind, section, file, environ, flags, beside)
+    check_needs(config, places)
+    return config
+
+
+def read(
+    kind: type[C],
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    beside: tuple[str, ...] = (),
+) -> tuple[C, Places]:
+    """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
     hints = get_type_hints(kind)
     names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+
+    def give(name: str, value: Any, place: str) -> None:
+        values[name], places[name] = convert(value, hints[name], place), place
+
     for key, value in (_table(file, section, beside) if file is not None else {}).items():
         name = key.replace("-", "_")
         if name not in names:
-            raise ConfigError(f"{file}: [{section}] {key}: no such setting")
-        values[name] = convert(value, hints[name], f"{file}: [{section}] {key}")
-    for name in names:
-        text = environ.get("REFLEX_" + name.upper())
-        if text is not None:
-            values[name] = convert(text, hints[name], "REFLEX_" + name.upper())
+            raise ConfigError(f"{file}: [{section}] {key}: no such setting{did_you_mean(name, names)}")
+        give(name, value, f"{file}: [{section}] {key}")
+    for name in names & _settings_in(environ).keys():
+        give(name, environ["REFLEX_" + name.upper()], "REFLEX_" + name.upper())
     for name in names & flags.keys():
-        values[name] = convert(flags[name], hints[name], flag(name))
-    return kind(**values)
+        give(name, flags[name], flag(name))
+    return kind(**values), places
+
+
+# -- settings without effect -------------------------------------------------------------------------------------------
+
+
+def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None = None) -> None:
+    """Refuse a flag that has no effect, and warn of a setting from the file or the environment that has none.
+
+    missing: the facts that settings may need and that do not hold, each with the reason.
+    """
+    missing = {} if missing is None else missing
+    for f in fields(config):
+        place = places.get(f.name)
+        if place is None or getattr(config, f.name) is False:  # what is said to be off is off
+            continue
+        why = _without_effect(config, f.name, missing)
+        if why and place == flag(f.name):
+            raise ConfigError(f"{place} {why}", field=f.name)
+        if why:
+            log.warning("%s has no effect: it %s", place, why)
+
+
+def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
+    """Why a setting has no effect, "" if it has one."""
+    meta = {f.name: f for f in fields(config)}[name].metadata
+    needs, unless = str(meta.get("needs", "")), str(meta.get("unless", ""))
+    if unless and any(not _lacks(config, need, missing) for need in unless.split("|")):
+        return f"has no effect with {_in_words(unless)}"
+    if not needs:
+        return ""
+    lacking = [_lacks(config, need, missing) for need in needs.split("|")]
+    if not all(lacking):
+        return ""
+    return lacking[0] if len(lacking) == 1 else f"needs {_in_words(needs)}"
+
+
+def _lacks(config: Any, need: str, missing: Mapping[str, str]) -> str:
+    """Why a need is not met, "" if it is."""
+    name, equals, wanted = need.partition("=")
+    found = {f.name: f for f in fields(config)}.get(name)
+    if found is None:
+        return f"needs {need}: {missing[need]}" if need in missing else ""
+    value = getattr(config, name)
+    off = value != wanted if equals else value is False or value in ("", (), None, found.metadata["low"])
+    return f"needs {_in_words(need)}" if off else _without_effect(config, name, missing)
+
+
+def _in_words(needs: str) -> str:
+    words = []
+    for need in needs.split("|"):
+        name, equals, value = need.partition("=")
+        words.append(need if " " in need else flag(name) + equals + value)
+    return " or ".join(words)
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING", "WORKER_TOKEN"})  # not settings
+_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+
+
+def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of the environment by name, of any command; warns of variables that are none.
+
+    An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
+    those are no settings.
+    """
+    known = {f.name for kind in (ServeConfig, LLMServeConfig, FeedsConfig) for f in fields(kind)}
+    found = {}
+    for variable, text in environ.items():
+        rest = variable.removeprefix("REFLEX_")
+        if rest == variable or rest in OTHERS:
+            continue
+        if _SERVICE.fullmatch(rest) and (rest != "PORT" or _SERVICE_URL.match(text)):
+            continue
+        if rest.lower() in known and rest.isupper():
+            found[rest.lower()] = text
+        else:
+            names = [name.upper() for name in known] + list(OTHERS)
+            log.warning("%s: no such setting%s", variable, did_you_mean(rest.upper(), names, "REFLEX_"))
+    return found
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to append to an error on an unknown word: the nearest known one, if one is near."""
+    near = difflib.get_close_matches(word, sorted(known), 1, 0.7)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
 
 
 def read_toml(file: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def test_v12_a_ramp_that_cannot_be_run_is_refused(
 
 
 def test_v12_a_ramp_needs_two_policies(refused: Refusals, pair: Pair) -> None:
-    assert "needs --policy-a and --policy-b" in refused(pair.v1, "--ramp", "5,100")
+    assert "--ramp needs --policy-b" in refused(pair.v1, "--ramp", "5,100")
 
 
 def test_v1_versions_of_other_robots_are_refused(refused: Refusals, pair: Pair, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from reflex_runtime.config import FeedsConfig, add_options, environment, load
+from reflex_runtime.config import FeedsConfig, add_options, check_needs, environment, read
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 
 if TYPE_CHECKING:
@@ -86,11 +86,12 @@ def _feeds_anywhere(parse: Callable[..., Any], args: Any = None, namespace: Any 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.cli.feeds_asked import check_outputs, processor_of, source_of_spec, specs_of
+    from reflex_runtime.cli.feeds_asked import check_outputs, missing, processor_of, source_of_spec, specs_of
 
-    config = load(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
+    config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
     specs = specs_of(args.feeds, args.config, config)
     sources = {spec.name: source_of_spec(spec) for spec in specs}
+    check_needs(config, places, missing(specs, sources))
     check_outputs(config, specs, args.config)
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():

@@ -147,6 +147,16 @@ def source_of_spec(spec: FeedSpec) -> Source:
         raise ConfigError(f"{spec.name}: {in_one_line(error.message)}") from None
 
 
+def missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
+    """The facts that settings need and that do not hold; see `check_needs`."""
+    found = {
+        "a file": any(spec.file is not None for spec in specs),
+        "a live feed": any(source.live for source in sources.values()),
+        "a camera": any(spec.file is None for spec in specs),
+    }
+    return {fact: "no feed is one" for fact, holds in found.items() if not holds}
+
+
 # -- the processor -----------------------------------------------------------------------------------------------------
 
 
@@ -158,14 +168,7 @@ def processor_of(config: FeedsConfig) -> BatchProcessor:
         raise ConfigError(
             "no processor: give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
         )
-    if not config.processor:
-        return _onnx(config)
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in ("score", "provider", "threads") and value != field.default:
-            given = asked_processor(config)
-            raise ConfigError(f"--{field.name}={one_line(value)}: is for --onnx, and {given} is given")
-    return _imported(config.processor)
+    return _imported(config.processor) if config.processor else _onnx(config)
 
 
 def asked_processor(config: FeedsConfig) -> str:

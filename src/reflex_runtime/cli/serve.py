@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import serve_llm
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
-from reflex_runtime.config import ServeConfig, add_options, environment, load, one_line
+from reflex_runtime.config import ServeConfig, add_options, check_needs, environment, one_line, read
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
 
@@ -69,10 +69,11 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.server.serve import bind, serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    config = load(ServeConfig, "serve", args.config, environment(), vars(args))
-    _check(config)
+    config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
     paths = slots_of(config, args.export)
     exports = {slot: Export.load(path) for slot, path in paths.items()}
+    check_needs(config, places, _missing(exports))
+    _check(config)
     _check_exports(config, exports)
     sock = bind(config.host, config.port)
     address = sock.getsockname()
@@ -114,14 +115,15 @@ def slots_of(config: ServeConfig, export: Path | None) -> dict[str, Path]:
         )
     if b and config.rtc and not config.rtc_per_episode:
         raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
-    if config.rtc_per_episode and not config.rtc:
-        raise ConfigError("--rtc-per-episode needs --rtc")
-    if config.ramp and not b:
-        raise ConfigError(f"--ramp={config.ramp}: needs --policy-a and --policy-b")
-    if config.ramp_evidence and not config.ramp:
-        raise ConfigError("--ramp-evidence needs --ramp")
     found = {"a": Path(a), "b": Path(b)} if b else {"prod": export or Path()}
     return found | ({"shadow": Path(shadow)} if shadow else {})
+
+
+def _missing(exports: Mapping[str, Export]) -> dict[str, str]:
+    """The facts that settings need and that do not hold; see `check_needs`."""
+    if any(export.export_kind == "decomposed" for export in exports.values()):
+        return {}
+    return {"a decomposed export": f"{', '.join(str(export.path) for export in exports.values())} is monolithic"}
 
 
 def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:

@@ -29,18 +29,23 @@ The device takes fixed + marginal x n milliseconds for n requests. docs/simulato
 class SimulateConfig:
     """Everything `reflex simulate` can be told."""
 
-    rate: float = option(200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s")
+    rate: float = option(
+        200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s", unless="compare|arrivals=closed"
+    )
     arrivals: str = option(
         "poisson",
         "how they arrive; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
+        unless="compare",
     )
-    callers: int = option(8, "callers, with --arrivals closed", low=1, high=10_000)
+    callers: int = option(
+        8, "callers, with --arrivals closed", low=1, high=10_000, needs="arrivals=closed", unless="compare"
+    )
     think: str = option(
         "1",
         "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
         "time) | half:1,300 (half the callers each)",
-        metavar="THINK",
+        metavar="THINK", needs="arrivals=closed", unless="compare",
     )
     fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
     marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
@@ -53,16 +58,20 @@ class SimulateConfig:
         unit="ms",
     )
     max_batch_cost_ms: float = option(
-        100.0, "ceiling on a batch's predicted time (window, by_cost)", low=10, high=10_000, unit="ms"
+        100.0, "ceiling on a batch's predicted time (window, by_cost)", low=10, high=10_000, unit="ms",
+        needs="policy=window|policy=by_cost|compare",
     )
     batch_timeout_ms: float = option(
-        5.0, "longest hold; for window only when callers are expected back", low=0, high=1000, unit="ms"
+        5.0, "longest hold; for window only when callers are expected back", low=0, high=1000, unit="ms",
+        needs="policy=window|policy=by_cost|policy=by_size|compare",
     )
-    max_batch_size: int = option(32, "most requests in a batch (by_size, greedy)", low=1, high=100_000)
+    max_batch_size: int = option(
+        32, "most requests in a batch (by_size, greedy)", low=1, high=100_000, needs="policy=by_size|policy=greedy"
+    )
     duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
     warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
     seed: int = option(0, "same seed, same run", low=0, high=2**31)
-    policy: str = option("window", "the rule", choices=("window", "by_cost", "by_size", "greedy"))
+    policy: str = option("window", "the rule", choices=("window", "by_cost", "by_size", "greedy"), unless="compare")
     compare: bool = option(
         False, "print the comparison tables instead; --rate, --arrivals, --callers, --think and --policy do not apply"
     )

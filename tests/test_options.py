@@ -1,0 +1,242 @@
+"""Every option of every command: it has an effect, or it says that it has none (H10). Generated from the settings."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from reflex_runtime.cli import main
+from reflex_runtime.cli.simulate import SimulateConfig
+from reflex_runtime.cli.trace_prompts import PromptsConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, check_needs, flag, load, read
+from reflex_runtime.core.errors import ConfigError
+from server.exports import write_tiny
+
+KINDS: tuple[type[Any], ...] = (ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig)
+OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kind in KINDS for field in fields(kind)]
+NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or option.values[1].metadata["unless"]]
+TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
+TEXTS |= {"think": "5", "max_tokens": "5", "step_ms": "1+1", "sweep": "4..8", "provider": "cuda"}
+OFF = {"max_consecutive_crashes": 0, "policy": "greedy"}  # a value without the effect that others need
+
+
+def another(kind: type[Any], field: Field[Any]) -> Any:
+    """A value that a setting may have, other than its default."""
+    meta = field.metadata
+    if get_type_hints(kind)[field.name] in (bool, bool | None):
+        return not field.default
+    if meta["choices"]:
+        return next(choice for choice in meta["choices"] if choice != field.default)
+    if meta["low"] is not None:
+        return meta["high"] if field.default == meta["low"] else type(field.default)((meta["low"] + field.default) / 2)
+    return ("prod:raise:1",) if meta["repeat"] else TEXTS.get(field.name, "text")
+
+
+def company(kind: type[Any], name: str) -> dict[str, Any]:
+    """The settings that a setting needs, and those that they need."""
+    found: dict[str, Any] = {}
+    by_name = {field.name: field for field in fields(kind)}
+    need, _, value = by_name[name].metadata["needs"].partition("|")[0].partition("=")
+    if need in by_name:
+        found |= {need: value or another(kind, by_name[need])} | company(kind, need)
+    return found
+
+
+class EveryFact(dict[str, str]):
+    """No fact holds, whatever it is called."""
+
+    def __contains__(self, fact: object) -> bool:
+        return True
+
+    def __missing__(self, fact: str) -> str:
+        return "it is not so"
+
+
+def given(kind: type[Any], flags: dict[str, Any], missing: Any = None, only: str = "") -> None:
+    """Give settings as flags, one of them (`only`) from the environment if its value is a text that begins with $."""
+    environ = {"REFLEX_" + name.upper(): value[1:] for name, value in flags.items() if str(value).startswith("$")}
+    told = {name: value for name, value in flags.items() if not str(value).startswith("$")}
+    config, places = read(kind, "x", None, environ, told)
+    check_needs(config, {only: places[only]} if only else places, missing)
+
+
+@pytest.mark.parametrize(("kind", "field"), OPTIONS)
+def test_h10_an_option_that_needs_nothing_is_taken_alone_and_another_with_what_it_needs(
+    kind: type[Any], field: Field[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    given(kind, {field.name: another(kind, field)} | company(kind, field.name))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("kind", "field"), NEEDY)
+def test_h10_an_option_without_what_it_needs_is_refused_on_the_command_line_and_warned_of_elsewhere(
+    kind: type[Any], field: Field[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    name, value, needs, unless = field.name, another(kind, field), field.metadata["needs"], field.metadata["unless"]
+    wrong: list[dict[str, Any]] = []
+    if needs:
+        wrong.append({name: value} | {k: v for k, v in OFF.items() if k in needs and f"{k}={v}" not in needs})
+    for word in filter(None, unless.split("|")):
+        other, _, wanted = word.partition("=")
+        bad = next(f for f in fields(kind) if f.name == other)
+        wrong.append({name: value, other: wanted or another(kind, bad)} | company(kind, name) | company(kind, other))
+    assert wrong
+    for flags in wrong:
+        with pytest.raises(ConfigError, match=rf"^{flag(name)} (needs|has no effect with) ") as refused:
+            given(kind, flags, EveryFact(), only=name)
+        assert refused.value.details["field"] == name
+        if kind in KINDS[:3]:  # the others do not read the environment
+            caplog.clear()
+            given(kind, flags | {name: f"${value}"}, EveryFact(), only=name)
+            (record,) = caplog.records
+            assert record.getMessage().startswith(f"REFLEX_{name.upper()} has no effect: it ")
+
+
+def test_h10_off_is_off_and_needs_nothing() -> None:
+    given(ServeConfig, {"ramp_evidence": False, "rtc_per_episode": False, "record_no_gzip": False})
+
+
+def test_h10_what_a_needed_setting_needs_is_needed_too() -> None:
+    with pytest.raises(ConfigError, match="--prefix-max-age-chunks needs a decomposed export: because"):
+        given(ServeConfig, {"prefix_max_age_chunks": 3}, {"a decomposed export": "because"})
+    with pytest.raises(ConfigError, match="--prefix-max-age-chunks needs --prefix-cache-mb"):
+        given(ServeConfig, {"prefix_max_age_chunks": 3, "prefix_cache_mb": 0})
+    with pytest.raises(ConfigError, match="--ramp-margin needs --policy-b"):
+        given(ServeConfig, {"ramp": "5,100", "ramp_evidence": True, "ramp_margin": 3}, only="ramp_margin")
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What should have been refused must not serve for ever."""
+    monkeypatch.setattr("reflex_runtime.server.serve.bind", None)
+    monkeypatch.setattr("reflex_runtime.cli.feeds._Session", None)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command refuses."""
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return str(line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        ("--split 80", "--policy-b"),
+        ("--shadow-sample 0.5", "--shadow-policy"),
+        ("--slo-mode 503", "--slo"),
+        ("--rtc-schedule ONES", "--rtc"),
+        ("--rtc-horizon 5", "--rtc"),
+        ("--rtc-per-episode", "--rtc"),
+        ("--ramp 5,100", "--policy-b"),
+        ("--ramp-every 5m", "--ramp or --guard"),
+        ("--ramp-evidence", "--ramp"),
+        ("--ramp-margin 3", "--ramp-evidence"),
+        ("--record-images full", "--record"),
+        ("--record-no-gzip", "--record"),
+        ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
+        ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
+        ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),
+    ],
+)
+def test_h10_reflex_serve_refuses_an_option_without_effect(
+    arguments: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export = write_tiny(tmp_path / "tiny")
+    words = arguments.split()
+    line = f"reflex serve: {words[0]} needs {needed.format(export=export)}"
+    assert said(capsys, "serve", str(export), *words) == line
+
+
+@pytest.mark.parametrize(
+    ("feed", "arguments", "needed"),
+    [
+        ("a.mp4", "--max-age-ms 5", "a live feed"),
+        ("a.mp4", "--restarts 5", "a live feed"),
+        ("a.mp4", "--read-timeout-s 9", "a camera"),
+        ("shapes:", "--realtime", "a file"),
+        ("shapes:", "--loop", "a file"),
+        ("shapes:", "--host 127.0.0.1", "--port"),
+    ],
+)
+def test_h10_reflex_feeds_refuses_an_option_without_effect(
+    feed: str,
+    arguments: str,
+    needed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.mp4").touch()
+    words = arguments.split()
+    line = said(capsys, "feeds", f"a={feed}", "--onnx", "shapes", *words)
+    assert line.startswith(f"reflex feeds: {words[0]} needs {needed}")
+
+
+def test_h10_reflex_simulate_refuses_an_option_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "simulate", "--callers", "3").endswith("--callers needs --arrivals=closed")
+    assert said(capsys, "simulate", "--compare", "--rate", "5").endswith(
+        "--rate has no effect with --compare or --arrivals=closed"
+    )
+    assert said(capsys, "simulate", "--max-batch-size", "5").endswith("needs --policy=by_size or --policy=greedy")
+
+
+# -- names that are none -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "says"),
+    [
+        ("REFLEX_MAX_QEUE", "REFLEX_MAX_QEUE: no such setting; did you mean REFLEX_MAX_QUEUE?"),
+        ("REFLEX_max_queue", "REFLEX_max_queue: no such setting; did you mean REFLEX_MAX_QUEUE?"),
+        ("REFLEX_SKIP_2POLICY_MEMORY_CHEK", "did you mean REFLEX_SKIP_2POLICY_MEMORY_CHECK?"),
+        ("REFLEX_ZZZ", "REFLEX_ZZZ: no such setting"),
+    ],
+)
+def test_h10_a_variable_that_is_no_setting_is_warned_of_with_the_nearest_name(
+    variable: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(ServeConfig, "serve", None, {variable: "5"}, {})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(says)
+
+
+def test_h10_a_variable_of_another_command_and_what_is_not_ours_is_no_misspelling(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = {"REFLEX_MAX_NUM_SEQS": "4", "REFLEX_SKIP_2POLICY_MEMORY_CHECK": "1", "REFLEX_WORKER_TOKEN": "x"}
+    assert load(ServeConfig, "serve", None, ours | {"PATH": "/bin", "reflex_max_queue": "x"}, {}) == ServeConfig()
+    assert not caplog.records
+
+
+def test_what_an_orchestrator_says_of_a_service_called_reflex_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
+    told = {
+        "REFLEX_PORT": "tcp://10.0.0.9:8000",
+        "REFLEX_SERVICE_HOST": "10.0.0.9",
+        "REFLEX_SERVICE_PORT": "8000",
+        "REFLEX_SERVICE_PORT_HTTP": "8000",
+        "REFLEX_PORT_8000_TCP": "tcp://10.0.0.9:8000",
+        "REFLEX_PORT_8000_TCP_ADDR": "10.0.0.9",
+        "REFLEX_PORT_8000_TCP_PROTO": "tcp",
+        "REFLEX_STAGING_PORT": "udp://10.0.0.9:8000",
+        "REFLEX_STAGING_SERVICE_HOST": "10.0.0.9",
+    }
+    assert load(ServeConfig, "serve", None, told, {}) == ServeConfig()
+    assert load(LLMServeConfig, "serve", None, told, {}) == LLMServeConfig()
+    assert not caplog.records
+    assert load(ServeConfig, "serve", None, {"REFLEX_PORT": "8001"}, {}).port == 8001
+    with pytest.raises(ConfigError, match="REFLEX_PORT=http: must be a whole number"):
+        load(ServeConfig, "serve", None, {"REFLEX_PORT": "http"}, {})
+
+
+def test_a_misspelt_key_of_the_file_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "reflex.toml"
+    file.write_text("[serve]\nmax-qeue = 5\n")
+    with pytest.raises(ConfigError, match=r"\[serve\] max-qeue: no such setting; did you mean max_queue\?"):
+        load(ServeConfig, "serve", file, {}, {})
