@@ -532,7 +532,7 @@ SCENARIOS: dict[str, Scenario] = {
         stages=("prefix", "denoise"),
         more=True,
         limits=(None, None, 60.0, 100.0),
-        device=lambda b: (4 + len(b) if b.stage == "prefix" else 1 + len(b) / 4) * TICK,
+        device=lambda b: (2 + len(b) / 2 if b.stage == "prefix" else 3 + len(b) / 4) * TICK,
     ),
     "stages_memory": Scenario(
         (counted(FlushPolicy.every_step(8, 4), pool=9.0),),

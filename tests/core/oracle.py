@@ -242,6 +242,7 @@ class World:
     was_held: dict[Hashable, bool] = field(default_factory=dict)
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
     left: list[Seen] = field(default_factory=list)
+    answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
 
 
 @dataclass
@@ -384,6 +385,7 @@ class Oracle:
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
         self.all.append(ticket)
+        w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
             others = len(self.unsettled(w.name, request.partition)) - 1
             w.adapting.came.append((request.partition, now, others > 0))
@@ -470,6 +472,8 @@ class Oracle:
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
         if not self.unsettled(w.name, client=ticket.client):
+            if result == "ok":
+                w.answers.append((ticket.client, self.now, True))
             w.rest = max(w.rest, w.counters[ticket.client])
         if not self.unsettled(w.name, ticket.request.partition):
             w.device_rest = max(w.device_rest, w.device_times[ticket.request.partition])
@@ -877,7 +881,44 @@ class Oracle:
             late = self.now + takes + w.meter.remaining(ticket) > ticket.deadline
             if ticket.deadline < inf and not ticket.request.streams and late:
                 return False
-        return len(entering) * w.meter.cost([], base, w.flush.max_batch_cost) > len(base) * takes
+        fixed, each = w.meter.fixed(base[0][0]), w.meter.charge(base[0][0], 1.0)
+
+        def stepped(left: dict[Seen, float], at: float) -> dict[Seen, float]:
+            """When each of them ends, step by step."""
+            ends = {t: at for t, steps in left.items() if steps <= 0}
+            left = {t: steps - 1 for t, steps in left.items() if steps > 0}
+            return ends | (stepped(left, at + fixed + each * len(left)) if left else {})
+
+        old, new = {t: t.wants for t, _ in base}, {t: t.wants - 1 for t, _ in entering}
+        join, wait = stepped(old | new, self.now + takes), stepped(old, self.now)
+        wait |= stepped(new, max(wait.values()) + takes)
+        joined, waited = [end - t.arrived for t, end in join.items()], [end - t.arrived for t, end in wait.items()]
+        if sum(joined) >= sum(waited) * (1 - NEARLY) or max(joined) > max(waited) * (1 + NEARLY):
+            return False
+        return not self.takes_turns(w, w.meter.remaining(entering[0][0]))
+
+    def takes_turns(self, w: World, seconds: float) -> bool:
+        """Whether every active client is regular, and all of them fit the device one after the other."""
+        thinks: dict[Hashable, list[float]] = {}
+        away: dict[Hashable, float] = {}
+        order: list[Hashable] = []  # by last answer
+        for client, at, answered in w.answers:
+            if answered:
+                away[client] = at
+                thinks.setdefault(client, [])
+                order = [c for c in order if c != client] + [client]
+            elif client in away:
+                thinks[client].append(at - away.pop(client))
+        load, active = 0.0, 0
+        for i, client in enumerate(reversed(order)):
+            longest = max((max(thinks[c][-32:], default=0.0) for c in order[len(order) - 1 - i :]), default=0.0)
+            if client in away and self.now - away[client] > 2 * longest:
+                break
+            habits = sorted(thinks[client][-32:])
+            if len(habits) < 8 or habits[3 * len(habits) // 4] - habits[len(habits) // 4] > seconds / 2:
+                return False
+            load, active = load + seconds / (seconds + habits[len(habits) // 2]), active + 1
+        return active > 0 and load <= 1
 
     def schedule(
         self,

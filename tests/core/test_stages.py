@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.joining import Member, join_pays
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.returns import Returns
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, finish, ids, measure, outcome_of, scheduler_of, take
+from .histories import Play, Scenario, timed
+from .oracle import Seen
 
 STAGES = ("prefix", "denoise")
 PREFIX, DENOISE = (0.020, 0.004), (0.005, 0.001)  # fixed and marginal seconds of one call
@@ -141,12 +149,21 @@ def test_b23_newcomers_run_their_prefix_first_when_that_saves_more_than_it_costs
     scheduler = policy(0.200)
     robot(scheduler, "a")
     _, now = step(scheduler, 0.0)
-    for name in "bcd":  # three newcomers · 30 ms a still needs > one resident · 32 ms of prefix
+    for name in "bcd":  # each saves 25 ms of steps by itself; a loses 32 ms of prefix and 15 ms of wider steps
         robot(scheduler, name, now)
     batch, now = step(scheduler, now)
     assert (batch.stage, sorted(ids(batch.grants))) == ("prefix", ["b", "c", "d"])
     batch, now = step(scheduler, now)
     assert (batch.stage, sorted(ids(batch.grants))) == ("denoise", ["a", "b", "c", "d"])
+
+
+def test_b23_a_newcomer_waits_when_the_wider_steps_take_back_what_it_saves() -> None:
+    scheduler = policy(0.200)
+    robot(scheduler, "a")
+    _, now = step(scheduler, 0.0)
+    robot(scheduler, "b", now)  # it would save 25 ms, and cost a 24 ms of prefix and 5 ms of wider steps
+    batch, now = step(scheduler, now)
+    assert (batch.stage, ids(batch.grants)) == ("denoise", ["a"])
 
 
 def test_b23_residents_step_on_when_the_prefix_would_cost_them_more() -> None:
@@ -156,10 +173,141 @@ def test_b23_residents_step_on_when_the_prefix_would_cost_them_more() -> None:
     now = 0.0
     for _ in range(4):
         _, now = step(scheduler, now)
-    robot(scheduler, "late", now)  # one newcomer · 22 ms they still need < six residents · 24 ms of prefix
+    robot(scheduler, "late", now)
     batch, now = step(scheduler, now)
     assert batch.stage == "denoise"
     assert "late" not in ids(batch.grants)
+
+
+def test_b23_no_join_makes_the_slowest_answer_slower() -> None:
+    """Residents that have waited long already are not interrupted, however much the sum of all answers would gain."""
+    for waited, stage in ((0.0, "prefix"), (0.100, "denoise")):
+        scheduler = policy(0.300)
+        robot(scheduler, "a")
+        _, now = step(scheduler, waited)
+        for name in "bcdef":
+            robot(scheduler, name, now)
+        batch, now = step(scheduler, now)
+        assert batch.stage == stage
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_b23_the_plans_are_compared_as_they_would_run(seed: int) -> None:
+    """Against the plans run step by step."""
+    rng = random.Random(seed)
+    members = [Member(rng.random() * 0.2, float(rng.randrange(1, 12))) for _ in range(rng.randrange(2, 9))]
+    split = rng.randrange(1, len(members))
+    first, fixed, marginal = rng.random() * 0.06, rng.random() * 0.01, rng.random() * 0.001
+
+    def run(some: Sequence[Member], at: float) -> tuple[list[float], float]:
+        latencies, left = [], [(m.steps, m.age) for m in some]
+        while left:
+            at += fixed + marginal * len(left)
+            left = [(steps - 1.0, age) for steps, age in left]
+            latencies += [age + at for steps, age in left if steps == 0.0]
+            left = [one for one in left if one[0]]
+        return latencies, at
+
+    join, _ = run(members, first)
+    residents, at = run(members[:split], 0.0)
+    newcomers, _ = run(members[split:], at + first)
+    wait = residents + newcomers
+    pays = sum(join) < sum(wait) and max(join) <= max(wait)
+    assert join_pays(members[:split], members[split:], first, fixed, marginal) == pays
+
+
+# -- robots that ask by the clock ------------------------------------------------------------------------------------
+
+
+class Fleet(Play):
+    """Robots that think a while after each answer, against the scheduler and the oracle."""
+
+    def __init__(self, thinks: Sequence[Callable[[random.Random], float]], seed: int) -> None:
+        super().__init__(STAGED, b"")
+        self._thinks, self._random = thinks, random.Random(seed)
+        self._agenda = [(think(self._random) * self._random.random(), i) for i, think in enumerate(thinks)]
+        self.turns: list[bool] = []  # what the oracle said
+        takes_turns = self.oracle.takes_turns
+
+        def told(*args: Any) -> bool:
+            self.turns.append(takes_turns(*args))
+            return self.turns[-1]
+
+        self.oracle.takes_turns = told  # type: ignore[method-assign]
+
+    def until(self, end: float) -> Fleet:
+        """Run to that time, every decision compared."""
+        while self.now < end:
+            if self.step() is None:
+                self.now = max(self.now, min(self._agenda)[0])
+            else:
+                self._finish()
+            for at, i in [a for a in self._agenda if a[0] <= self.now]:
+                self._agenda.remove((at, i))
+                self._ask(i)
+            self.compare()
+        return self
+
+    def _ask(self, i: int) -> None:
+        request = Request(client=i, stage="prefix", wants=11.0)
+        pair = self.scheduler.submit(request, self.now), self.oracle.submit(request, self.now)
+        assert isinstance(pair[1], Seen)
+        self.pairs.append((pair[0], pair[1]))
+
+    def _finish(self) -> None:
+        batch, expected = self.running.pop()
+        took = STAGED.device(batch)
+        self.now += took
+        outcomes = [self.answer(ticket, units) for ticket, units in batch.grants.items()]
+        self.scheduler.complete(batch, outcomes, took, self.now)
+        self.oracle.complete(expected, outcomes, took, self.now)
+        for ticket, answered in zip(batch.grants, outcomes, strict=True):
+            if isinstance(answered, Done):
+                i = int(str(ticket.request.client))
+                self._agenda.append((self.now + self._thinks[i](self._random), i))
+
+
+STAGED = Scenario(
+    (timed(FlushPolicy(max_batch_cost=1.0), STAGES),),
+    stages=STAGES,
+    more=True,
+    device=lambda b: 0.012 + 0.0045 * len(b) if b.stage == "prefix" else 0.0055 + 0.0006 * len(b),
+)
+
+
+def about(mean: float, spread: float) -> Callable[[random.Random], float]:
+    return lambda rng: mean + spread * (2.0 * rng.random() - 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "robots", "think", "turns"),
+    [
+        ("regular, and there is time for each", 4, about(0.250, 0.030), True),
+        ("regular, and there is not", 8, about(0.250, 0.010), False),
+        ("there is time, but they are not regular", 4, about(0.250, 0.200), False),
+    ],
+)
+def test_b23_robots_that_take_turns_by_themselves_are_not_joined(
+    name: str, robots: int, think: Callable[[random.Random], float], turns: bool
+) -> None:
+    """A join keeps regular robots together for ever; a robot that waits once has the device to itself from then on."""
+    fleet = Fleet([think] * robots, seed=1).until(8.0)
+    assert fleet.turns, "nobody ever met"
+    assert any(fleet.turns) is turns, name
+
+
+def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> None:
+    returns = Returns()
+    for i in range(12):
+        for client in ("a", "b"):
+            returns.arrived(client, 1.0 * i)
+            returns.answered(client, 1.0 * i + 0.5)
+    for i in range(40, 60):
+        returns.arrived("a", 1.0 * i)
+        returns.answered("a", 1.0 * i + 0.5)
+    assert returns.take_turns(0.5, now=59.6)  # one alone has time enough
+    assert not returns.take_turns(0.6, now=12.0)  # two had not: 2 · 0.6 / (0.6 + 0.5)
+    assert not Returns().take_turns(0.5, now=0.0)
 
 
 def test_b23_newcomers_wait_when_a_resident_would_miss_its_deadline_by_them() -> None:

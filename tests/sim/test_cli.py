@@ -51,6 +51,8 @@ def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.Capture
         (("--arrivals", "closed", "--think", "exp:1,2"), "--think=exp:1,2"),
         (("--arrivals", "closed", "--think", "exp:0"), "--think=exp:0"),
         (("--warmup-s", "60"), r"--warmup-s=60: must be in \[0, 60\) s"),
+        (("--stages", "--compare"), "--stages with --compare: leave out one of them"),
+        (("--stages", "--picture", "x"), "--stages with --picture: leave out one of them"),
         (("--compare", "--slo-ms", "22"), r"--slo-ms=22: must be in \(22, 600000\] ms"),
     ],
 )
@@ -67,6 +69,13 @@ def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.Capt
     for heading in ("on time, offered", "requests/s · p50", "one greedy feed", "urgent in overload"):
         assert heading in out
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["rules.png", "rules.svg"]
+
+
+def test_stages_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--stages", "--duration-s", "1", "--warmup-s", "0.2") == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split("  ")[0] == "mean / p99 ms"
+    assert "16 robots, 500 ± 25" in {row.split("  ")[0] for row in rows}
 
 
 def test_the_picture_of_one_run_is_the_same_each_time(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from reflex_runtime.sim import Callers, Source, Think
+    from reflex_runtime.sim.compare import Bench
 
 _EPILOG = """\
 examples:
@@ -20,6 +21,7 @@ examples:
   reflex simulate --rate 300 --arrivals bursty --policy by_size   the same load in bursts, under another rule
   reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
   reflex simulate --compare --duration-s 20                       the rules against each other
+  reflex simulate --stages                                        joins at denoise steps against whole chunks
 
 The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
 """
@@ -75,6 +77,11 @@ class SimulateConfig:
     compare: bool = option(
         False, "print the comparison tables instead; --rate, --arrivals, --callers, --think and --policy do not apply"
     )
+    stages: bool = option(
+        False,
+        "print the table of joins at step boundaries against whole chunks instead; --duration-s, --warmup-s, --noise, "
+        "--batch-timeout-ms and --seed apply",
+    )
     picture: str = option("", "draw it: PATH.svg and PATH.png", metavar="PATH")
 
     def __post_init__(self) -> None:
@@ -83,6 +90,9 @@ class SimulateConfig:
             raise ConfigError(
                 f"--warmup-s={self.warmup_s:g}: must be in [0, {self.duration_s:g}) s, below --duration-s"
             )
+        if self.stages and (self.compare or self.picture):
+            other = "--compare" if self.compare else "--picture"
+            raise ConfigError(f"--stages with {other}: leave out one of them; --stages prints one table, draws nothing")
         single = self.fixed_ms + self.marginal_ms
         if self.compare and self.slo_ms <= single:
             raise ConfigError(
@@ -107,6 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate one rule, or compare them."""
     config = load(SimulateConfig, "simulate", None, {}, vars(args))
+    if config.stages:
+        return _stages(config)
     return _compare(config) if config.compare else _one(config)
 
 
@@ -137,17 +149,9 @@ def _one(config: SimulateConfig) -> int:
 
 
 def _compare(config: SimulateConfig) -> int:
-    from reflex_runtime.sim import Affine, Setting, compare
+    from reflex_runtime.sim import compare
 
-    bench = compare.Bench(
-        device=Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3),
-        noise=config.noise,
-        slo=config.slo_ms / 1e3,
-        duration=config.duration_s,
-        warmup=config.warmup_s,
-        seed=config.seed,
-        setting=Setting(config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3),
-    )
+    bench = _bench(config)
     overload = compare.overload(bench, _progress)
     _show(compare.overload_table(overload) + "\n")
     _show(compare.closed_table(compare.closed_loop(bench, _progress)) + "\n")
@@ -158,6 +162,27 @@ def _compare(config: SimulateConfig) -> int:
 
         _drawn(draw_overload(overload, Path(config.picture), bench.slo))
     return 0
+
+
+def _stages(config: SimulateConfig) -> int:
+    from reflex_runtime.sim import stages
+
+    _show(stages.stages_table(stages.stages(_bench(config), _progress)))
+    return 0
+
+
+def _bench(config: SimulateConfig) -> Bench:
+    from reflex_runtime.sim import Affine, Setting, compare
+
+    return compare.Bench(
+        device=Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3),
+        noise=config.noise,
+        slo=config.slo_ms / 1e3,
+        duration=config.duration_s,
+        warmup=config.warmup_s,
+        seed=config.seed,
+        setting=Setting(config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3),
+    )
 
 
 def _progress(what: str) -> None:

@@ -15,6 +15,7 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
+from reflex_runtime.core.joining import Member, join_pays
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
 from reflex_runtime.core.residents import Step, movable, shares_of_places
@@ -136,16 +137,21 @@ class Former:
 
     def _enters(self, base: Filled, entering: list[Ticket]) -> bool:
         """Whether newcomers run their first stage before the residents' next step: no resident misses its deadline by
-        it, and it saves more than it costs."""
-        model = self.group.cost
+        it, it pays (`joining`), and the clients are not of a kind that would soon take turns by themselves."""
+        model, now = self.group.cost, self.now
         first = [t for t in entering if t.stage == entering[0].stage]
         takes = model.fixed(first[0]) + sum(model.marginal(t, 1.0) for t in first)
         if any(
-            t.deadline < inf and not t.request.streams and self.now + takes + model.remaining(t) > t.deadline
+            t.deadline < inf and not t.request.streams and now + takes + model.remaining(t) > t.deadline
             for t in base.grants
         ):
             return False
-        return len(first) * base.tally.cost > len(base.grants) * takes
+        residents = [Member(now - t.arrived, t.wants) for t in base.grants]
+        newcomers = [Member(now - t.arrived, t.wants - 1.0) for t in first]
+        one = next(iter(base.grants))
+        if not join_pays(residents, newcomers, takes, model.fixed(one), model.marginal(one, 1.0)):
+            return False
+        return not self.group.returns.take_turns(model.remaining(first[0]), now)
 
     # -- filling -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from itertools import accumulate
 RECENT = 64  # clients looked at per decision
 REMEMBERED = 1024  # clients whose think times are kept
 HISTORY = 32  # think times per client
+_REGULAR = 8  # think times without which a client is not called regular
 _GRID = (0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005)
 
 
@@ -100,6 +101,26 @@ class Returns:
         self._away.move_to_end(client)
         if len(self._away) > RECENT:
             self._away.popitem(last=False)
+
+    def take_turns(self, seconds: float, now: float) -> bool:
+        """Whether the active clients could each have the device to themselves for `seconds` per cycle, and come back so
+        regularly that they stay apart: a client that once waits for another then does not meet it again.
+
+        Looks at the most recently answered clients until one that has gone; False for more than `RECENT`.
+        """
+        load = longest = 0.0
+        for count, client in enumerate(reversed(self._clients.values())):
+            ordered = client.ordered
+            n = len(ordered)
+            longest = max(longest, ordered[-1] if ordered else 0.0)
+            if client.answered is not None and now - client.answered > 2.0 * longest:
+                break
+            if count == RECENT or n < _REGULAR or ordered[3 * n // 4] - ordered[n // 4] > 0.5 * seconds:
+                return False
+            load += seconds / (seconds + ordered[n // 2])
+            if load > 1.0:
+                return False
+        return load > 0.0
 
     def hold(self, now: float, longest: float, queued: int, batch_time: float, marginal: float) -> float:
         """Seconds to hold, at most `longest`; 0.0 to send at once.

@@ -16,7 +16,7 @@ from reflex_runtime.sim.clock import Clock, JumpingClock
 from reflex_runtime.sim.report import Report, fair_shares, jain, percentile
 from reflex_runtime.sim.rules import RULES, Rule, Setting
 from reflex_runtime.sim.run import Answer, Decider, Ran, Run, simulate
-from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Table
+from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Staged, Table
 from reflex_runtime.sim.workload import (
     Around,
     Arrival,
@@ -29,6 +29,7 @@ from reflex_runtime.sim.workload import (
     Fixed,
     Heavy,
     Mixture,
+    Normal,
     Open,
     Poisson,
     Recorded,
@@ -57,6 +58,7 @@ __all__ = [
     "JumpingClock",
     "Mixture",
     "Noisy",
+    "Normal",
     "Open",
     "Poisson",
     "Ran",
@@ -67,6 +69,7 @@ __all__ = [
     "Service",
     "Setting",
     "Source",
+    "Staged",
     "Stream",
     "Table",
     "Think",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from reflex_runtime.core.batch import Batch, Cause, Outcome
+from reflex_runtime.core.batch import Batch, Cause, More, Outcome
 from reflex_runtime.core.batch import Done as _Done
 from reflex_runtime.core.batch import Failed as _Failed
 from reflex_runtime.core.errors import Shed
@@ -170,3 +170,37 @@ class HoldAlways(Rival):
             return n
         self.wake = due
         return 0
+
+
+class AlwaysJoin(Rival):
+    """Work in stages: whoever waits runs its first stage before the residents' next step, always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._residents: dict[Ticket, None] = {}
+
+    def next_batch(self, now: float) -> Batch | None:
+        if self._running is not None or not (self.queue or self._residents):
+            return None
+        grants = dict.fromkeys(self.queue or self._residents, 1.0)
+        admitted = tuple(self.queue)
+        self.queue.clear()
+        self._batches += 1
+        stage = next(iter(grants)).stage
+        cause = Cause.IDLE if admitted else Cause.STEP
+        batch = Batch(self._batches, "default", "", stage, cause, now, len(grants), 0.0, grants, admitted)
+        self._running = batch
+        self._events.append(BatchScheduled(now, batch, 0))
+        return batch
+
+    def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
+        self._running = None
+        self._events.append(BatchFinished(now, batch, elapsed, False))
+        for ticket, outcome in zip(batch.grants, outcomes, strict=True):
+            ticket.shared += elapsed / len(batch)
+            if isinstance(outcome, More):
+                ticket.wants, ticket.stage = outcome.wants, outcome.stage or ticket.stage
+                self._residents[ticket] = None
+            else:
+                self._residents.pop(ticket, None)
+                self._settle(ticket, _Done(), now)

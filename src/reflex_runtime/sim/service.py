@@ -80,6 +80,16 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
+class Staged:
+    """A device on which every stage takes its own time."""
+
+    stages: Mapping[str, Service]
+
+    def seconds(self, batch: Batch, now: float, rng: Random) -> float:
+        return self.stages[batch.stage].seconds(batch, now, rng)
+
+
+@dataclass(frozen=True, slots=True)
 class Drifting:
     """A device that becomes `factor` times as slow: at once at `at` seconds, or gradually over `over` seconds."""
 

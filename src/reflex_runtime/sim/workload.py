@@ -207,6 +207,17 @@ class Around:
 
 
 @dataclass(frozen=True, slots=True)
+class Normal:
+    """Normally distributed, and never below 0."""
+
+    mean: float
+    sigma: float
+
+    def draw(self, rng: Random) -> float:
+        return max(0.0, rng.gauss(self.mean, self.sigma))
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """One of several, drawn anew each time: (share, think) pairs."""
 

@@ -1,0 +1,149 @@
+"""Robots on a policy with a prefix and denoise steps: join at step boundaries, or run whole chunks?
+
+The rows behind `reflex simulate --stages`. *Whole chunks* and *rule* are the real scheduler, with one-shot work and
+with work in stages; *always join* lets newcomers run their prefix before the residents' next step, whatever it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from reflex_runtime.core.batch import Done, More, Outcome
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.sim.compare import Bench, Progress, Results
+from reflex_runtime.sim.report import Report, columns
+from reflex_runtime.sim.rivals import AlwaysJoin
+from reflex_runtime.sim.run import Decider, simulate
+from reflex_runtime.sim.service import Affine, Noisy, Service, Staged
+from reflex_runtime.sim.workload import Callers, Exponential, Normal, Think
+
+STAGES = PREFIX, DENOISE = "prefix", "denoise"
+ROBOT = Request(stage=PREFIX)
+BUDGET = 10.0  # seconds: far above every chunk here, so that the budget decides nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Seconds of a prefix and of a denoise step, and how many steps an answer takes."""
+
+    prefix: Affine
+    step: Affine
+    steps: int = 10
+
+    @property
+    def chunk(self) -> Affine:
+        """A prefix and all steps in one call."""
+        fixed = self.prefix.fixed + self.steps * self.step.fixed
+        return Affine(fixed, self.prefix.marginal + self.steps * self.step.marginal)
+
+
+LARGE = Device(Affine(0.012, 0.0045), Affine(0.0055, 0.0006))
+SMALL = Device(Affine(0.008, 0.002), Affine(0.003, 0.0002))
+EXP_500, EXP_150, PERIODIC = Exponential(0.500), Exponential(0.150), Normal(0.500, 0.025)
+QUICK, SLOW = Normal(0.250, 0.012), Normal(1.0, 0.010)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row: so many robots that think so long, on one device."""
+
+    name: str
+    robots: int
+    think: Think
+    device: Device = LARGE
+
+
+CASES = (
+    Case("8 robots, exp 500", 8, EXP_500),
+    Case("8 robots, 500 ± 25", 8, PERIODIC),
+    Case("8 robots, exp 150", 8, EXP_150),
+    Case("16 robots, exp 500", 16, EXP_500),
+    Case("16 robots, 500 ± 25", 16, PERIODIC),
+    Case("32 robots, 500 ± 25", 32, PERIODIC),
+    Case("32 robots, exp 150", 32, EXP_150),
+    Case("small model, 8 robots, 500 ± 25", 8, PERIODIC, SMALL),
+    Case("small model, 16 robots, 500 ± 25", 16, PERIODIC, SMALL),
+    Case("small model, 32 robots, 500 ± 25", 32, PERIODIC, SMALL),
+    Case("4 robots, 250 ± 12", 4, QUICK),
+    Case("8 robots, 250 ± 12", 8, QUICK),
+    Case("16 robots, 250 ± 12", 16, QUICK),
+    Case("8 robots, 1000 ± 10", 8, SLOW),
+    Case("16 robots, 1000 ± 10", 16, SLOW),
+)
+
+
+def _scheduler(cost: Callable[[], TimeCost], batch_timeout: float) -> Scheduler:
+    return Scheduler([GroupConfig(flush=FlushPolicy.window(BUDGET, batch_timeout), cost=cost)])
+
+
+def _staged(device: Device) -> Service:
+    return Staged({PREFIX: device.prefix, DENOISE: device.step})
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A column: how requests of a device are scheduled. staged: whether its calls are single stages or whole chunks."""
+
+    name: str
+    make: Callable[[float], Decider]
+    staged: bool = True
+
+    def service(self, device: Device) -> Service:
+        """The device as this plan uses it."""
+        return _staged(device) if self.staged else Staged({PREFIX: device.chunk})
+
+    def wants(self, device: Device) -> float:
+        """Calls that an answer takes."""
+        return 1.0 + device.steps if self.staged else 1.0
+
+
+WHOLE = Plan("whole chunks", partial(_scheduler, TimeCost), staged=False)
+ALWAYS = Plan("always join", lambda _: AlwaysJoin())
+RULE = Plan("rule", partial(_scheduler, lambda: TimeCost(STAGES)))
+PLANS = (WHOLE, ALWAYS, RULE)
+
+
+def run_case(case: Case, plan: Plan, bench: Bench) -> Report:
+    """One cell. Of the bench: noise (of every call), duration, warmup, seed and the timeout."""
+    robots = Callers(case.robots, case.think, replace(ROBOT, wants=plan.wants(case.device)))
+    run = simulate(
+        plan.make(bench.setting.batch_timeout),
+        robots,
+        Noisy(plan.service(case.device), bench.noise),
+        duration=bench.duration,
+        warmup=min(bench.warmup, bench.duration / 2.0),
+        seed=bench.seed,
+        outcome=_denoised,
+    )
+    return Report.of(run)
+
+
+def _denoised(ticket: Ticket, units: float) -> Outcome:
+    left = ticket.wants - units
+    return More(wants=left, stage=DENOISE) if left > 0.0 else Done()
+
+
+def stages(bench: Bench, progress: Progress = lambda _: None, cases: Sequence[Case] = CASES) -> Results:
+    """Every case under every plan."""
+    results: Results = {}
+    for case in cases:
+        for plan in PLANS:
+            progress(f"stages: {case.name}, {plan.name}")
+            results.setdefault(case.name, {})[plan.name] = run_case(case, plan, bench)
+    return results
+
+
+def stages_table(results: Results) -> str:
+    """Mean / 99th percentile in ms, by case and plan."""
+    header = ["mean / p99 ms", *next(iter(results.values()))]
+    return columns(header, [[case, *map(_cell, by.values())] for case, by in results.items()])
+
+
+def _cell(report: Report) -> str:
+    return f"{1e3 * (report.mean or 0.0):.0f} / {1e3 * (report.p99 or 0.0):.0f}"
