@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, feeds, ipc, llm, machine, models, serving, soak, versions
+from bench import core, feeds, hostile, ipc, llm, machine, models, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving", "soak", "versions")
-USUAL = CASES[:-2]  # the others are asked for by name
+CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving", "hostile", "soak", "versions")
+USUAL = CASES[:-3]  # the others are asked for by name
 
 
 def main() -> int:
@@ -47,6 +47,7 @@ def main() -> int:
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),
             "arriving": lambda: serving.arriving(heavy, scale),
+            "hostile": lambda: hostile.hostile(tiny, scale),
             "soak": lambda: soak.soak(scale),
             "versions": lambda: versions.versions(tiny, heavy, scale),
         }

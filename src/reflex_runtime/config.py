@@ -155,6 +155,9 @@ class ServeConfig:
     # protection
     max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
     max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    max_bodies_mb: float = option(
+        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+    )
     watchdog_s: float = option(
         10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s"
     )
@@ -252,6 +255,9 @@ class LLMServeConfig:
         1_000_000, "prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
     )
     max_body_bytes: int = option(4 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    max_bodies_mb: float = option(
+        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+    )
     watchdog_s: float = option(
         60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
         low=0, high=3600, unit="s",

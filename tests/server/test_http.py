@@ -287,6 +287,13 @@ WRONG: dict[str, tuple[bytes | dict[str, Any], str]] = {
     "wrist not an image": (fields(image_wrist="AAAA"), "image_wrist"),
     "images a list": ({"images": [PICTURE]}, "images"),
     "instruction a number": ({"instruction": 5}, "instruction"),
+    "instruction of 20,000 characters": (fields(instruction="x" * 20_000), "instruction"),
+    "65 images": (fields(images=dict.fromkeys(map(str, range(65)), PICTURE)), "images"),
+    "state of 20,000 numbers": (fields(state=[1.0] * 20_000), "state"),
+    "state of a million numbers": (with_state("[" + "1," * 10**6 + "1]"), "state"),
+    "a picture of a million escapes": (b'{"image": "' + b"\\n" * 10**6 + b'"}', "body"),
+    "a hundred thousand unknown fields": ({f"k{i}": i for i in range(100_000)}, "k0"),
+    "images by the hundred thousand": (b'{"images": {' + b",".join(b'"%d": ""' % i for i in range(10**5)), "39999"),
     "instruction blank": (fields(instruction="  "), "instruction"),
     "seed negative": (fields(seed=-1), "seed"),
     "seed too large": (fields(seed=2**64), "seed"),
@@ -338,7 +345,7 @@ def test_h4_images_of_every_mode_are_understood(server: Server) -> None:
 
 
 def test_h4_a_body_over_the_limit_is_413(server: Server) -> None:
-    assert server.post(fields(instruction="x" * (LIMIT // 2))).status == 200
+    assert server.post(json.dumps(fields()).encode() + b" " * (LIMIT // 2)).status == 200
     body = check_error(server.post(b"x" * (LIMIT + 1)), 413, "too_large")
     assert body["max_body_bytes"] == LIMIT
 

@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import Admission, Priority, Ticket
 from reflex_runtime.policies import ActionChunk, Observation, Policy
+from reflex_runtime.server.bodies import LARGE
 from reflex_runtime.server.errors import CallerLeft, TooManyRequests
 from reflex_runtime.server.exchange import JSON, LEFT, MSGPACK, Door, Exchange, Headers, header_text, too_large
 from reflex_runtime.server.images import Pixels, has_images, images_of
@@ -26,6 +27,8 @@ from reflex_runtime.server.wire import act as wire
 from reflex_runtime.version import __version__
 
 log = logging.getLogger("reflex.server")
+
+T = TypeVar("T")
 
 _PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 
@@ -52,31 +55,42 @@ class Act:
                 max_concurrent=limit,
             )
         self.runtime.need_policy()
-        too_large(exchange, self.config.max_body_bytes)
+        too_large(exchange.headers, self.config.max_body_bytes)
         return True
 
     def run(self, exchange: Exchange, body: bytes) -> None:
-        """The body is there: check, prepare and queue it. A caller that hangs up from now on takes it back."""
+        """The body is there: decode, check, prepare and queue it. A caller that hangs up from now on takes it back."""
         exchange.received = time.monotonic()
+        exchange.scope[LEFT] = partial(self.caller_left, exchange)
         try:
-            fields = wire.decode(body, exchange.sent_msgpack)
-            exchange.fields = fields
-            if fields.request_id:
-                exchange.request_id = fields.request_id
-            placement = exchange.placement = self.runtime.place(fields.episode_id, exchange.request_id)
-            version = exchange.version = self.runtime.slots[placement.slot].version
-            version.users += 1
-            exchange.scope[LEFT] = partial(self.caller_left, exchange)
-            if has_images(fields):
-                loop = asyncio.get_running_loop()
-                seen = loop.run_in_executor(
-                    self.runtime.workers, self._seen, exchange.request_id, fields, version.policy
-                )
-                seen.add_done_callback(partial(self._prepared, exchange, fields))
+            if len(body) > LARGE:
+                decoding = self.door.bodies.beside(wire.decode, body, exchange.sent_msgpack)
+                decoding.add_done_callback(partial(self._decoded, exchange))
             else:
-                self._submit(exchange, fields, self._observe(version.policy, exchange.request_id, fields, {}))
+                self._asked(exchange, wire.decode(body, exchange.sent_msgpack))
         except Exception as error:
             self.fail(exchange, error)
+
+    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[wire.ActFields]) -> None:
+        try:
+            self._asked(exchange, _result(decoding))
+        except Exception as error:
+            self.fail(exchange, error)
+
+    def _asked(self, exchange: Exchange, fields: wire.ActFields) -> None:
+        """What is asked is known. Raises what stands against it."""
+        exchange.fields = fields
+        if fields.request_id:
+            exchange.request_id = fields.request_id
+        placement = exchange.placement = self.runtime.place(fields.episode_id, exchange.request_id)
+        version = exchange.version = self.runtime.slots[placement.slot].version
+        version.users += 1
+        if has_images(fields):
+            loop = asyncio.get_running_loop()
+            seen = loop.run_in_executor(self.runtime.workers, self._seen, exchange.request_id, fields, version.policy)
+            seen.add_done_callback(partial(self._prepared, exchange, fields))
+        else:
+            self._submit(exchange, fields, self._observe(version.policy, exchange.request_id, fields, {}))
 
     def caller_left(self, exchange: Exchange) -> None:
         """The caller hung up or closed its sending side."""
@@ -120,9 +134,7 @@ class Act:
 
     def _prepared(self, exchange: Exchange, fields: wire.ActFields, seen: asyncio.Future[Observation]) -> None:
         try:
-            if seen.cancelled():
-                raise Closed("the server is shutting down", retry_after=1.0)
-            self._submit(exchange, fields, seen.result())
+            self._submit(exchange, fields, _result(seen))
         except Exception as error:
             self.fail(exchange, error)
 
@@ -239,6 +251,13 @@ def _routed(exchange: Exchange) -> Headers | None:
     if placement.verdict != "ok":
         headers.append((b"x-reflex-verdict", placement.verdict.encode()))
     return headers
+
+
+def _result(future: asyncio.Future[T]) -> T:
+    """What was computed beside the loop, unless the server closed before."""
+    if future.cancelled():
+        raise Closed("the server is shutting down", retry_after=1.0)
+    return future.result()
 
 
 def _described(admission: Admission) -> dict[str, Any]:

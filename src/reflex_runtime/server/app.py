@@ -25,16 +25,14 @@ from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.server import openapi
 from reflex_runtime.server.act import Act
 from reflex_runtime.server.admin import Admin, is_outcome
+from reflex_runtime.server.bodies import Bodies
 from reflex_runtime.server.errors import (
-    BodyTooLarge,
     CallerLeft,
-    ClientError,
     MethodNotAllowed,
     NotFound,
     Unauthorized,
 )
 from reflex_runtime.server.exchange import LEFT, Door, Exchange, Headers, Reply, Scope, is_loopback, too_large
-from reflex_runtime.server.http import BROKEN
 from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.telemetry import metrics
@@ -48,6 +46,7 @@ _Answer = tuple[int, Headers, bytes]
 Run = Callable[[Exchange, bytes], None]
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+MAX_OPERATOR_BODY = 64 * 1024  # bytes of what is asked beside /act
 ACT, OUTCOME = "/act", "/episodes/{id}/outcome"
 
 
@@ -57,7 +56,7 @@ class App:
     def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime = runtime
         self.config = runtime.config
-        self.door = Door()
+        self.door = Door(Bodies(int(self.config.max_bodies_mb * 1e6)))
         self.act = Act(runtime, self.door)
         self._key = self.config.api_key.encode()
         self._reading: set[asyncio.Task[Any]] = set()
@@ -72,7 +71,7 @@ class App:
             "/openapi.json": self.openapi,
             "/docs": self.docs,
         }
-        self._post: dict[str, Callable[[Exchange, bytes], None]] = {
+        self._post: dict[str, Run] = {
             ACT: self.act.run,
             "/admin/split": self.admin.split,
             "/admin/rollback": self.admin.rollback,
@@ -87,7 +86,12 @@ class App:
         exchange = self.door.open(scope, reply)
         run = self.begin(exchange)
         if run is not None:
-            self._go_on(exchange, run, body)
+            try:
+                self.door.bodies.take(exchange, len(body))
+            except ReflexError as error:
+                self._fail(exchange, error)
+            else:
+                self._go_on(exchange, run, body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -165,7 +169,7 @@ class App:
         if self.door.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         self.runtime.need_policy()
-        too_large(exchange, self.config.max_body_bytes)
+        too_large(exchange.headers, self._most(exchange))
 
     def _authorize(self, exchange: Exchange) -> None:
         plain = exchange.headers.get(b"x-reflex-key", b"")
@@ -187,24 +191,11 @@ class App:
     # -- ASGI ----------------------------------------------------------------------------------------------------------
 
     async def _body(self, exchange: Exchange, receive: Receive) -> bytes:
-        """The whole body. What is left of one that is too large is read by the connection and thrown away."""
-        most = self.config.max_body_bytes
-        parts: list[bytes] = []
-        size, more = 0, True
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
         try:
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise CallerLeft("the caller left before it had sent its request")
-                part = message.get("body", b"")
-                size += len(part)
-                if size > most:
-                    raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
-                parts.append(part)
-                more = message.get("more_body", False)
+            return await self.door.bodies.read(exchange, exchange.scope, receive, self._most(exchange))
         except asyncio.CancelledError:
             if not self.door.closing:
                 raise
@@ -212,9 +203,11 @@ class App:
             raise Closed("the server is shutting down, and the request was not complete", retry_after=1.0) from None
         finally:
             self._reading.discard(task)
-        if BROKEN in exchange.scope.get("extensions", ()):
-            raise ClientError("the body broke off: it is not framed as its headers say")
-        return b"".join(parts)
+
+    def _most(self, exchange: Exchange) -> int:
+        """Bytes that its body may have."""
+        most = self.config.max_body_bytes
+        return most if exchange.scope["path"] == ACT else min(most, MAX_OPERATOR_BODY)
 
     @contextlib.contextmanager
     def _watched(self, exchange: Exchange, receive: Receive) -> Iterator[Callable[[], None]]:

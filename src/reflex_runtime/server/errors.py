@@ -74,6 +74,12 @@ class TooManyRequests(Refused):
     code, http_status = "too_many_requests", 429
 
 
+class Overloaded(Refused):
+    """The server holds as many bytes of request bodies as it may."""
+
+    code = "overloaded"
+
+
 class Degraded(Refused):
     """Too many crashed batches in a row."""
 

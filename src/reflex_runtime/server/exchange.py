@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote
@@ -14,6 +14,7 @@ from urllib.parse import quote
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.slots import Version
+from reflex_runtime.server.bodies import Bodies
 from reflex_runtime.server.errors import BodyTooLarge, MethodNotAllowed, Unauthorized, describe_error
 from reflex_runtime.server.rollout import Placement
 from reflex_runtime.server.wire import act as wire
@@ -32,10 +33,12 @@ class Door:
     """What all exchanges of a server share.
 
     active: POST /act requests being answered; idle: set while there are none. asked: requests so far, of any kind.
-    closing: every connection closes after its next answer, and nothing more is asked of the policy.
+    closing: every connection closes after its next answer, and nothing more is asked of the policy. bodies: what they
+    hold until they are answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bodies: Bodies) -> None:
+        self.bodies = bodies
         self.active = self.asked = 0
         self.closing = False
         self.idle = asyncio.Event()
@@ -75,6 +78,7 @@ class Exchange:
         "door",
         "fields",
         "headers",
+        "held",
         "left",
         "placement",
         "received",
@@ -91,6 +95,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.started = time.monotonic()
         self.received = 0.0
+        self.held = 0
         self.ticket: Ticket | None = None
         self.fields: wire.ActFields | None = None
         self.placement: Placement | None = None
@@ -109,6 +114,7 @@ class Exchange:
         # Who waits for a go-ahead may or may not send the body after this: only a new connection starts clean.
         if self.door.closing or (not self.received and b"expect" in self.headers):
             headers.append(CLOSE)
+        self.door.bodies.release(self)
         self.reply(status, headers, body)
 
     def fail(self, error: ReflexError, more: Headers | None = None) -> None:
@@ -139,9 +145,9 @@ class Exchange:
         return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
 
 
-def too_large(exchange: Exchange, most: int) -> None:
+def too_large(headers: Mapping[bytes, bytes], most: int) -> None:
     """Raise when the body is announced with more than `most` bytes."""
-    declared = exchange.headers.get(b"content-length", b"0")
+    declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > most:
         raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
 

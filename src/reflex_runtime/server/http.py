@@ -20,13 +20,13 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from reflex_runtime.server.bodies import BROKEN
 from reflex_runtime.server.errors import ClientError, describe_error
 from reflex_runtime.server.exchange import CLOSE, LEFT, Headers
 from reflex_runtime.server.wire.act import encode_json
 
 MAX_HEAD = 64 * 1024
 MAX_PIPELINE = 16  # requests waiting behind another on their connection; with more of them it is not read from
-BROKEN = "reflex.broken"  # extension in the scope of a request whose body broke off
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -263,7 +263,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         cycle.keep_alive = False
         if cycle.more_body:
-            cycle.scope["extensions"] = {BROKEN: {}}
+            broken = ClientError("the body broke off: it is not framed as its headers say")
+            cycle.scope["extensions"] = {BROKEN: {"error": broken}}
             cycle.more_body = False
             cycle.message_event.set()
 

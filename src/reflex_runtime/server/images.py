@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from reflex_runtime.policies.observation import MAX_IMAGE_PIXELS, decode_image
 from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid, printable
 
+PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
 Pixels = NDArray[np.uint8]
 
 
@@ -56,7 +57,11 @@ def _from_base64(text: str, field: str) -> bytes:
         head, comma, text = text.partition(",")
         if not comma or not head.endswith(";base64"):
             raise invalid(field, f"{field}: a data URL must be data:image/…;base64,…")
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise invalid(field, f"{field}: not base64: padding before its end")
     try:
-        return base64.b64decode(text, validate=True)
+        return b"".join(
+            base64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE)
+        )
     except (binascii.Error, ValueError) as error:
         raise invalid(field, f"{field}: not base64: {error}") from None

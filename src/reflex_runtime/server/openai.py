@@ -23,10 +23,10 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError, TooLarg
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
-from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, ClientError, MethodNotAllowed, NotFound, Unauthorized
-from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope
+from reflex_runtime.server.bodies import LARGE, Bodies
+from reflex_runtime.server.errors import CallerLeft, MethodNotAllowed, NotFound, Unauthorized
+from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope, too_large
 from reflex_runtime.server.generation import Generator, merged
-from reflex_runtime.server.http import BROKEN
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.wire import openai as wire
 from reflex_runtime.server.wire.act import encode_json, printable
@@ -76,6 +76,7 @@ class Exchange:
         self.request_id = own.decode() if _plain(own) else number
         self.streams: list[OutputStream] = []
         self.left = self.received = self.begun = False
+        self.held = 0
 
     def leave(self) -> None:
         """The caller hung up: what is generated for it is taken back."""
@@ -138,6 +139,7 @@ class OpenAIApp:
         self.entered.set()
         self._key = model.config.api_key.encode()
         self._entering: set[asyncio.Task[Any]] = set()
+        self.bodies = Bodies(int(model.config.max_bodies_mb * 1e6))
         self._prefix = secrets.token_hex(6)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,6 +166,7 @@ class OpenAIApp:
             await exchange.fail(ReflexError("internal error; the server's log has the details"))
         finally:
             exchange.leave()
+            self.bodies.release(exchange)
             self.active -= 1
             if not self.active:
                 self.idle.set()
@@ -230,9 +233,7 @@ class OpenAIApp:
         bell = Bell()
         with self._watched(exchange) as watch:
             with self._enters():
-                body = await self._body(exchange)
-                watch()
-                asked = wire.chat(body) if chat else wire.completion(body)
+                asked = await self._asked(exchange, chat, watch)
                 self._check_name(asked.model)
                 self._check_choices(asked)
                 prompts = await self._tokens(runtime, asked)
@@ -242,6 +243,8 @@ class OpenAIApp:
                     raise CallerLeft("the caller left before its request was queued")
                 for group in groups:  # nothing is awaited: all of them, or none
                     exchange.streams += runtime.submit_alike(group, bell)
+                asked = replace(asked, prompts=[], messages=None)  # the texts are not needed any more
+                self.bodies.release(exchange)
             token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
             n = len(exchange.streams)
             answer = Answer(exchange.id, asked.model, chat, n, token, logprobs, asked.include_usage)
@@ -262,28 +265,15 @@ class OpenAIApp:
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
 
-    async def _body(self, exchange: Exchange) -> bytes:
-        """The whole body. What is left of one that is too large is read by the connection and thrown away."""
+    async def _asked(self, exchange: Exchange, chat: bool, watch: Callable[[], None]) -> wire.Asked:
+        """Read what is asked. watch: called once its body is there."""
         most = self.model.config.max_body_bytes
-        declared = exchange.headers.get(b"content-length", b"0")
-        if declared.isdigit() and int(declared) > most:
-            raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await exchange.receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft("the caller left before it had sent its request")
-            part = message.get("body", b"")
-            size += len(part)
-            if size > most:
-                raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
-            parts.append(part)
-            more = message.get("more_body", False)
-        if BROKEN in exchange.scope.get("extensions", ()):
-            raise ClientError("the body broke off: it is not framed as its headers say")
+        too_large(exchange.headers, most)
+        body = await self.bodies.read(exchange, exchange.scope, exchange.receive, most)
         exchange.received = True
-        return b"".join(parts)
+        watch()
+        decode = wire.chat if chat else wire.completion
+        return decode(body) if len(body) <= LARGE else await self.bodies.beside(decode, body)
 
     @contextlib.contextmanager
     def _enters(self) -> Iterator[None]:

@@ -176,6 +176,7 @@ async def _drain(config: ServeConfig, runtime: PolicyRuntime, app: App, server: 
     clean = await runtime.stop(max(0.0, until - loop.time()))
     await until_set(app.door.idle, loop.time() + 1.0)  # their futures are settled: what is left is writing the answers
     await read_what_arrived(server, app.door)
+    app.door.bodies.close()
     return clean
 
 

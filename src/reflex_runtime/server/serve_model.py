@@ -181,4 +181,5 @@ async def _drain(config: LLMServeConfig, model: ServedModel, app: OpenAIApp, ser
     clean = await model.stop(max(0.0, until - loop.time()))
     await until_set(app.idle, loop.time() + 1.0)  # their streams have ended: what is left is writing the answers
     await read_what_arrived(server, app)
+    app.bodies.close()
     return clean

@@ -22,6 +22,11 @@ from reflex_runtime.server.errors import ClientError, InvalidJson
 JSON_TYPE = "application/json"
 MSGPACK_TYPE = "application/msgpack"
 MAX_ID_BYTES = 256
+MAX_INSTRUCTION = 16_384  # characters
+MAX_STATE = 16_384  # numbers
+MAX_IMAGES = 64
+MAX_VALUES = 40_000  # commas in a body; all fields at their bounds have fewer
+MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
 _LARGE = 3.4e38  # a little below the largest float32
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
@@ -30,7 +35,7 @@ class Array(msgspec.Struct, forbid_unknown_fields=True):
     """An array in msgpack: little-endian, C order."""
 
     dtype: str
-    shape: list[int]
+    shape: Annotated[list[int], msgspec.Meta(max_length=4)]
     data: bytes
 
 
@@ -43,10 +48,13 @@ def _says(description: str) -> msgspec.Meta:
 
 
 Text = str | None
+Numbers = Annotated[list[float], msgspec.Meta(max_length=MAX_STATE)]
+Instruction = Annotated[str, msgspec.Meta(max_length=MAX_INSTRUCTION)]
+_MANY = msgspec.Meta(max_length=MAX_IMAGES)
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    instruction: Annotated[Text, _says("what to do, in words")] = None
+    instruction: Annotated[Instruction | None, _says("what to do, in words")] = None
     episode_id: Annotated[Text, _says("what cached prefixes and held actions belong to")] = None
     request_id: Annotated[Text, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
     robot_id: Annotated[Text, _says("whose fair share it takes; else the episode's, else the connection's")] = None
@@ -65,8 +73,8 @@ class ActJson(_Common, kw_only=True):
 
     image: Annotated[Text, _says("PNG or JPEG as base64; a data URL will do")] = None
     image_wrist: Annotated[Text, _says("likewise, for the camera of that name")] = None
-    images: Annotated[dict[str, str] | None, _says("further cameras by name")] = None
-    state: Annotated[list[float] | None, _says("the robot's state in its own units; finite")] = None
+    images: Annotated[Annotated[dict[str, str], _MANY] | None, _says("further cameras by name")] = None
+    state: Annotated[Numbers | None, _says("the robot's state in its own units; finite")] = None
 
 
 class ActMsgpack(_Common, kw_only=True):
@@ -74,13 +82,14 @@ class ActMsgpack(_Common, kw_only=True):
 
     image: bytes | Array | None = None
     image_wrist: bytes | Array | None = None
-    images: dict[str, bytes | Array] | None = None
-    state: list[float] | Array | None = None
+    images: Annotated[dict[str, bytes | Array], _MANY] | None = None
+    state: Numbers | Array | None = None
 
 
 ActFields = ActJson | ActMsgpack
 
 _json = msgspec.json.Decoder(ActJson)
+_skip = msgspec.json.Decoder(msgspec.Raw)
 _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
 _encode_json = msgspec.json.Encoder()
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
@@ -114,6 +123,10 @@ def decode(body: bytes, packed: bool) -> ActFields:
 
 
 def _decode_json(body: bytes) -> ActJson:
+    if body.count(b",") > MAX_VALUES:  # a decoder lets nothing else run: what it takes is bounded by what it is given
+        raise _too_many_values(body)
+    if body.count(b"\\") > MAX_ESCAPES:
+        raise invalid("body", f"body: has more than {MAX_ESCAPES} escapes")
     try:
         return _json.decode(body)
     except msgspec.ValidationError as error:
@@ -134,14 +147,28 @@ def _decode_json(body: bytes) -> ActJson:
 
 
 def is_json(body: bytes) -> bool:
-    """Whether a body with a wrong field is JSON to its end; asked only then."""
+    """Whether a body with a wrong field is JSON to its end; asked only then. Of many values nothing is built."""
     try:
-        json.loads(body)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+        (_skip.decode if body.count(b",") > MAX_VALUES else json.loads)(body)
+    except (json.JSONDecodeError, msgspec.DecodeError, UnicodeDecodeError):
         return False
     except (RecursionError, ValueError):  # too deep or too long a number, but JSON
         return True
     return True
+
+
+def _too_many_values(body: bytes) -> InvalidRequest:
+    """The 422 for a body with more values than all fields may hold: what is wrong so far, else the field it is in."""
+    enough = len(body) - len(body.split(b",", MAX_VALUES)[-1])
+    try:
+        _json.decode(memoryview(body)[:enough])
+    except msgspec.ValidationError as error:
+        return invalid_field(error)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass
+    end = body.rfind(b'":', 0, enough)
+    name = printable(body[body.rfind(b'"', 0, max(0, end)) + 1 : max(0, end)].decode("utf-8", "replace"))
+    return invalid(name or "body", f"{name or 'the body'}: there are more than {MAX_VALUES} values up to here")
 
 
 def _decode_msgpack(body: bytes) -> ActMsgpack:

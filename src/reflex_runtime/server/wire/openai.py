@@ -24,6 +24,10 @@ from reflex_runtime.server.wire.act import check_id, is_json, printable
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_MESSAGES = 10_000
+MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
+MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
+MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
+PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
 PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
@@ -31,6 +35,9 @@ _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 
 F = TypeVar("F", bound="_Common")
+_PROMPT = msgspec.json.Decoder(str | list[Any])
+_LISTS = msgspec.json.Decoder(list[msgspec.Raw])
+_IDS = msgspec.json.Decoder(list[int])
 
 
 class BadRequest(ClientError):
@@ -46,6 +53,13 @@ class BadRequest(ClientError):
 
 class ModelNotFound(NotFound):
     """No model of that name is served."""
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content. What else it says is of a type that is not taken."""
+
+    type: str
+    text: str | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,7 +96,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionFields(_Common, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: str | list[Any]
+    prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -93,7 +107,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message; what an answer brings along as null may be sent back."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Part] | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -185,6 +199,14 @@ class Asked:
 
 _completion = msgspec.json.Decoder(CompletionFields)
 _chat = msgspec.json.Decoder(ChatFields)
+_parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fields, each as it was sent
+    kind: msgspec.json.Decoder(
+        msgspec.defstruct(
+            "Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__], forbid_unknown_fields=True
+        )
+    )
+    for kind in (CompletionFields, ChatFields)
+}
 
 
 def completion(body: bytes) -> Asked:
@@ -216,6 +238,8 @@ def chat(body: bytes) -> Asked:
 
 def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
     try:
+        if body.count(b",") > MOST_VALUES:
+            _check_values(_parts[decoder.type].decode(body))
         fields = decoder.decode(body)
     except msgspec.ValidationError as error:
         if not is_json(body):
@@ -228,6 +252,20 @@ def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
         if value is not None and value != [] and value != {} and value != "" and value not in plain:
             raise BadRequest(f"{name}: is not supported here; leave it out", name)
     return fields
+
+
+def _check_values(parts: msgspec.Struct) -> None:
+    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
+    for name in parts.__struct_fields__:
+        raw = bytes(getattr(parts, name))
+        if name == "messages":  # as keys alone they have plain quotes
+            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
+            if messages > MOST_MESSAGES:
+                raise BadRequest(f"messages: holds {messages}, must hold 1 to {MOST_MESSAGES}", "messages")
+            if kinds > MOST_MESSAGES:
+                raise BadRequest(f"messages: holds {kinds} parts, at most {MOST_MESSAGES} are taken", "messages")
+        elif name != "prompt" and raw.count(b",") > MOST_PLAIN:
+            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
 def _invalid(text: str) -> BadRequest:
@@ -291,8 +329,16 @@ def _params(fields: _Common, max_tokens: int, limit_name: str, logprobs: int | N
         raise BadRequest(message, param) from None
 
 
-def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
     """One text, several, token ids, or several lists of them."""
+    raw = bytes(sent)
+    if len(raw) > PIECE and b'"' not in raw:
+        return _many_ids(raw)
+    try:
+        prompt = _PROMPT.decode(raw)
+    except msgspec.ValidationError as error:
+        plain = _PATH.sub("", str(error))
+        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
     if isinstance(prompt, str):
         found: list[str | list[int]] = [prompt]
     elif prompt and all(type(token) is int for token in prompt):
@@ -312,6 +358,36 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return found
 
 
+def _many_ids(raw: bytes) -> list[str | list[int]]:
+    """Token ids, or lists of them, of which there may be too many to be decoded at once."""
+    lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
+    if tokens > MOST_TOKENS:
+        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
+    if lists > MOST_PROMPTS:
+        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+    try:
+        parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
+        found: list[str | list[int]] = [_ids(part) for part in parts]
+    except msgspec.DecodeError:
+        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
+    if [] in found:
+        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+    return found
+
+
+def _ids(raw: bytes) -> list[int]:
+    found: list[int] = []
+    at, end = raw.find(b"[") + 1, raw.rfind(b"]")
+    if not at or end < 0:
+        raise msgspec.DecodeError
+    while at < end:
+        comma = raw.find(b",", at + PIECE, end)
+        upto = end if comma < 0 else comma
+        found += _IDS.decode(b"[%b]" % raw[at:upto])
+        at = upto + 1
+    return found
+
+
 def _message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
     for name in ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content"):
@@ -320,10 +396,10 @@ def _message(place: int, message: Message) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         for i, part in enumerate(content):
-            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if part.type != "text" or part.text is None:
                 name = f"{where}.content[{i}]"
                 raise BadRequest(f"{name}: only parts of type text, with their text, are taken", name)
-        content = "\n".join(part["text"] for part in content)
+        content = "\n".join(part.text or "" for part in content)
     if content is None:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")
     # Instructions of the application: templates know them under the older name.

@@ -1,0 +1,90 @@
+"""Bodies of requests: how many bytes of them are in memory, and where they are decoded.
+
+Every byte counts from when it was read until its request is answered, so that callers that send half a body, or wait in
+the queue with a picture, cannot fill the memory. Large bodies are decoded in a thread of their own, one at a time: a
+decoder does not let the event loop run, and two would keep it waiting twice as long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, Overloaded
+
+T = TypeVar("T")
+log = logging.getLogger("reflex.server")
+
+LARGE = 128 * 1024  # bytes; what is larger is decoded beside the loop
+BROKEN = "reflex.broken"  # extension in the scope of a request whose body ended early: why, as an error
+QUIET = 60.0  # seconds without a refusal after which the next one is in the log again
+
+
+class Holder(Protocol):
+    """A request. held: bytes of its body that are counted."""
+
+    held: int
+
+
+class Bodies:
+    """The bodies of one server.
+
+    most: bytes that may be held in all; a request that is alone may have more. held: bytes now.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+        self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reflex-decode")
+        self._refused = float("-inf")
+
+    def take(self, owner: Holder, size: int) -> None:
+        """Count so many bytes more. Raises Overloaded when there are too many."""
+        if self.held + size > self.most and self.held > owner.held:
+            now, before = time.monotonic(), self._refused
+            self._refused = now
+            if now - before > QUIET:
+                log.warning("%d bytes of request bodies are held: more are refused (--max-bodies-mb)", self.held)
+            raise Overloaded(
+                f"{self.held} bytes of request bodies are held, at most {self.most} may be", retry_after=1.0
+            )
+        self.held += size
+        owner.held += size
+
+    def release(self, owner: Holder) -> None:
+        """Its body is not needed any more."""
+        self.held -= owner.held
+        owner.held = 0
+
+    async def read(
+        self, owner: Holder, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Mapping[str, Any]]], most: int
+    ) -> bytes:
+        """The whole body, at most `most` bytes. Whatever is left of one that is refused, the connection throws away."""
+        parts: list[bytes] = []
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise CallerLeft("the caller left before it had sent its request")
+            part = message.get("body", b"")
+            size += len(part)
+            if size > most:
+                raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
+            self.take(owner, len(part))
+            parts.append(part)
+            more = message.get("more_body", False)
+        broken = scope.get("extensions", {}).get(BROKEN)
+        if broken is not None:
+            raise broken["error"]
+        return b"".join(parts) if size <= LARGE else await self.beside(b"".join, parts)
+
+    def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """What `decode` returns, computed beside the loop."""
+        return asyncio.get_running_loop().run_in_executor(self._decoder, decode, *arguments)
+
+    def close(self) -> None:
+        """What still waits to be decoded is forgotten."""
+        self._decoder.shutdown(wait=False, cancel_futures=True)
