@@ -138,6 +138,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--ramp-margin 3", "--ramp-evidence"),
         ("--record-images full", "--record"),
         ("--record-no-gzip", "--record"),
+        ("--record-max-mb 5", "--record"),
         ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
         ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
         ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),

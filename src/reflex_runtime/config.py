@@ -191,6 +191,10 @@ class ServeConfig:
         needs="record",
     )
     record_no_gzip: bool = option(False, "record plain text", needs="record")
+    record_max_mb: int = option(
+        0, "size of a file after which the next is begun; 0 is no bound", low=0, high=1_000_000, unit="MiB",
+        needs="record",
+    )
     # drills
     inject_latency_ms: float = option(0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms")
     inject_fault: tuple[str, ...] = option(

@@ -71,6 +71,7 @@ EFFECT = {
     "record": "test_t1_the_file_is_opened_at_the_first_request_and_named_after_it",
     "record_images": "test_t3_images_as_sent_as_hashes_or_not_at_all",
     "record_no_gzip": "test_t1_the_file_is_opened_at_the_first_request_and_named_after_it",
+    "record_max_mb": "test_t3_record_max_mb_bounds_a_file",
     "inject_latency_ms": "test_e4_start_up_health_and_answers_say_that_it_is_on",
     "inject_fault": "test_e4_raise_and_nan_strike_a_share_of_requests_and_the_same_ones_again",
 }

@@ -333,6 +333,39 @@ def test_f14_the_video_holds_every_picture_at_its_time(
         assert abs(float(image[20:28, 20:28].mean()) - 5 * i) < 12
 
 
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_f14_a_killed_process_leaves_a_video_that_can_be_seen(tmp_path: Path, suffix: str) -> None:
+    sink = AnnotatedVideo(tmp_path / f"out.{suffix}", caption=False)
+    for i in range(60):
+        sink(shown(i, i / 10))
+    killed = tmp_path / f"killed.{suffix}"
+    killed.write_bytes((tmp_path / f"out.{suffix}").read_bytes())  # what the system has when the process is gone
+    seen = [round(at, 2) for at, _ in frames_of(killed)]
+    sink.close()
+    assert seen == [round(i / 10, 2) for i in range(len(seen))]
+    assert len(seen) >= 40  # all but the fragment that was being made, and the one that is flushed with the next
+
+
+def test_f14_an_annotated_video_is_for_its_owner_and_keeps_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "out.mp4"
+    path.write_bytes(b"of the run before")
+    sink = AnnotatedVideo(path)
+    sink(shown(0, 0.0))
+    sink.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "out.mp4.1").read_bytes() == b"of the run before"
+
+
+def test_f14_an_annotated_video_follows_no_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    (tmp_path / "out.mp4").symlink_to(target)
+    sink = AnnotatedVideo(tmp_path / "out.mp4")
+    with pytest.raises(SinkError, match="is a symbolic link"):
+        sink(shown(0, 0.0))
+    assert target.read_bytes() == b"precious"
+
+
 def test_another_size_is_scaled_to_the_first_and_odd_sides_are_made_even(tmp_path: Path) -> None:
     sink = AnnotatedVideo(tmp_path / "out.mp4", caption=False)
     sizes = [(65, 49), (200, 30), (16, 16)]

@@ -9,6 +9,7 @@ import http.client
 import io
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ import pytest
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.policies import Export, seed_of
 from reflex_runtime.telemetry.recording import Recorded, Recording, RecordingError, read_recording
+from reflex_runtime.telemetry.trace import read_trace
 from reflex_runtime.version import __version__
 
 from .exports import write_tiny
@@ -57,6 +59,32 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def two(versions: tuple[Path, Path], there: Path, *options: str) -> Server:
     a, b = map(str, versions)
     return Server(a, "--policy-a", a, "--policy-b", b, "--no-rtc", "--record", str(there), *options)
+
+
+def test_t3_at_sighup_trace_and_recording_go_on_in_new_files(there: Path, tmp_path: Path) -> None:
+    export, trace = write_tiny(tmp_path / "v1"), tmp_path / "t.jsonl"
+    with Server(export, "--trace", str(trace), "--record", str(there), "--record-no-gzip") as server:
+        assert server.act(request_id="one").status == 200
+        wait(lambda: any("one" in path.read_text() for path in (there.iterdir() if there.is_dir() else ())))
+        server.process.send_signal(signal.SIGHUP)
+        wait(lambda: Path(f"{trace}.1").exists() and '"footer"' in Path(f"{trace}.1").read_text())
+        assert server.act(request_id="two").status == 200
+        assert server.stop() == 0
+    traced = [[m.id for b in read_trace(path).batches for m in b.members] for path in (Path(f"{trace}.1"), trace)]
+    assert traced == [["one"], ["two"]]
+    parts = sorted(map(read_recording, there.iterdir()), key=lambda found: found.header.part)
+    assert [[line.request.request_id for line in part.requests] for part in parts] == [["one"], ["two"]]
+
+
+def test_t3_record_max_mb_bounds_a_file(there: Path, tmp_path: Path) -> None:
+    sent = base64.b64encode(np.random.default_rng(0).bytes(400_000)).decode()
+    seen = {"image": sent, "instruction": "open the door", "state": STATE}
+    options = ("--record-images", "full", "--record-no-gzip", "--record-max-mb", "1")
+    with Server(write_tiny(tmp_path / "v1"), "--record", str(there), *options) as server:
+        for i in range(6):
+            server.post(seen | {"request_id": str(i)})
+        assert server.stop() == 0
+    assert len(list(there.iterdir())) > 1
 
 
 def only(directory: Path) -> Path:

@@ -30,6 +30,7 @@ from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.served_model import Open
 from reflex_runtime.server.worker_metrics import merged
 from reflex_runtime.server.workers import Workers, WorkersConfig, opened
+from reflex_runtime.telemetry.trace import read_trace
 
 from .harness import Server
 from .openai_toy import Toy
@@ -443,3 +444,23 @@ def test_pages_of_processes_become_one() -> None:
     assert 'a_total{worker="w0",x="1"} 2.0' in text
     assert 'a_total{worker="w1",x="1"} 3.0' in text
     assert merged({}) == b""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_g14_at_sighup_the_trace_goes_on_in_a_new_file(workers: int, tmp_path: Path) -> None:
+    """Of a model in the server's own process, and of one in a runtime process, to which the signal is passed on."""
+    trace = tmp_path / "steps.jsonl"
+    options = ["--workers", str(workers)] if workers else []
+    file = Path(trace_of(str(trace), 0)) if workers else trace
+    kept = Path(f"{file}.1")
+    body = json.dumps({"model": "scribe", "prompt": "hello", "max_tokens": 2}).encode()
+    with Server("scribe", "--trace", str(trace), *options) as server:
+        head = {"Content-Type": "application/json"}
+        assert server.ask("POST", "/v1/completions", body, head).status == 200
+        server.process.send_signal(signal.SIGHUP)
+        until = time.monotonic() + PATIENCE
+        while not (kept.exists() and '"footer"' in kept.read_text()):
+            assert time.monotonic() < until
+        assert server.ask("POST", "/v1/completions", body, head).status == 200
+        assert server.stop() == 0
+    assert [bool(read_trace(path).batches) for path in (kept, file)] == [True, True]

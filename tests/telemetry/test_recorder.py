@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import pytest
 
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.policies.observation import decode_image
+from reflex_runtime.policies.report import report
 from reflex_runtime.telemetry import recorder as recorder_module
+from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.recording import Recorded, RecordingError, read_recording
 
 from .test_recording import Run, asked, record, recorder
@@ -101,6 +104,67 @@ def test_a_header_that_cannot_be_written_ends_the_recording_alone(tmp_path: Path
     Run(made).batch(asked(0))
     assert made.close() is False
     assert "ValidationError" in str(made.error)
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def test_t3_a_recording_goes_on_in_another_file_when_one_is_full(tmp_path: Path) -> None:
+    made = recorder(tmp_path, gzip=False, max_bytes=20_000)
+    run = Run(made)
+    for i in range(100):
+        run.batch(asked(i))
+    assert made.close()
+    parts = sorted(map(read_recording, tmp_path.iterdir()), key=lambda found: found.header.part)
+    assert [part.header.part for part in parts] == list(range(1, len(parts) + 1))
+    assert len(parts) > 2
+    assert len({part.header.session_id for part in parts}) == len({part.header.origin for part in parts}) == 1
+    assert [line.seq for part in parts for line in part.requests] == list(range(100))
+    assert made.recorded == 100
+    for part in parts:
+        assert part.footer is not None
+        assert part.footer.total_requests == len(part.requests)
+        assert 20_000 <= part.path.stat().st_size < 45_000 or part is parts[-1]
+
+
+def test_t3_a_report_counts_the_parts_of_a_recording_once(tmp_path: Path) -> None:
+    made = recorder(tmp_path, gzip=False, max_bytes=5_000)
+    run = Run(made)
+    run.batch(asked(100, actions=np.zeros(3, np.float32)))  # not a matrix: it is dropped
+    for i in range(100):
+        run.batch(asked(i))
+    assert made.close()
+    found = report([tmp_path])
+    assert (found.slots["prod"].requests, found.unfinished, found.dropped) == (100, 0, 1)
+
+
+def test_t3_turning_a_recording_begins_another_file_with_what_comes_next(tmp_path: Path) -> None:
+    made = recorder(tmp_path)
+    run = Run(made)
+    made._lines.turn()  # nothing is there to be turned
+    run.batch(asked(0))
+    while made.recorded < 1:
+        pass
+    turn_all()
+    while made._lines._turned:
+        pass
+    first = made.path
+    assert first is not None
+    assert read_recording(first).footer is not None
+    run.batch(asked(1))
+    assert made.close()
+    assert made.path != first
+    assert [len(read_recording(path).requests) for path in (first, made.path or first)] == [1, 1]
+
+
+@pytest.mark.parametrize(("images", "mode"), [("full", 0o600), ("hash_only", 0o644)])
+def test_t3_a_recording_with_images_is_for_its_owner_alone(tmp_path: Path, images: str, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        path = record(tmp_path, [asked(0)], images=images)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
 
 
 # -- the disk ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str, pictures: bool = False) -> list[str]:
-    assert main(["trace", *argv, *([] if pictures else ["--no-picture"])]) == 0
+    kept = ["--out", "trace"] if "--prompts" in argv and not {"--out", "-o"} & set(argv) else []
+    assert main(["trace", *argv, *kept, *([] if pictures else ["--no-picture"])]) == 0
     return capsys.readouterr().out.splitlines()
 
 
@@ -334,7 +335,22 @@ def test_the_command_itself(tmp_path: Path) -> None:
     done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert rows(done.stdout.splitlines())[2] == "3 | 3/8 | A decode · 11/12 | B prefill 2 · 5/7 | 2 | 2.15"
-    assert sorted(os.listdir(tmp_path)) == ["trace.jsonl"]
+    assert "nothing was written; --out PREFIX keeps the trace and draws it" in done.stdout
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--sweep", "4..8"), ("--slo", "ttft=1s")])
+def test_nothing_is_written_that_was_not_asked_for(more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *L3, *more]) == 0
+    assert os.listdir() == []
+
+
+def test_what_a_run_before_left_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    shown(capsys, *L3)
+    first = Path("trace.jsonl").read_bytes()
+    shown(capsys, *L3, "--max-tokens", "9")
+    assert Path("trace.jsonl.1").read_bytes() == first
+    assert Path("trace.jsonl").read_bytes() != first
 
 
 def test_names_are_letters() -> None:

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from io import BufferedWriter, TextIOWrapper
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.telemetry.files import create
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def serving(export: Path, trace: Path, log: Path, options: list[str]) -> Iterator[str]:
     """A `reflex serve` process on a free port; gives its URL, and drains it on the way out."""
     command = [sys.executable, "-m", "reflex_runtime", "serve", str(export), "--port", "0", "--trace", str(trace)]
-    with log.open("w", encoding="utf-8") as kept:
+    with TextIOWrapper(BufferedWriter(create(log)), encoding="utf-8") as kept:
         process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         try:
             assert process.stderr is not None

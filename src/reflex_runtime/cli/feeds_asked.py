@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from reflex_runtime.cli.feeds_words import in_one_line, told
 from reflex_runtime.config import FeedsConfig, convert, one_line, read_toml
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
@@ -293,7 +294,7 @@ def _place(path: Path) -> str:
 
 def _check_file(flag: str, value: str, path: Path) -> None:
     try:
-        open(path, "ab").close()
+        files.check(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag}={one_line(value)}: cannot be written: {_why(error)}") from None
 

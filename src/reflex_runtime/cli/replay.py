@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.files import create, write_all
 from reflex_runtime.telemetry.recording import Recording, RecordingError, hardware, read_recording
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _run(args: argparse.Namespace) -> int:
         found = _model(args)
     if args.output is not None:
         try:
-            args.output.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+            with create(args.output) as file:
+                write_all(file, (json.dumps(found, indent=1, allow_nan=False) + "\n").encode())
         except OSError as error:
             raise ConfigError(f"--output={args.output}: cannot be written: {error.strerror}") from error
         print(f"wrote {args.output}", file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import Any
 
 from reflex_runtime.config import one_line, table
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry import files
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
@@ -39,6 +40,6 @@ def check_trace(path: str) -> None:
     """ConfigError when --trace cannot be written."""
     if path:
         try:
-            open(path, "ab").close()
+            files.check(path)
         except OSError as error:
             raise ConfigError(f"--trace={one_line(path)}: cannot be written: {error.strerror}") from None

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
 
 ROWS = 40  # a table longer than this shows its two ends, unless --last or --from asked for its rows
+NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
 WIDE = 160  # columns where the output is no terminal and COLUMNS does not say
 
 _DESCRIPTION = """\
@@ -71,8 +73,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--out",
         type=Path,
         metavar="PREFIX",
-        help="write PREFIX.svg and PREFIX.png, and PREFIX.jsonl with --prompts (default: FILE without its suffix; "
-        "trace, or sweep with --sweep)",
+        help="write PREFIX.svg and PREFIX.png, and PREFIX.jsonl with --prompts (default: FILE without its suffix; with "
+        "--prompts nothing is written)",
     )
     add("--last", metavar="N", help="only the last N batches, N >= 1")
     add("--from", dest="first", metavar="ID", help="only batches from this id on")
@@ -100,12 +102,12 @@ def run(args: argparse.Namespace) -> int:
         if "sweep" in args or "slo" in args:
             from reflex_runtime.cli.trace_search import search
 
-            return search(console, args, args.out or Path("sweep" if "slo" not in args else "slo"))
+            return search(console, args, args.out)
         _, setup = trace_prompts.setup_of(args)
-        prefix = args.out or Path("trace")
-        file = prefix.with_name(prefix.name + ".jsonl")
-        args.out = prefix
-        return _show(console, args, file, trace_prompts.record(setup, file))
+        with TemporaryDirectory(prefix="reflex-") as scratch:
+            prefix = args.out or Path(scratch, "prompts")
+            file = prefix.with_name(prefix.name + ".jsonl")
+            return _show(console, args, file, trace_prompts.record(setup, file))
     except TraceError as error:
         print(f"reflex trace: {error}", file=sys.stderr)
         return 1
@@ -191,21 +193,24 @@ def _show(
     trace = read_trace(file)
     batches = _select(trace, args.group, first, final, last)
     pictures: Sequence[Path] = ()
-    if batches and not args.no_picture:
+    kept = args.out is not None or not outputs
+    if batches and kept and not args.no_picture:
         pictures = write_pictures(trace, batches, args.out or _prefix(file), units)
-    _tell(console, trace, batches, everything=last is not None or first is not None)
+    _tell(console, trace, batches, last is not None or first is not None, str(file) if kept else "prompts")
     texts = text_lines(trace, outputs, console.width) if outputs else []
     if len(texts) > ROWS:
         texts[ROWS // 2 : -ROWS // 2] = [Text(f"… {len(texts) - ROWS:,} texts left out …", style="dim")]
     for line in texts:
         console.print(line)
-    for path in (file, *pictures) if outputs else pictures:
+    for path in (file, *pictures) if outputs and kept else pictures:
         console.print(Text(f"wrote {path}"), soft_wrap=True)
+    if not kept:
+        console.print(Text(NOT_KEPT, style="dim"), soft_wrap=True)
     return 0
 
 
-def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everything: bool) -> None:
-    console.print(Text(_origin(trace)), style="dim", soft_wrap=True)
+def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everything: bool, told: str) -> None:
+    console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
     if not batches:
         console.print("no batches")
         return
@@ -230,11 +235,11 @@ def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everyt
         console.print(line, soft_wrap=True)
 
 
-def _origin(trace: Trace) -> str:
+def _origin(trace: Trace, file: str) -> str:
     header = trace.header
     groups = []
     for name, info in header.groups.items():
         budget = info.budget
         told = "no budget" if budget is None else f"budget {budget:g} {info.unit}"
         groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
-    return "; ".join([f"{trace.path}: started {header.started_at}, reflex {header.reflex_version}", *groups])
+    return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])

@@ -26,8 +26,8 @@ PATIENCE = 2.0  # seconds after which progress is told
 NO_BUDGET = 1 << 20
 
 
-def search(console: Console, args: argparse.Namespace, prefix: Path) -> int:
-    """Sweep the budget, or search for a setting within bounds; returns the exit code."""
+def search(console: Console, args: argparse.Namespace, prefix: Path | None) -> int:
+    """Sweep the budget, or search for a setting within bounds; returns the exit code. prefix: where to draw it."""
     budgets = trace_sweep.parse_sweep(args.sweep) if "sweep" in args else []
     bounds = trace_slo.Bounds.parse(args.slo) if "slo" in args else None
     for name in ("last", "first", "final", "group"):
@@ -53,7 +53,7 @@ def search(console: Console, args: argparse.Namespace, prefix: Path) -> int:
         console.print(Text("budgets left out take as many steps as the row above them", style="dim"))
     for line in trace_sweep.in_words(found, runs):
         console.print(Text(line), soft_wrap=True)
-    if not args.no_picture:
+    if prefix is not None and not args.no_picture:
         for path in trace_sweep.draw_sweep(runs, found, prefix):
             console.print(Text(f"wrote {path}"), soft_wrap=True)
     return 0

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.server.serve import EXIT_FAILED, loop_factory
     from reflex_runtime.server.worker_engine import loading
+    from reflex_runtime.telemetry.lines import turn_all
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
@@ -55,9 +56,13 @@ def run(args: argparse.Namespace) -> int:
         logging.error("the model is lost; the process ends")
         _leave(EXIT_FAILED)
 
+    async def main() -> tuple[int, bool]:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)
+        return await serve(args.connect, loading(load_model, lost, HFTokenizer.load), token=token)
+
     token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        status, clean = runner.run(serve(args.connect, loading(load_model, lost, HFTokenizer.load), token=token))
+        status, clean = runner.run(main())
         if not clean:
             _leave(status)
     return status

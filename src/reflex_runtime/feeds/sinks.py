@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from enum import Enum
 from fractions import Fraction
+from io import FileIO
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,9 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.draw import annotated
 from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.telemetry import files
+
+_FRAGMENTED = (".mp4", ".m4v", ".mov")
 
 
 class SinkError(ReflexError):
@@ -59,7 +63,8 @@ def json_safe(value: Any) -> Any:
 class JsonLines:
     """A line of JSON per result: feed, sequence, pts, latency_ms, value. Any number of feeds may share it.
 
-    target: a path, which is written anew, or a text stream, which is not closed. Lines are written out at least every
+    target: a path, which is written anew (what is there is kept as PATH.1, see `files.create`), or a text stream, which
+    is not closed. Lines are written out at least every
     second while results come, at the first result after a pause, and at `close`; to a terminal at once. After `close` a
     further result opens the file again and is appended.
     lost: results that could not be written after the sink had failed.
@@ -71,7 +76,7 @@ class JsonLines:
         self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
         self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
         self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
-        self._mode = "wb"
+        self._fresh = True  # nothing of this sink is in the file yet
         self._clock = clock
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -101,11 +106,11 @@ class JsonLines:
                 self._write()
 
     def begin(self) -> None:
-        """Empty the file now, unless a result has: so that also a run without any leaves none of the run before."""
+        """Begin the file now, unless a result has: so that also a run without any leaves none of the run before."""
         with self._lock:
-            if self._path is not None and self._mode == "wb":
+            if self._path is not None and self._fresh:
                 with suppress(OSError):  # the first result says it
-                    self._path.write_bytes(b"")
+                    self._open()
 
     def close(self) -> None:
         """Write out what is left. Raises SinkError if that fails."""
@@ -126,17 +131,19 @@ class JsonLines:
                 self._stream.flush()
                 return
             if self._stream is None:
-                self._stream = open(self._path, self._mode, buffering=0)  # noqa: SIM115
-                self._mode = "ab"
-            data = memoryview("".join(lines).encode(errors="replace"))
-            while data:
-                data = data[self._stream.write(data) :]
+                self._open()
+            files.write_all(self._stream, "".join(lines).encode(errors="replace"))
         except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
             self._failed = True
             self.lost += len(lines)
             self._close_file()
             where = self._path or "the stream"
             raise SinkError(f"JSON lines to {where} failed: {error}; no more are written") from error
+
+    def _open(self) -> None:
+        assert self._path is not None
+        self._stream = files.create(self._path) if self._fresh else files.append(self._path)
+        self._fresh = False
 
     def _close_file(self) -> None:
         if self._path is not None and self._stream is not None:
@@ -148,13 +155,16 @@ class AnnotatedVideo:
     """A video of one feed with boxes, labels and text drawn on it, as H.264 or, where that is missing, MPEG-4.
 
     path: the file; its suffix says the container (.mp4, .mkv, .avi). It is opened with the first result, whose size
-    (made even) all pictures get. caption: whether feed, number and latency are written into the corner.
+    (made even) all pictures get; what is there is kept as PATH.1, and only the owner may read it. An .mp4 is written in
+    fragments of `FRAGMENT_S`, so that a killed process leaves all but the last one, as it does of an .mkv.
+    caption: whether feed, number and latency are written into the corner.
     Times are those of the stream; where they stand still, go back or leap more than `LEAP_S`, the usual step is taken.
     Raises ConfigError if PyAV is missing.
     """
 
     shared = False  # of one feed only
     LEAP_S = 5.0
+    FRAGMENT_S = 1.0
     TICKS = 60_000  # a second: a whole number of them at every usual rate, and not more than MPEG-4 counts
 
     def __init__(self, path: str | os.PathLike[str], caption: bool = True) -> None:
@@ -162,6 +172,7 @@ class AnnotatedVideo:
         self._path = Path(path)
         self._caption = caption
         self._container: Any = None
+        self._file: FileIO | None = None
         self._stream: Any = None
         self._size = (0, 0)
         self._over = False
@@ -191,9 +202,10 @@ class AnnotatedVideo:
         except Exception as error:
             self._over = True
             container, self._container = self._container, None
-            if container is not None:
-                with suppress(Exception):  # the same trouble again
+            with suppress(Exception):  # the same trouble again
+                if container is not None:
                     container.close()
+            self._close_file()
             raise SinkError(f"video to {self._path} failed: {error}; no more is written") from error
 
     def _encode(self, picture: NDArray[np.uint8], tick: int) -> None:
@@ -209,7 +221,10 @@ class AnnotatedVideo:
         height, width = picture.shape[:2]
         self._size = (max(2, width - width % 2), max(2, height - height % 2))
         av = _av()
-        self._container = av.open(str(self._path), "w")
+        self._file = files.create(self._path, private=True)
+        fragments = {"movflags": "empty_moov+default_base_moof", "frag_duration": str(round(self.FRAGMENT_S * 1e6))}
+        parts = fragments if self._path.suffix.lower() in _FRAGMENTED else {}
+        self._container = av.open(self._file, "w", options={"flush_packets": "1", **parts})
         codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
         self._stream = self._container.add_stream(codec, rate=25)
         self._stream.width, self._stream.height = self._size
@@ -225,6 +240,12 @@ class AnnotatedVideo:
         self._container.mux(self._stream.encode(None))
         container, self._container = self._container, None
         container.close()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def _next_tick(self, pts: float | None) -> int:
         """When a picture is shown, in ticks from the first; later than the one before it."""

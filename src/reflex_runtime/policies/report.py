@@ -228,7 +228,7 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
     if not files:
         raise RecordingError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
     headers = {path: RecordingReader(path).header for path in files}
-    files.sort(key=lambda path: headers[path].started_at)
+    files.sort(key=lambda path: (headers[path].started_at, headers[path].session_id, headers[path].part))
     found = Report(files)
     notes: list[Note] = []
     for path in files:

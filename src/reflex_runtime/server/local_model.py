@@ -20,6 +20,7 @@ from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.server.generation import GenerationRuntime
 from reflex_runtime.server.served_model import Opening
+from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.telemetry.trace import TraceWriter
 
@@ -78,6 +79,10 @@ class LocalModel:
         """Nothing beyond what is in the registry."""
         self.refresh()
         return b""
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        turn_all()
 
     async def close(self, timeout: float, drain: bool = True) -> bool:
         """See `ModelHost.close`."""

@@ -312,6 +312,7 @@ class PolicyRuntime:
                 header_of(config, self.slots, groups),
                 gzip=not config.record_no_gzip,
                 images=config.record_images,  # type: ignore[arg-type]
+                max_bytes=config.record_max_mb << 20,
             )
             batcher.add_sink(recorder)
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)

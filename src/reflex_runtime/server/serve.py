@@ -23,6 +23,7 @@ from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
 from reflex_runtime.server.http import HttpProtocol
 from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.telemetry.lines import turn_all
 
 log = logging.getLogger("reflex.server")
 
@@ -135,6 +136,8 @@ async def _serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if config.trace or config.record:
+        loop.add_signal_handler(signal.SIGHUP, turn_all)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     if on_listening is not None:

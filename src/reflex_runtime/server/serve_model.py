@@ -92,6 +92,8 @@ def serve(
     gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
 
     def ready(model: ServedModel) -> None:
+        if config.trace:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, model.turn)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector need not look at it again
         if on_ready is not None:
@@ -102,6 +104,8 @@ def serve(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
+        if config.trace:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a trace
         return await serving(config, name, open, sock, stop, on_listening, ready)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:

@@ -41,6 +41,9 @@ class ModelHost(Protocol):
     async def metrics(self) -> bytes:
         """Prometheus text of what the registry it was opened with does not hold."""
 
+    def turn(self) -> None:
+        """Go on in a new trace file; the old one is kept as FILE.1."""
+
     async def close(self, timeout: float) -> bool:
         """Let what was asked finish within `timeout` seconds, end the rest. Returns whether nothing is left running."""
 
@@ -127,6 +130,11 @@ class ServedModel:
         """The host is lost for good."""
         if self._on_fatal is not None:
             self._on_fatal()
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        if self.host is not None:
+            self.host.turn()
 
     def drain(self) -> None:
         """Say that the end has begun; the door turns away what comes."""

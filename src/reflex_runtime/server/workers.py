@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -187,6 +190,13 @@ class Workers:
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
         }
         return await asyncio.get_running_loop().run_in_executor(None, worker_metrics.merged, pages)
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        for line in self.lines:
+            if line.client.ready and line.client.pid is not None:  # before it is, the signal would end it
+                with suppress(ProcessLookupError):
+                    os.kill(line.client.pid, signal.SIGHUP)
 
     async def close(self, timeout: float) -> bool:
         """See `ModelHost.close`. No process is left."""

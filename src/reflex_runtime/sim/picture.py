@@ -8,6 +8,8 @@ from typing import Any
 
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run
+from reflex_runtime.telemetry.files import replace
+from reflex_runtime.telemetry.picture import drawn
 
 _COLOURS = {
     "budget_reached": "#4477aa",
@@ -78,7 +80,7 @@ def _pyplot() -> Any:
 def _save(figure: Any, path: Path) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
-    figure.savefig(paths[0], metadata={"Date": None})
-    figure.savefig(paths[1], dpi=120)
+    replace(paths[0], drawn(figure, format="svg", metadata={"Date": None}))
+    replace(paths[1], drawn(figure, format="png", dpi=120))
     _pyplot().close(figure)
     return paths

@@ -16,8 +16,11 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import msgspec
+
+from reflex_runtime.telemetry.files import create, write_all
 
 log = logging.getLogger("reflex.telemetry")
 
@@ -33,14 +36,15 @@ _BREATH = 0.0001  # seconds for which it does
 
 
 class LineFile:
-    """A file that lines are appended to, compressed or not; what was flushed can be read although it is not closed.
+    """A new file that lines are appended to, compressed or not; what was flushed can be read although it is not closed.
 
-    Raises OSError where the disk does.
+    path, private: see `files.create`. size: bytes written. Raises OSError where the disk does.
     """
 
-    def __init__(self, path: Path, compress: bool, level: int = 6) -> None:
+    def __init__(self, path: Path, compress: bool, level: int = 6, private: bool = False) -> None:
         self.path = path
-        self._file = path.open("wb", buffering=0)  # whoever writes gathers already
+        self.size = 0
+        self._file = create(path, private)
         self._deflate = zlib.compressobj(level, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
 
     def write(self, lines: bytes) -> None:
@@ -59,9 +63,8 @@ class LineFile:
         self._file.close()
 
     def _write(self, data: bytes) -> None:
-        left = memoryview(data)
-        while left:  # a disk that fills up takes a part first
-            left = left[self._file.write(left) :]
+        write_all(self._file, data)
+        self.size += len(data)
 
     def abandon(self) -> None:
         """Let go of it after an error, without a further one."""
@@ -70,11 +73,12 @@ class LineFile:
 
 
 class LineWriter(Generic[T]):
-    """A bounded queue and the thread that empties it into a `LineFile`.
+    """A bounded queue and the thread that empties it into a `LineFile`, and into a next one when it is to.
 
-    start: the file and its first lines; called with the first item, or at once when `eager`. encode: an item as lines.
-    finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
-    capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`.
+    start: a file and its first lines; called with the first item of each file, or at once when `eager`. encode: an item
+    as lines. finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
+    capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`. limit: bytes after which
+    a file is finished and the next item begins another; 0 is none.
 
     A disk error ends the writing, is kept in `error`, and reaches nobody else. cpu: processor seconds the thread has
     used, as of its last write.
@@ -89,17 +93,21 @@ class LineWriter(Generic[T]):
         capacity: int,
         eager: bool = False,
         gather: float = GATHER,
+        limit: int = 0,
     ) -> None:
         self.error: OSError | None = None
         self.cpu = 0.0
         self._full = self._odd = 0  # dropped by callers, without room or file; here, with the file or as unwritable
         self._start, self._encode, self._finish = start, encode, finish
-        self._capacity, self._eager, self._gather = capacity, eager, gather
+        self._capacity, self._eager, self._gather, self._limit = capacity, eager, gather, limit
+        self._chunk = min(limit or _CHUNK, _CHUNK)
         self._file: LineFile | None = None
         self._queue: deque[T] = deque()
         self._told = False  # the thread knows that something is there
         self._some, self._hurry = threading.Event(), threading.Event()
         self.closed = False
+        self._turned = False  # the file is to be finished, and another begun
+        _writers.add(self)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -132,6 +140,12 @@ class LineWriter(Generic[T]):
             return False
         return True
 
+    def turn(self) -> None:
+        """Write what is queued, finish the file, and write what comes after into another."""
+        self._turned = True
+        self._hurry.set()
+        self._some.set()
+
     def close(self, timeout: float) -> bool:
         """Write what is queued and the end. Returns whether all of it reached the file within `timeout` seconds."""
         self.closed = True
@@ -155,13 +169,18 @@ class LineWriter(Generic[T]):
                 self._some.clear()
                 self._told = False
                 if self._queue:
-                    file = self._file or self._begin()
-                    self._empty(file)
-                    file.flush()
+                    if self._file is None:
+                        self._begin()
+                    self._empty()
+                    if self._file is not None:
+                        self._file.flush()
+                if self._turned:
+                    self._turned = False
+                    self._end()
+                    if self._eager and not closing:
+                        self._begin()
                 self.cpu = time.thread_time()
-            if self._file is not None:
-                self._file.write(self._finish())
-                self._file.close()
+            self._end()
         except Exception as error:
             if not isinstance(error, OSError):
                 log.exception("%s ended", threading.current_thread().name)
@@ -177,7 +196,20 @@ class LineWriter(Generic[T]):
         self._file.flush()
         return self._file
 
-    def _empty(self, file: LineFile) -> None:
+    def _end(self) -> None:
+        if self._file is not None:
+            self._file.write(self._finish())
+            self._file.close()
+            self._file = None
+
+    def _write(self, lines: list[bytes]) -> None:
+        if lines:
+            file = self._file or self._begin()
+            file.write(b"".join(lines))
+            if 0 < self._limit <= file.size:
+                self._end()
+
+    def _empty(self) -> None:
         """Write what is queued, a moment's work at a time: the interpreter is needed elsewhere. A queue that never
         becomes empty is flushed all the same."""
         queue, lines, size = self._queue, list[bytes](), 0
@@ -193,16 +225,26 @@ class LineWriter(Generic[T]):
             lines.append(line)
             size += len(line)
             now = time.monotonic()
-            if size >= _CHUNK or now > flush:
-                file.write(b"".join(lines))
+            if size >= self._chunk or now > flush:
+                self._write(lines)
                 lines, size = [], 0
             if now > flush:
-                file.flush()
+                if self._file is not None:
+                    self._file.flush()
                 flush = now + FLUSH
             if now > breath and not self.closed:
                 time.sleep(_BREATH)
                 breath = time.monotonic() + _TURN
-        file.write(b"".join(lines))
+        self._write(lines)
+
+
+_writers: WeakSet[LineWriter[Any]] = WeakSet()
+
+
+def turn_all() -> None:
+    """Every writer of this process goes on in a new file: what a server does at SIGHUP."""
+    for writer in list(_writers):
+        writer.turn()
 
 
 class _AnyHeader(msgspec.Struct):

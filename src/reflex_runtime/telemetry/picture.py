@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -29,6 +30,7 @@ from reflex_runtime.telemetry.colours import (
     plain,
     request_name,
 )
+from reflex_runtime.telemetry.files import replace
 from reflex_runtime.telemetry.panels import (
     Bar,
     Segment,
@@ -47,7 +49,19 @@ from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
 if TYPE_CHECKING:  # the import takes a second, and a table needs only the colours
     from matplotlib.figure import Figure
 
-__all__ = ["BARS", "NAMED", "PALETTE", "SEGMENTS", "UNITS", "Colours", "Units", "plain", "saved", "write_pictures"]
+__all__ = [
+    "BARS",
+    "NAMED",
+    "PALETTE",
+    "SEGMENTS",
+    "UNITS",
+    "Colours",
+    "Units",
+    "drawn",
+    "plain",
+    "saved",
+    "write_pictures",
+]
 
 Units = Literal["grants", "ms", "requests"]
 UNITS: tuple[Units, ...] = ("grants", "ms", "requests")
@@ -114,11 +128,18 @@ def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "") -> tuple[Pat
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # ids may be in any script
         figure = draw()
         try:
-            figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-            figure.savefig(png, format="png", dpi=200, metadata={"Software": None})
+            replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
+            replace(png, drawn(figure, format="png", dpi=200, metadata={"Software": None}))
         except OSError as error:
             raise ConfigError(f"--out={prefix}: cannot be written: {error.strerror or error}{hint}") from error
     return svg, png
+
+
+def drawn(figure: Figure, **options: Any) -> bytes:
+    """A figure as the bytes of a file. options: of `Figure.savefig`."""
+    file = BytesIO()
+    figure.savefig(file, **options)
+    return file.getvalue()
 
 
 def _prepare(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> _Drawing:

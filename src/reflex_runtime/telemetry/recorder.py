@@ -96,7 +96,8 @@ class Recorder:
     is opened, so that they may be completed until the first request. gzip: compress. images: `full` keeps them, so that
     actions can be replayed, `hash_only` their SHA-256, `none` neither.
     clock: the scheduler's. wall: seconds since the epoch. capacity: most lines waiting; beyond it, and beyond
-    `IMAGE_BYTES` of images, they are dropped and counted.
+    `IMAGE_BYTES` of images, they are dropped and counted. max_bytes: of a file, after which another part of the
+    recording is begun; 0 is no bound. A file with images is for its owner alone.
 
     recorded: requests written. dropped: lines that were not, requests and batches.
     """
@@ -112,6 +113,7 @@ class Recorder:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         capacity: int = 10_000,
+        max_bytes: int = 0,
     ) -> None:
         if images not in IMAGE_MODES:
             raise ConfigError(f"Recorder.images={images!r}: must be one of {', '.join(IMAGE_MODES)}")
@@ -132,8 +134,9 @@ class Recorder:
         self._waiting_bytes = self._written_bytes = self._too_large = 0
         self._looked: tuple[float, ...] = ()
         self._members: OrderedDict[int, list[str]] = OrderedDict()  # the rest is the writer thread's
+        self._part = self._recorded_before = self._dropped_before = 0  # the file's number; counts before it
         self._lines: LineWriter[_Item] = LineWriter(
-            "reflex-record", self._start, self._line, self._finish, capacity
+            "reflex-record", self._start, self._line, self._finish, capacity, limit=max_bytes
         )
 
     # -- the sink ------------------------------------------------------------------------------------------------------
@@ -239,15 +242,18 @@ class Recorder:
 
     def _start(self) -> tuple[LineFile, bytes]:
         told = {key: value for key, value in self.header.items() if value is not None}
-        told["session_id"] = str(told.get("session_id") or uuid.uuid4())
+        told["session_id"] = self.header["session_id"] = str(told.get("session_id") or uuid.uuid4())
+        self._part += 1
+        told["part"] = self._part
         told.setdefault("reflex_version", __version__)
         told.setdefault("redaction", {"images": self._images})
         told |= {"started_at": utc(self._began, "microseconds"), "origin": self._origin}
         header = msgspec.convert(msgspec.to_builtins(told, enc_hook=str), Header)
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(self._wall()))
+        part = f"-{self._part}" if self._part > 1 else ""
         suffix = ".jsonl.gz" if self._gzip else ".jsonl"
-        self.path = self.directory / f"{stamp}-{header.model_hash}-{header.session_id}{suffix}"
-        return LineFile(self.path, self._gzip, LEVEL), _encode(header) + b"\n"
+        self.path = self.directory / f"{stamp}-{header.model_hash}-{header.session_id}{part}{suffix}"
+        return LineFile(self.path, self._gzip, LEVEL, private=self._images == "full"), _encode(header) + b"\n"
 
     def _line(self, item: _Item) -> bytes:
         if isinstance(item, bytes):
@@ -313,7 +319,10 @@ class Recorder:
         )
 
     def _finish(self) -> bytes:
-        return _encode(Footer(utc(self._wall(), "microseconds"), self.recorded, self.dropped)) + b"\n"
+        recorded, dropped = self.recorded, self.dropped
+        told = recorded - self._recorded_before, dropped - self._dropped_before
+        self._recorded_before, self._dropped_before = recorded, dropped
+        return _encode(Footer(utc(self._wall(), "microseconds"), *told)) + b"\n"
 
 
 def _facts(request: Request) -> tuple[Any, ...]:

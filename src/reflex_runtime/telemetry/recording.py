@@ -102,7 +102,8 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     """First line. origin: the monotonic second from which `arrival` counts.
 
     groups: how each slot was scheduled, see `settings_of`; warm: what its cost model had learned before the first
-    request, see `warmed`. split: a's percent when the recording began.
+    request, see `warmed`. split: a's percent when the recording began. part: of its session, from 1; later parts go on
+    with the same origin, ids and numbers.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -124,6 +125,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     split: int | None = None
     groups: dict[str, dict[str, Any]] = {}
     warm: dict[str, Warm] = {}
+    part: int = 1
 
     def hash_of(self, slot: str) -> str:
         """The model hash of a slot."""

@@ -152,6 +152,8 @@ class Footer(msgspec.Struct, frozen=True, tag_field="kind", tag="footer"):
 class TraceWriter:
     """A sink that writes every batch of one scheduler to `path` when it finishes; `.gz` compresses.
 
+    A file that is there is kept as PATH.1, at the start and each time the file is turned (`lines.turn_all`).
+
     groups: the scheduler's groups, so that the file says what its numbers mean. capacity: most batches waiting to be
     written; beyond it, and after a disk error, they are dropped and counted; serving is never held up. clock: the
     driver's.
@@ -180,10 +182,10 @@ class TraceWriter:
             SCHEMA_VERSION, utc(), self._origin, __version__, platform.python_version(), self._groups
         )
         try:
-            self._file = LineFile(self.path, self.path.suffix == ".gz")
+            self._opened: LineFile | None = self._open_file()
         except OSError as error:
             raise ConfigError(f"TraceWriter.path={str(path)!r}: cannot be written: {error.strerror}") from error
-        self._written = 0
+        self._written = self._dropped_before = 0  # in this file; before it
         self._lines = LineWriter("reflex-trace", self._start, self._encode, self._finish, capacity, eager=True)
 
     @property
@@ -288,8 +290,12 @@ class TraceWriter:
 
     # -- on the writer's thread ----------------------------------------------------------------------------------------
 
+    def _open_file(self) -> LineFile:
+        return LineFile(self.path, self.path.suffix == ".gz")
+
     def _start(self) -> tuple[LineFile, bytes]:
-        return self._file, _line(self._header)
+        file, self._opened = self._opened or self._open_file(), None
+        return file, _line(self._header)
 
     def _encode(self, item: TracedBatch | Divergence) -> bytes:
         if isinstance(item, Divergence):
@@ -298,7 +304,10 @@ class TraceWriter:
         return _line(_tidy(item))
 
     def _finish(self) -> bytes:
-        return _line(Footer(utc(), self._written, self.dropped))
+        dropped = self.dropped
+        footer = Footer(utc(), self._written, dropped - self._dropped_before)
+        self._written, self._dropped_before = 0, dropped
+        return _line(footer)
 
 
 def _info(config: GroupConfig) -> GroupInfo:

@@ -1,0 +1,112 @@
+"""Files that are written: never through a link, never over what a run before left, never two writers on one.
+
+All raise OSError, with words in `strerror` for people. A device or a pipe is written as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from io import FileIO
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # not on this system: then nothing says that another program writes the file
+    fcntl = None  # type: ignore[assignment]
+
+KEPT = ".1"  # appended to the name of the file that a new one takes the place of
+
+_PRIVATE, _SHARED = 0o600, 0o666
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def create(path: str | os.PathLike[str], private: bool = False) -> FileIO:
+    """A new file, unbuffered. What is there is kept as PATH.1, unless it is empty; an older PATH.1 is replaced.
+
+    private: for its owner alone, as where pictures of cameras are in it. Refused: a symbolic link, a file that
+    cannot be written, and one that another writer made by `create` or `append` has open.
+    """
+    path = Path(path)
+    fresh = os.O_EXCL if _make_way(path) else 0
+    return _open(path, os.O_WRONLY | os.O_CREAT | fresh, _PRIVATE if private else _SHARED)
+
+
+def append(path: str | os.PathLike[str], private: bool = False) -> FileIO:
+    """The file as it is, made where it is missing, to be written at its end. See `create` for what is refused."""
+    return _open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE if private else _SHARED)
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Raises what `create` would. Leaves an empty file where there was none."""
+    append(path).close()
+
+
+def replace(path: str | os.PathLike[str], data: bytes) -> None:
+    """A whole file at once, in the place of one that is there; for what is drawn anew from other files."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create(draft) as file:
+            write_all(file, data)
+        os.replace(draft, path)  # in the place of a link too, not of what it leads to
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write all of it: a disk that fills up takes a part first."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def _make_way(path: Path) -> bool:
+    """Move the regular file that is there to PATH.1. Returns False for a device or a pipe, which stays."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return True
+    if not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode)):
+        return False
+    append(path).close()  # refuses links, files that may not be written, and those that are being written
+    if not found.st_size:
+        path.unlink()
+        return True
+    kept = path.with_name(path.name + KEPT)
+    try:
+        os.replace(path, kept)
+    except OSError as error:
+        why = f"what is there cannot be kept as {kept.name}: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from None
+    return True
+
+
+def _open(path: Path, flags: int, mode: int) -> FileIO:
+    try:
+        appends = "ab" if flags & os.O_APPEND else "wb"
+        file = FileIO(str(path), appends, opener=lambda name, _: os.open(name, flags | _NO_LINKS, mode))
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise OSError(error.errno, "is a symbolic link; name the file itself", str(path)) from None
+        raise
+    try:
+        _lock(file, path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _lock(file: FileIO, path: Path) -> None:
+    """Hold the file until it is closed, so that a second writer is refused."""
+    if fcntl is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise OSError(errno.EBUSY, "is being written by another program or part of this one", str(path)) from None
+    except OSError:  # a file system without locks
+        return
