@@ -17,6 +17,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.time_cost import RollingMedian, TimeCost, _Probe
 
 from .helpers import ask_many, measure, scheduler_of, take, trained
+from .jumps import DEVICES, FACTORS, medians, wrong
 
 
 def ticket(**request: object) -> Ticket:
@@ -157,6 +158,51 @@ def test_b8_drift_is_detected_and_forgotten_within_a_few_batches(factor: float) 
         fit.observe({"": float(n)}, factor * (0.020 + 0.002 * n) * random.gauss(1.0, 0.03))
     assert fit.alarms >= 1
     assert fit.predict({"": 4.0}) == pytest.approx(factor * 0.028, rel=0.15)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("factor", [*FACTORS, *(1.0 / f for f in FACTORS)])
+def test_b8_a_jump_is_followed_within_five_batches_and_not_passed(device: str, factor: float) -> None:
+    found = medians(DEVICES[device], factor)
+    assert found.overshoot <= 1.25
+    assert found.batches <= 5
+
+
+@pytest.mark.parametrize("added", [0.5, -0.5])
+def test_b8_a_delay_that_comes_and_goes_is_not_taken_for_a_slope(added: float) -> None:
+    found = medians(DEVICES["affine"], added=added)
+    assert found.overshoot <= 1.25
+    assert found.batches <= 8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("share", "times"), [(0.05, 50.0), (0.10, 10.0)])
+def test_b8_many_outliers_are_no_drift(device: str, share: float, times: float) -> None:
+    assert wrong(DEVICES[device], share, times) < 0.02
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_b8_one_of_the_first_batches_may_be_slow(late: int) -> None:
+    """It loads a library, or compiles: before anything is known, the batches beside it outweigh it."""
+    fit = AffineFit()
+    for i, n in enumerate((1, 2, 4, 1, 2, 4)):
+        fit.observe({"": float(n)}, 5.0 if i == late else 0.020 + 0.002 * n)
+        if fit.ready:
+            assert fit.predict({"": 1.0}) == pytest.approx(0.022, rel=0.1)
+    assert fit.predict({"": 4.0}) == pytest.approx(0.028, rel=0.1)
+
+
+def test_b8_a_new_class_in_the_batches_before_a_jump_is_noticed() -> None:
+    """What was measured since a change is learned anew, also when it was before another class became known."""
+    fit = AffineFit()
+    for n in (1, 2, 4, 8) * 10:
+        fit.observe({"": float(n)}, 0.020 + 0.002 * n)
+    for _ in range(3):
+        fit.observe({"": 2.0}, 10 * 0.024)
+    fit.observe({"new": 1.0}, 10 * 0.022)
+    fit.observe({"": 2.0}, 10 * 0.024)
+    assert fit.alarms == 1
+    assert fit.predict({"": 2.0}) == pytest.approx(0.240, rel=0.05)
 
 
 @pytest.mark.parametrize("dear", [0.200, 0.001])
@@ -328,6 +374,14 @@ def test_b4_a_probe_reaches_a_quarter_beyond_the_largest_size_measured() -> None
     one = _Probe()
     one.observe(1, 0.010)
     assert [one.bound(2), one.bound(3)] == [0.020, inf]
+
+
+def test_b4_what_a_size_took_before_the_device_changed_bounds_nothing() -> None:
+    model = trained(0.010, 0.002, sizes=(1, 2, 4, 8, 16, 32) * 20)
+    assert fill(model, 0.100, [""] * 50) >= 40
+    for n in (16, 8, 16, 8):
+        measure(model, [""] * n, 5 * (0.010 + 0.002 * n))
+    assert fill(model, 0.100, [""] * 50) <= 5  # 50 + 10 n
 
 
 def test_padding_predicts_the_padded_size() -> None:

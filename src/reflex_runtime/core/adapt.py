@@ -137,7 +137,8 @@ def _planned_value(
         within = beyond = 0.0
         for (kind, limit), demand in demands.items():
             if kind is tier:
-                share = 1.0 if limit == inf else max(0.0, min(1.0, (limit - t * (1.0 + sigma)) / t))
+                # A request that just misses a batch waits for two: both may take longer than predicted.
+                share = 1.0 if limit == inf else max(0.0, min(1.0, limit / t - 1.0 - 1.5 * sigma))
                 due, more = demand.split(share, fair)
                 within += due
                 beyond += more

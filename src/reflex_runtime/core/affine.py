@@ -19,6 +19,10 @@ DEFAULT_COST = 0.050  # seconds per request before anything was measured
 
 _FORGET, _RIDGE, _HUBER = 0.98, 0.02, 2.0
 _CUSUM_SLACK, _CUSUM_ALARM = 0.75, 6.0
+_CLAMP_UP, _CLAMP_DOWN = 2.5, 4.0  # deviations that one batch counts as at most: it takes four in a row, and two
+_CUT = 0.92  # mean of the squares of normal deviations when those beyond two are cut to two
+_KEPT = 0.02  # of what was measured before a change
+_SHARE = 0.2  # of a batch's time per member: a slope below it is held no tighter, or one that shrank could not grow
 _SIGMA_START, _SIGMA_MIN, _SIGMA_MAX = 0.15, 0.01, 0.5
 _WARM_SAMPLES, _WARM_SIZES = 3, 2
 
@@ -59,6 +63,8 @@ class AffineFit:
         "_moment",
         "_recent",
         "_seen",
+        "_since_high",
+        "_since_low",
         "_sizes",
         "_theta",
         "alarms",
@@ -74,8 +80,9 @@ class AffineFit:
         self._moment = [0.0]
         self._seen = [0]  # batches each unknown was in
         self._sizes: set[float] = set()
-        self._recent: deque[float] = deque(maxlen=4)
+        self._recent: deque[tuple[Counts, float]] = deque(maxlen=4)
         self._high = self._low = 0.0
+        self._since_high = self._since_low = 0  # batches since either was zero
         self.samples = self.alarms = 0
         self.sigma = _SIGMA_START
 
@@ -115,16 +122,16 @@ class AffineFit:
         if not (0.0 < seconds < math.inf):
             return
         x = self._design(counts)
-        predicted = max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
         self.samples += 1
         if len(self._sizes) < 64:
             self._sizes.add(sum(counts.values()))
         self._seen = [k + (n > 0.0) for k, n in zip(self._seen, x, strict=True)]
-        weight = 1.0
-        # The first batches of a class are predicted from a guess, so they say nothing of drift.
-        if min(k for k, n in zip(self._seen, x, strict=True) if n > 0.0) > _WARM_SAMPLES:
-            predicted, weight = self._judge(x, predicted, seconds)
-        self._update(x, predicted, weight / (predicted * predicted), seconds)
+        # The first batches of a class are predicted from a guess: they say nothing of drift, and are weighted by what
+        # they took, so that one slow start counts for less than what follows it.
+        if min(k for k, n in zip(self._seen, x, strict=True) if n > 0.0) <= _WARM_SAMPLES:
+            self._learn(x, seconds, 1.0 / seconds**2)
+        elif not self._drifted(counts, x, seconds):
+            self._learn_robustly(x, seconds)
 
     def _design(self, counts: Counts) -> list[float]:
         for cost_class in counts:
@@ -143,45 +150,69 @@ class AffineFit:
             x[self._index.get(cost_class, MAX_CLASSES)] += n
         return x
 
-    def _judge(self, x: list[float], predicted: float, seconds: float) -> tuple[float, float]:
-        """Drift test and Huber weight of one sample: (prediction after a possible reset, weight)."""
-        ratio = seconds / predicted
-        z = math.log(ratio) / self.sigma
-        self._recent.append(ratio)
-        self._high = max(0.0, self._high + min(z, 4.0) - _CUSUM_SLACK)
-        self._low = max(0.0, self._low - max(z, -4.0) - _CUSUM_SLACK)
-        if max(self._high, self._low) > _CUSUM_ALARM:
-            self._forget(median(self._recent))
-            predicted = max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
-            z = math.log(seconds / predicted) / self.sigma
-        residual = (z * self.sigma) ** 2
-        variance = 0.97 * self.sigma**2 + 0.03 * min(residual, (3 * self.sigma) ** 2)
-        self.sigma = max(_SIGMA_MIN, min(_SIGMA_MAX, math.sqrt(variance)))
-        return predicted, min(1.0, _HUBER / abs(z)) if z else 1.0
+    def _time(self, x: list[float]) -> float:
+        return max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
 
-    def _forget(self, factor: float) -> None:
+    def _drifted(self, counts: Counts, x: list[float], seconds: float) -> bool:
+        """The drift test. When it fires, the fit is scaled to the batches since the change, and learns them anew.
+
+        Upwards it takes four batches in a row, because one batch in ten may stall; nothing makes a batch faster than
+        the device is, so downwards two are enough.
+        """
+        z = math.log(seconds / self._time(x)) / self.sigma
+        self._recent.append((counts, seconds))
+        self._high = max(0.0, self._high + min(z, _CLAMP_UP) - _CUSUM_SLACK)
+        self._low = max(0.0, self._low - max(z, -_CLAMP_DOWN) - _CUSUM_SLACK)
+        self._since_high = self._since_high + 1 if self._high else 0
+        self._since_low = self._since_low + 1 if self._low else 0
+        if max(self._high, self._low) <= _CUSUM_ALARM:
+            return False
+        length = self._since_high if self._high > self._low else self._since_low
+        since = [(self._design(c), took) for c, took in list(self._recent)[-length:]]
+        self._forget(median(math.log(took / self._time(row)) for row, took in since))
+        for row, took in since:
+            self._learn_robustly(row, took)
+        return True
+
+    def _forget(self, change: float) -> None:
+        """Scale the fit by exp(change) and keep its shape, as if one batch had been measured."""
+        factor = math.exp(change)
         self.alarms += 1
         self._theta = [t * factor for t in self._theta]
         self._anchor = list(self._theta)
-        self._gram = [[0.02 * g for g in row] for row in self._gram]
+        # Weights are relative to the prediction: without the division the old scale would outweigh the new.
+        self._gram = [[_KEPT * g / factor**2 for g in row] for row in self._gram]
         self._moment = [sum(g * t for g, t in zip(row, self._theta, strict=True)) for row in self._gram]
         self._high = self._low = 0.0
+        self._since_high = self._since_low = 0
+        self._recent.clear()
 
-    def _update(self, x: list[float], predicted: float, weight: float, seconds: float) -> None:
-        n = len(x)
+    def _learn_robustly(self, x: list[float], seconds: float) -> None:
+        """Learn from a batch whose time was predicted: no single one moves the fit by more than two deviations do."""
+        predicted = self._time(x)
+        residual = max(abs(seconds / predicted - 1.0), abs(math.log(seconds / predicted)))
+        bound = _HUBER * self.sigma
+        variance = 0.97 * self.sigma**2 + 0.03 * min(residual, bound) ** 2 / _CUT
+        self.sigma = max(_SIGMA_MIN, min(_SIGMA_MAX, math.sqrt(variance)))
+        self._learn(x, seconds, (min(1.0, bound / residual) if residual else 1.0) / predicted**2)
+
+    def _learn(self, x: list[float], seconds: float, weight: float) -> None:
+        """One step of the decayed least squares."""
+        n, scale = len(x), self._time(x)
         gram, moment = self._gram, self._moment
         for i in range(n):
             moment[i] = _FORGET * moment[i] + weight * x[i] * seconds
             row = gram[i]
             for j in range(n):
                 row[j] = _FORGET * row[j] + weight * x[i] * x[j]
-        ridge = [_RIDGE / predicted**2] + [_RIDGE / max(1e-6, t) ** 2 for t in self._theta[1:]]
+        least = _SHARE * scale / max(1.0, sum(x[1:]))
+        ridge = [_RIDGE / scale**2] + [_RIDGE / max(least, t) ** 2 for t in self._theta[1:]]
         left = [[gram[i][j] + (ridge[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
         right = [moment[i] + ridge[i] * self._anchor[i] for i in range(n)]
         theta = solve(left, right)
         if theta[0] < 0.0:  # a batch cannot cost less than nothing: the slopes alone explain it
             theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
-        floor = 1e-3 * predicted
+        floor = 1e-3 * scale
         self._theta = [theta[0], *(max(t, floor) for t in theta[1:])]
         for i, (a, t) in enumerate(zip(self._anchor, self._theta, strict=True)):
             guessed = i > 0 and self._seen[i] <= _WARM_SAMPLES  # a guess is no anchor

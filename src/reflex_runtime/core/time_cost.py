@@ -161,7 +161,12 @@ class TimeCost:
         if padded != n:
             counts = {k: c * padded / n for k, c in counts.items()}
         self._relearn()
-        self._entry(self._fits, (shape, batch.stage), AffineFit).observe(counts, elapsed)
+        fit = self._entry(self._fits, (shape, batch.stage), AffineFit)
+        alarms = fit.alarms
+        fit.observe(counts, elapsed)
+        if fit.alarms > alarms:  # what sizes took before the change bounds nothing
+            for key in [key for key in self._probes if key[0] == shape]:
+                del self._probes[key]
         if len(self.stages) == 1 and len(counts) == 1:
             k = next(iter(counts))
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
