@@ -14,6 +14,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 
@@ -158,7 +159,7 @@ def core(scale: float) -> list[Row]:
         kinds["returns"].append(list(_holds(count)))
 
     def at(kind: str, q: float) -> list[float]:
-        return [sorted(times)[int(q * len(times))] * 1e6 for times in kinds[kind]]
+        return [percentile(sorted(times), q) * 1e6 for times in kinds[kind]]
 
     return [
         row("core", "per request, 64 waiting, batches of 16", requests, "us", most=10.0),

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from bench.report import Row, row, say
 from reflex_runtime.core.errors import Rejected
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.demo.shapes import DETECTOR, Shapes
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
@@ -271,7 +272,7 @@ def _latency(scale: float) -> list[Row]:
                 times.append(time.perf_counter() - began)
         times.sort()
         medians.append(1e3 * statistics.median(times))
-        tails.append(1e3 * times[len(times) * 99 // 100])
+        tails.append(1e3 * percentile(times, 0.99))
     return [
         row("feeds", "one feed, idle processor: added latency, p50", medians, "ms", most=0.3),
         row("feeds", "one feed, idle processor: added latency, p99", tails, "ms"),

@@ -18,6 +18,7 @@ from typing import Any
 from reflex_runtime import Batcher, FlushPolicy, GroupConfig, Request
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.events import BatchScheduled, Event
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.processors.base import BaseProcessor
 
@@ -115,8 +116,8 @@ async def closed_loop(policy: GraphedPolicy, callers: int) -> dict[str, float]:
     return {
         "rate": len(latencies) / took,
         "size": sum(sizes) / len(sizes),
-        "p50_ms": latencies[len(latencies) // 2] * 1e3,
-        "p99_ms": latencies[int(len(latencies) * 0.99)] * 1e3,
+        "p50_ms": percentile(latencies, 0.5) * 1e3,
+        "p99_ms": percentile(latencies, 0.99) * 1e3,
     }
 
 

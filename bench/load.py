@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from bench.machine import cores, pin
+from reflex_runtime.core.percentile import percentile
 
 STATE = {"state": [0.1, -0.2, 0.3, -0.4, 0.5, -0.6, 0.7, -0.8]}
 
@@ -74,9 +75,8 @@ class Answered:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile of some values, the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+    """The q-quantile of some values, see `percentile`; NaN without any."""
+    return percentile(sorted(values), q) if values else float("nan")
 
 
 def ask(job: Job) -> Answered:

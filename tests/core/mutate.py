@@ -671,7 +671,7 @@ MUTANTS = [
     M(
         "core/adapt.py",
         "the upper median",
-        "return self._ordered[-(-percent * len(self._ordered) // 100) - 1]",
+        "return percentile(self._ordered, percent / 100)",
         "return self._ordered[percent * len(self._ordered) // 100]",
     ),
     M("core/adapt.py", "99 batches", "len(self._batches) == self._size:", "len(self._batches) == self._size - 1:"),

@@ -10,7 +10,8 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.trace_table import LEAST, chips, rank, whole
+from reflex_runtime.cli.trace_table import LEAST, chips, whole
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
 from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, is_tokens, who_waited, why_waiting
 from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
@@ -211,9 +212,9 @@ def _pace(batches: Sequence[TracedBatch]) -> list[str]:
     gaps = sorted(gap * 1e3 for c in went for gap in c.gaps)
     told = []
     if first:
-        told.append(f"first token after p50 {rank(first, 50):.1f} ms, longest {first[-1]:.1f} ms")
+        told.append(f"first token after p50 {percentile(first, 0.5):.1f} ms, longest {first[-1]:.1f} ms")
     if gaps:
-        told.append(f"gap between tokens p50 {rank(gaps, 50):.1f} ms, longest {gaps[-1]:.1f} ms")
+        told.append(f"gap between tokens p50 {percentile(gaps, 0.5):.1f} ms, longest {gaps[-1]:.1f} ms")
     modelled = {str(b.notes["modelled"]) for b in batches if "modelled" in b.notes}
     by = f" (modelled: a step takes {plain(modelled.pop(), 60)})" if len(modelled) == 1 else ""
     return ["; ".join(told) + by] if told else []

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.trace_table import rank
 from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.telemetry.colours import FAINT, INK, PALETTE, RULE
 from reflex_runtime.telemetry.picture import saved
 
@@ -112,7 +112,7 @@ def sweep_table(runs: Sequence[Measured], found: Knee) -> Table:
     seen: tuple[float, ...] = ()
     for run in runs:
         first = sorted(run.first_step)
-        key = (len(run.tokens), rank(first, 50), int(first[-1]))
+        key = (len(run.tokens), percentile(first, 0.5), int(first[-1]))
         here = int(run.budget) in (found.saturated, found.bend, int(runs[-1].budget))
         if len(runs) > ROWS and key == seen and not here:
             continue

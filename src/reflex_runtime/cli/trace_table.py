@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.telemetry.colours import Colours, client_name, ink, plain, request_name
 from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
 
@@ -156,13 +157,13 @@ def summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
     lines.append(f"why: {'; '.join(told)}")
     ratios = sorted(b.expected / b.elapsed for b in batches if b.expected and b.elapsed > 0.0 and not b.crashed)
     if ratios:
-        spread = f"p10 {rank(ratios, 10):.2f}, p90 {rank(ratios, 90):.2f}"
+        spread = f"p10 {percentile(ratios, 0.1):.2f}, p90 {percentile(ratios, 0.9):.2f}"
         lines.append(f"predicted ÷ measured: median {median(ratios):.2f}, {spread}, over {len(ratios):,} batches")
     else:
         lines.append(f"measured: mean {mean(b.elapsed for b in batches) * 1e3:.1f} ms a batch; nothing was predicted")
     waits = sorted(m.age * 1e3 for b in batches for m in b.entered)
     if waits:
-        ranks = ", ".join(f"p{q} {rank(waits, q):.1f}" for q in (50, 90, 99))
+        ranks = ", ".join(f"p{q} {percentile(waits, q / 100):.1f}" for q in (50, 90, 99))
         lines.append(f"wait ms: {ranks}, longest {waits[-1]:.1f}, over {len(waits):,} that entered")
     outcomes = Counter(m.outcome for b in batches for m in b.members if m.outcome not in ("done", "more", None))
     if outcomes:
@@ -180,8 +181,3 @@ def whole(trace: Trace) -> list[Text]:
         lost = f"{trace.footer.dropped:,} batches ran and were not written: the writer could not keep up"
         shown.append(Text(lost, "yellow"))
     return shown
-
-
-def rank(ordered: Sequence[float], percent: int) -> float:
-    """Nearest-rank percentile: a value that occurred."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.core.select import TIER_WEIGHT
 
@@ -281,4 +282,4 @@ class _Window:
 
     def percentile(self, percent: int) -> float:
         """The smallest value that so many per cent are not above."""
-        return self._ordered[-(-percent * len(self._ordered) // 100) - 1]
+        return percentile(self._ordered, percent / 100)

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from typing import IO, Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.demo.robot import EXECUTE, Episode, Event, OnEvent
 from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 
@@ -59,7 +60,7 @@ class Percentiles:
         if not values:
             return None
         ranked = sorted(values)
-        p50, p90, p99 = (ranked[max(0, -(-len(ranked) * q // 100) - 1)] for q in (50, 90, 99))
+        p50, p90, p99 = (percentile(ranked, share) for share in (0.5, 0.9, 0.99))
         return cls(p50, p90, p99, ranked[-1])
 
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from math import ceil, inf
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +30,7 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Ticket
 
 WINDOW = 512  # values that percentiles are taken from
@@ -85,7 +86,7 @@ def _timing(count: int, total: float, buckets: tuple[int, ...], window: list[flo
     if not count:
         return Timing()
     ranked = sorted(window)
-    p50, p95, p99 = (ranked[ceil(share * len(ranked)) - 1] for share in (0.5, 0.95, 0.99))
+    p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99))
     return Timing(count, total / count, p50, p95, p99, total, buckets)
 
 

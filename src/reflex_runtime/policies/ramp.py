@@ -14,6 +14,7 @@ from math import isfinite
 from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.policies.comparison import Comparison, wilson
 
 LEAST_BAD: Final = 3  # a guard does not trip over one hiccup, nor over two
@@ -138,9 +139,9 @@ class GuardWatch:
                 found[f"p{self.guard.percentile:g}_ms"] = round(value * 1e3, 3)
         return found
 
-    def _percentile(self, percentile: float) -> float | None:
+    def _percentile(self, percent: float) -> float | None:
         served = sorted(latency for ok, latency in self._answers if ok)
-        return served[min(len(served) - 1, int(len(served) * percentile / 100.0))] if served else None
+        return percentile(served, percent / 100.0) if served else None
 
 
 class Ramp:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.policies.comparison import Comparison, wilson
 from reflex_runtime.telemetry.recording import Header, Note, Recorded, RecordingError, RecordingReader
 
@@ -60,7 +60,7 @@ class SlotReport:
 
     def latency(self, share: float) -> float | None:
         """Nearest-rank percentile, in milliseconds; None without answers."""
-        return self.latencies[max(1, ceil(share * len(self.latencies) - 1e-9)) - 1] if self.latencies else None
+        return percentile(self.latencies, share) if self.latencies else None
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-safe."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
 
 log = logging.getLogger("reflex.slo")
 
@@ -76,8 +77,7 @@ class SloTracker:
         self._since, self._checked_at = 0, now
         if not self._samples:
             return
-        ordered = sorted(self._samples)
-        self.value = ordered[min(len(ordered) - 1, int(len(ordered) * self.objective.percentile / 100.0))]
+        self.value = percentile(sorted(self._samples), self.objective.percentile / 100.0)
         limit = self.objective.limit
         if self.value > limit:
             self._good = 0

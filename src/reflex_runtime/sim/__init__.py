@@ -12,8 +12,9 @@
     assert Report.of(run).on_time > 0.95
 """
 
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.sim.clock import Clock, JumpingClock
-from reflex_runtime.sim.report import Report, fair_shares, jain, percentile
+from reflex_runtime.sim.report import Report, fair_shares, jain
 from reflex_runtime.sim.rules import RULES, Rule, Setting
 from reflex_runtime.sim.run import Answer, Decider, Ran, Run, simulate
 from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Staged, Table

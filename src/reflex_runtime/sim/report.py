@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import fmean
 
+from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
 from reflex_runtime.sim.run import Run
-
-
-def percentile(ordered: Sequence[float], q: float) -> float | None:
-    """Nearest rank: the smallest value that at least the share q (0 to 1] is not above. None without values."""
-    return ordered[max(1, ceil(q * len(ordered) - 1e-9)) - 1] if ordered else None
 
 
 def jain(values: Iterable[float]) -> float | None:
@@ -91,9 +86,9 @@ class Report:
             on_time=good.total() / len(answers) if answers else None,
             on_time_by={p.name.lower(): good_tiers[p] / tiers[p] for p in Priority if tiers[p]},
             mean=fmean(latencies) if latencies else None,
-            p50=percentile(latencies, 0.50),
-            p95=percentile(latencies, 0.95),
-            p99=percentile(latencies, 0.99),
+            p50=percentile(latencies, 0.50) if latencies else None,
+            p95=percentile(latencies, 0.95) if latencies else None,
+            p99=percentile(latencies, 0.99) if latencies else None,
             busy=busy / span,
             wasted=sum(a.device for a in answers if not a.on_time) / used if used else None,
             fairness=jain(good[c] / parts[c] if parts[c] else 0.0 for c in made) if len(made) > 1 else None,

@@ -1,0 +1,53 @@
+"""p99 is one thing: what a guard acts on is what the report and the simulator say."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from reflex_runtime.core.adapt import _Window
+from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.request import Request
+from reflex_runtime.demo.run import Percentiles
+from reflex_runtime.drivers.batch_metrics import Times
+from reflex_runtime.policies.ramp import GuardWatch, RampGuard
+from reflex_runtime.policies.report import SlotReport
+from reflex_runtime.server.slo import Objective, SloTracker
+from reflex_runtime.sim import Answer, Report, Run
+
+
+def by_definition(values: list[float], percent: int) -> float:
+    """The smallest value that at least so many per cent of the values do not exceed, in whole numbers."""
+    return min(v for v in values if 100 * sum(w <= v for w in values) >= percent * len(values))
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 49, 50, 51, 99, 100, 101, 199, 200, 201, 500])
+@pytest.mark.parametrize("percent", [50, 90, 95, 99])
+def test_h9_guard_report_simulator_and_statistics_agree(n: int, percent: int) -> None:
+    rng = random.Random(n)
+    values = [rng.expovariate(10.0) for _ in range(n)]
+    wanted, share = by_definition(values, percent), percent / 100
+
+    slo = SloTracker(Objective.parse(f"p{percent}=10s"), "log_only")
+    window = GuardWatch(RampGuard.parse(f"p{percent}=10s"))
+    times, report, waits = Times(), SlotReport("a", latencies=sorted(values)), _Window(n)
+    for value in values:
+        slo.served(value, 0.0)
+        window.add(True, value)
+        times.add(value)
+        waits.add([value])
+    slo.check(0.0)
+    simulated = Report.of(Run(0.0, 1.0, [Answer(Request(), 0.0, value, "ok", 9.0, 0.0) for value in values]))
+
+    assert percentile(sorted(values), share) == wanted
+    assert slo.value == wanted
+    assert window.numbers()[f"p{percent}_ms"] == round(wanted * 1e3, 3)
+    assert report.latency(share) == wanted
+    assert waits.percentile(percent) == wanted
+    drawn = Percentiles.of(values)
+    assert drawn is not None
+    timing = times.take()()
+    found = {50: (simulated.p50, timing.p50, drawn.p50), 90: (drawn.p90,)}
+    found |= {95: (simulated.p95, timing.p95), 99: (simulated.p99, timing.p99, drawn.p99)}
+    assert set(found[percent]) == {wanted}
