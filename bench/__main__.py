@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, feeds, hostile, ipc, llm, machine, models, serving, soak, versions
+from bench import core, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving", "hostile", "soak", "versions")
-USUAL = CASES[:-3]  # the others are asked for by name
+CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
+CASES += ("hostile", "pictures", "soak", "versions")
+USUAL = CASES[:-4]  # the others are asked for by name
 
 
 def main() -> int:
@@ -48,6 +49,7 @@ def main() -> int:
             "closed": lambda: serving.closed(heavy, scale),
             "arriving": lambda: serving.arriving(heavy, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
+            "pictures": lambda: pictures.pictures(scale),
             "soak": lambda: soak.soak(scale),
             "versions": lambda: versions.versions(tiny, heavy, scale),
         }

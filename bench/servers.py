@@ -35,8 +35,10 @@ class Server:
         path: str = "/act",
         env: dict[str, str] | None = None,
         pinned: bool = True,
+        ready: dict[str, Any] | None = None,
     ) -> None:
         self.name, self.path = name, path
+        self._ready = STATE if ready is None else ready  # answered 200 once it has started
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -89,7 +91,7 @@ class Server:
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("POST", self.path, json.dumps(STATE), {"Content-Type": "application/json"})
+            connection.request("POST", self.path, json.dumps(self._ready), {"Content-Type": "application/json"})
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False

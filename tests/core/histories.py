@@ -3,15 +3,16 @@ that can be seen from outside is compared after each. Times are multiples of 2â
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 from reflex_runtime.core.adapt import HoldTarget
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import CostModel, TokenCost, UnitCost
-from reflex_runtime.core.errors import ProcessorError, Rejected
+from reflex_runtime.core.errors import ProcessorError, ReflexError, Rejected
 from reflex_runtime.core.events import RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -23,6 +24,12 @@ from .helpers import Cached, outcome_of
 from .oracle import Adapting, Expected, Oracle, Seconds, Seen, Tokens, Units, World
 
 TICK = 2.0**-10
+
+
+class ClientFault(Rejected):
+    """What was sent cannot be prepared."""
+
+    code = "client_fault"
 
 
 class Dice:
@@ -127,6 +134,7 @@ class Scenario:
     more: bool = False  # requests stay for several steps
     streams: bool = False
     holds: bool = False
+    prepares: bool = False  # some are admitted before they are ready
     classes: int = 1
     device: Callable[[Batch], float] = field(default=lambda batch: 3 * TICK)
 
@@ -153,6 +161,8 @@ class Play:
         moves += [self.cancel] * 2 + [self.abandon, self.pause, self.room]
         if self.scenario.holds:
             moves += [self.hold, self.resume]
+        if self.scenario.prepares:
+            moves += [self.submit_unready] * 8 + [self.prepared] * 8
         while not self.dice.spent:
             moves[self.dice.roll(len(moves))]()
             self.compare()
@@ -161,7 +171,25 @@ class Play:
 
     # -- moves -------------------------------------------------------------------------------------------------------
 
-    def submit(self) -> None:
+    def submit_unready(self) -> None:
+        self.submit(ready=False)
+
+    def prepared(self) -> None:
+        """One that is prepared is ready, in another class perhaps, or is not to be had; mostly in another order."""
+        unready = [p for p in self.pairs if p[1].state == "preparing"] or self.pairs
+        if not unready:
+            return
+        ticket, seen = unready[self.dice.roll(len(unready))]
+        made: Request | ReflexError = ClientFault("not a picture")
+        if self.dice.roll(5):
+            made = replace(
+                seen.request, cost_class=self.dice.roll(self.scenario.classes), wants=self.dice.of(*self.scenario.wants)
+            )
+        self.scheduler.prepared(ticket, made, self.now)
+        self.oracle.prepared(seen, made, self.now)
+        assert ticket.seq == seen.seq
+
+    def submit(self, ready: bool = True) -> None:
         dice, s = self.dice, self.scenario
         limit = dice.of(*s.limits)
         request = Request(
@@ -179,10 +207,10 @@ class Play:
             streams=s.streams and bool(dice.roll(2)),
         )
         try:
-            ticket: Ticket | str = self.scheduler.submit(request, self.now)
+            ticket: Ticket | str = self.scheduler.submit(request, self.now, ready)
         except Rejected as error:
             ticket = error.code
-        seen = self.oracle.submit(request, self.now)
+        seen = self.oracle.submit(request, self.now, ready)
         if isinstance(ticket, str) or isinstance(seen, str):
             assert ticket == seen
             return
@@ -356,9 +384,12 @@ class Play:
             active = self.oracle.clients(world.name)
             assert {c: group.clients._known[c].counter for c in active} == {c: world.counters[c] for c in active}
             assert group.device_time == world.device_time
-            assert group.queued == len(self.oracle.waiting(world.name))
-            assert group.queued_units == sum(t.wants for t in self.oracle.waiting(world.name))
-            assert group.unsettled == len(self.oracle.unsettled(world.name))
+            queued = self.oracle.queued(world.name)
+            preparing = [t for t in self.oracle.preparing if t.request.group == world.name]
+            assert group.queued == len(queued)
+            assert group.queued_units == sum(t.wants for t in queued)
+            assert group.unsettled == len(self.oracle.unsettled(world.name)) + len(preparing)
+            assert {c: len(ts) for c, ts in group.preparing.items()} == Counter(t.client for t in preparing)
             assert len(group.clients) == len(active)
             if world.pool is not None:
                 assert group.config.resources.used == self.oracle.used() <= world.pool  # type: ignore[union-attr]
@@ -380,6 +411,8 @@ class Play:
         for ticket, seen in self.pairs:
             self.scheduler.resume(ticket, self.now)
             self.oracle.resume(seen, self.now)
+            self.scheduler.prepared(ticket, seen.request, self.now)
+            self.oracle.prepared(seen, seen.request, self.now)
         self.close(drain=not self.scheduler._closed)
         for _ in range(20_000):
             if self.scheduler.idle:
@@ -484,6 +517,21 @@ SCENARIOS: dict[str, Scenario] = {
     "displace_latest_only": Scenario(
         (counted(FlushPolicy(max_batch_size=2), capacity=3, latest_only=True, displace_background=True, cap=2),),
         clients=5,
+    ),
+    "prepares": Scenario((counted(FlushPolicy(max_batch_size=3), capacity=5, cap=3),), prepares=True, clients=4),
+    "prepares_latest_only": Scenario(
+        (counted(FlushPolicy(max_batch_size=2), capacity=4, latest_only=True, displace_background=True),), prepares=True
+    ),
+    "prepares_timed": Scenario(
+        (
+            timed(FlushPolicy(max_batch_cost=12 * TICK), name="a"),
+            tokens(STEPS, max_queued_units=12.0, capacity=5, share_room=True, name="b"),
+            counted(FlushPolicy(max_batch_size=1), name="shadow", weight=0.0),
+        ),
+        wants=(1.0,),
+        classes=2,
+        prepares=True,
+        device=lambda b: (1 + len(b)) * TICK,
     ),
     "latest_only": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=3, latest_only=True, cap=1),)),
     "tokens": Scenario((tokens(STEPS),), wants=(1.0, 3.0, 7.0, 12.0), more=True, streams=True, holds=True),

@@ -679,6 +679,33 @@ MUTANTS = [
     M("core/adapt.py", "partitions are never forgotten", "if len(self._followed) > self.PARTITIONS:", "if False:"),
     M("core/adapt.py", "the first partition is forgotten first", "self._followed.move_to_end(partition)", "pass"),
     M("core/adapt.py", "company of his own", "1.0 if others and now", "1.0 if now"),
+    M(
+        "core/group.py",
+        "what is prepared takes no place",
+        "[ticket] = None\n        self.queued += 1\n",
+        "[ticket] = None\n",
+    ),
+    M("core/group.py", "what is prepared is not its client's", "+ len(self.preparing.get(client, ()))", ""),
+    M("core/scheduler.py", "prepared twice", "        if ticket.state is not PREPARING:\n            return\n", ""),
+    M(
+        "core/scheduler.py",
+        "prepared keeps its old class",
+        "ticket.request, ticket.stage, ticket.wants = made,",
+        "_, ticket.stage, ticket.wants = made,",
+    ),
+    M(
+        "core/scheduler.py",
+        "latest-only spares what is prepared",
+        "found = list(group.preparing.get(request.client, ()))",
+        "found: list[Ticket] = []",
+    ),
+    M("core/scheduler.py", "closing forgets what is prepared", "return iter(preparing + [", "return iter([] + ["),
+    M(
+        "core/scheduler.py",
+        "being prepared is credit",
+        "if not group.active:\n            self._lift(group)",
+        "if group.unsettled == 0:\n            self._lift(group)",
+    ),
     M("core/group.py", "the newcomer is another", "len(partition.unsettled) - 1)", "len(partition.unsettled))"),
 ]
 

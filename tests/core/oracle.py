@@ -15,6 +15,7 @@ from math import ceil, inf
 from typing import Any
 
 from reflex_runtime.core.batch import Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.time_cost import TimeCost
@@ -284,7 +285,9 @@ class Oracle:
     def __init__(self, worlds: Sequence[World], max_batches: int = 1) -> None:
         self.worlds = {w.name: w for w in worlds}
         self.max_batches = max_batches
-        self.all: list[Seen] = []
+        self.all: list[Seen] = []  # those that may run or have run, in that order
+        self.preparing: list[Seen] = []
+        self.tickets = 0
         self.in_flight: list[Expected] = []
         self.settled: list[tuple[int, str]] = []  # (seq, result) since last asked
         self.preempted: list[int] = []
@@ -311,6 +314,11 @@ class Oracle:
     def waiting(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
         return [t for t in self.unsettled(group, partition, client) if t.state == "waiting"]
 
+    def queued(self, group: str, client: Hashable = ...) -> list[Seen]:
+        """Those that take a place: they wait, or are prepared."""
+        mine = [t for t in self.preparing if t.request.group == group and (client is ... or t.client == client)]
+        return self.waiting(group, client=client) + mine
+
     def partitions(self, group: str) -> list[Hashable]:
         return list(dict.fromkeys(t.request.partition for t in self.unsettled(group)))
 
@@ -328,13 +336,13 @@ class Oracle:
         for world in self.worlds.values():
             world.holds.clear()
 
-    def submit(self, request: Request, now: float) -> Seen | str:
+    def submit(self, request: Request, now: float, ready: bool = True) -> Seen | str:
         """The ticket, or the code of the refusal."""
         self.input(now)
         w = self.worlds[request.group]
         limit = inf if request.time_limit is None else request.time_limit
         ticket = Seen(
-            seq=len(self.all),
+            seq=self.tickets,
             request=request,
             arrived=now,
             deadline=now + limit,
@@ -343,27 +351,29 @@ class Oracle:
             wants=request.wants,
             promote_at=now + min(w.promote_after, 0.5 * limit),
         )
-        replaced = self.waiting(w.name, client=request.client) if w.latest_only else []
+        replaced = self.queued(w.name, client=request.client) if w.latest_only else []
         if self.closed:
             return "shutting_down"
         displaced = None
-        if len(self.waiting(w.name)) - len(replaced) >= w.capacity:
+        if len(self.queued(w.name)) - len(replaced) >= w.capacity:
             background: list[Seen] = []
             if w.displace_background and not replaced and request.priority is Priority.URGENT:
                 self.promote(w)
                 background = [t for t in self.waiting(w.name) if t.tier is Priority.BACKGROUND]
             counts = {c: len(self.waiting(w.name, client=c)) for c in self.clients(w.name)}
-            most = max(counts.values())
+            most = max(counts.values(), default=0)
             if background:
                 displaced = max(background, key=lambda t: t.seq)
             elif not w.share_room or replaced or most < counts.get(request.client, 0) + 2:
                 return "queue_full"
             else:
                 displaced = max((t for t in self.waiting(w.name) if counts[t.client] == most), key=lambda t: t.seq)
-        stay = [t for t in self.waiting(w.name) if t not in replaced and t is not displaced]
+        stay = [t for t in self.queued(w.name) if t not in replaced and t is not displaced]
         if stay and sum(t.wants for t in stay) + request.wants > w.max_queued_units:
             return "queue_full"
-        if w.cap and len(self.unsettled(w.name, client=request.client)) - len(replaced) >= w.cap:
+        preparing = [t for t in self.preparing if (t.request.group, t.client) == (w.name, request.client)]
+        here = len(self.unsettled(w.name, client=request.client)) + len(preparing)
+        if w.cap and here - len(replaced) >= w.cap:
             return "client_at_capacity"
         if w.pool is not None and request.wants > w.pool:
             return "too_large"
@@ -373,6 +383,16 @@ class Oracle:
             self.settle(old, "superseded")
         if displaced is not None:
             self.settle(displaced, "queue_full")
+        self.tickets += 1
+        if ready:
+            self.enter(w, ticket)
+        else:
+            ticket.state = "preparing"
+            self.preparing.append(ticket)
+        return ticket
+
+    def enter(self, w: World, ticket: Seen) -> None:
+        request, now = ticket.request, self.now
         if not self.unsettled(w.name):
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
             busy = [p.device_time for p in peers if p is not w and self.unsettled(p.name)]
@@ -389,7 +409,19 @@ class Oracle:
         if w.adapting is not None:
             others = len(self.unsettled(w.name, request.partition)) - 1
             w.adapting.came.append((request.partition, now, others > 0))
-        return ticket
+
+    def prepared(self, ticket: Seen, made: Request | ReflexError, now: float) -> None:
+        self.input(now)
+        if ticket.state != "preparing":
+            return
+        if isinstance(made, ReflexError):
+            self.settle(ticket, made.code)
+            return
+        self.preparing.remove(ticket)
+        ticket.state, ticket.request, ticket.stage, ticket.wants = "waiting", made, made.stage, made.wants
+        ticket.seq = self.tickets
+        self.tickets += 1
+        self.enter(self.worlds[made.group], ticket)
 
     def cancel(self, ticket: Seen, now: float) -> None:
         self.input(now)
@@ -426,8 +458,8 @@ class Oracle:
         self.input(now)
         self.closed, self.draining = True, drain
         if not drain:
-            for ticket in self.all:
-                if ticket.state in ("waiting", "resident"):
+            for ticket in [*self.all, *self.preparing]:
+                if ticket.state in ("preparing", "waiting", "resident"):
                     self.settle(ticket, "shutting_down")
 
     def complete(self, batch: Expected, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
@@ -465,6 +497,11 @@ class Oracle:
     def settle(self, ticket: Seen, result: str) -> None:
         assert ticket.state != "settled"
         w = self.worlds[ticket.request.group]
+        if ticket.state == "preparing":
+            self.preparing.remove(ticket)
+            ticket.state, ticket.result = "settled", result
+            self.settled.append((ticket.seq, result))
+            return
         if ticket.state == "resident" or (ticket.state == "running" and ticket.has_place and result != "ok"):
             w.left.append(ticket)
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
@@ -483,16 +520,16 @@ class Oracle:
 
     def next_batch(self, now: float) -> Expected | None:
         self.now = max(self.now, now)
-        for ticket in self.all:
-            if ticket.state in ("waiting", "resident") and ticket.deadline <= self.now:
+        for ticket in [*self.all, *self.preparing]:
+            if ticket.state in ("preparing", "waiting", "resident") and ticket.deadline <= self.now:
                 self.settle(ticket, "deadline_exceeded")
         for (group, partition), until in list(self.pauses.items()):
             if until <= self.now:
                 del self.pauses[group, partition]
         if len(self.in_flight) >= self.max_batches:
             return None
-        for ticket in self.all:
-            if ticket.abandoned and ticket.state in ("waiting", "resident"):
+        for ticket in [*self.all, *self.preparing]:
+            if ticket.abandoned and ticket.state in ("preparing", "waiting", "resident"):
                 self.settle(ticket, "cancelled")
         self.held_until = inf
         for w in self.groups_in_order():
@@ -505,7 +542,7 @@ class Oracle:
         return None
 
     def wake_at(self) -> float:
-        times = [t.deadline for t in self.all if t.state in ("waiting", "resident")]
+        times = [t.deadline for t in [*self.all, *self.preparing] if t.state in ("preparing", "waiting", "resident")]
         times += self.pauses.values()
         if len(self.in_flight) < self.max_batches:
             times.append(self.held_until if self.quiet else self.now)

@@ -27,6 +27,8 @@ WORDS = {"open": 1, "close": 2, "the": 3, "door": 4, "drawer": 5}
 _FLOAT, _INT64, _UINT8 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.UINT8
 _PORTS: dict[str, tuple[int, list[int]]] = {
     "rgb": (_UINT8, [HEIGHT, WIDTH, 3]),
+    "left": (_UINT8, [HEIGHT, WIDTH, 3]),
+    "right": (_UINT8, [HEIGHT, WIDTH, 3]),
     "ids": (_INT64, [TOKENS]),
     "pose": (_FLOAT, [STATE]),
     "x": (_FLOAT, [CHUNK, ACTIONS]),

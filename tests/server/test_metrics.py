@@ -21,6 +21,7 @@ from .test_batching import busy, marked, numbered, observe, queued
 HISTOGRAMS = {
     "reflex_batch_cost_per_flush_ms": [10, 25, 50, 100, 200, 500, 1000, 2000, 5000],
     "reflex_batch_size_per_flush": [1, 2, 4, 8, 16, 32],
+    "reflex_prepare_seconds": None,
     "reflex_queue_wait_seconds": None,
     "reflex_request_latency_seconds": None,
     "reflex_act_latency_seconds": None,
@@ -54,6 +55,7 @@ MOVED: dict[str, str] = {
     "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_flushes",
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",
     "reflex_in_flight_requests": "test_b14_the_queue_depth_is_read_live",
+    "reflex_prepare_seconds": "test_a_request_waits_for_its_pictures_and_the_time_is_counted",
     "reflex_queue_wait_seconds": "test_b15_waits_and_latencies_are_seconds",
     "reflex_request_latency_seconds": "test_b15_every_outcome_is_counted",
     "reflex_requests_total": "test_b15_every_outcome_is_counted",

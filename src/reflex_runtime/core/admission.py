@@ -32,7 +32,7 @@ def admit(
     if config.max_queued_units < inf:
         _units_fit(group, request.wants, (*replaced, displaced) if displaced is not None else replaced)
     cap = config.max_in_flight_per_client
-    if cap and group.clients.unsettled(request.client) - replaces >= cap:
+    if cap and group.unsettled_of(request.client) - replaces >= cap:
         raise InFlightCapReached(
             f"client has {cap} requests in flight", retry_after=RETRY_FLOOR, max_in_flight_per_client=cap
         )

@@ -96,7 +96,8 @@ class Group:
         self.partitions: dict[Hashable, Partition] = {}
         self._idle: OrderedDict[Partition, None] = OrderedDict()  # of those, without tickets; the longest idle first
         self.active: dict[Hashable, Partition] = {}  # those with unsettled tickets
-        self.queued = 0
+        self.preparing: dict[Hashable, dict[Ticket, None]] = {}  # admitted but not ready to run, by client
+        self.queued = 0  # tickets that wait or are prepared
         self.queued_units = 0.0  # that those want
         self.unsettled = 0
         self.paused_until = -inf
@@ -150,6 +151,27 @@ class Group:
         self.queued += 1
         self.queued_units += request.wants
         self.unsettled += 1
+
+    def prepare(self, ticket: Ticket) -> None:
+        """An admitted ticket that cannot run yet: it takes its place, and nothing else is known of it."""
+        self.preparing.setdefault(ticket.request.client, {})[ticket] = None
+        self.queued += 1
+        self.queued_units += ticket.wants
+        self.unsettled += 1
+
+    def end_preparing(self, ticket: Ticket) -> None:
+        """It gives that place back: it enters now, or never will."""
+        client = ticket.request.client
+        tickets = self.preparing[client]
+        del tickets[ticket]
+        if not tickets:
+            del self.preparing[client]
+        self.dequeue(1, ticket.wants)
+        self.unsettled -= 1
+
+    def unsettled_of(self, client: Hashable) -> int:
+        """The client's tickets that have not ended."""
+        return self.clients.unsettled(client) + len(self.preparing.get(client, ()))
 
     def stays_held(self, ticket: Ticket, epoch: int, now: float) -> bool:
         """Whether the hold decided at input `epoch` stands although this ticket arrived; False: decide anew.

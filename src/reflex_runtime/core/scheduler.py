@@ -49,9 +49,11 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
+from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import (
+    PREPARING,
     RESIDENT,
     RUNNING,
     SETTLED,
@@ -86,6 +88,7 @@ class Scheduler:
         self._yields = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
         self._in_flight: dict[Batch, None] = {}
+        self._unready: LazyHeap[Ticket, float] = LazyHeap()  # tickets that are prepared, by deadline
         self._abandoned: list[Ticket] = []
         self._events: list[Event] = []
         self._now = -inf
@@ -100,8 +103,12 @@ class Scheduler:
 
     # -- inputs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> Ticket:
-        """Admit a request, or raise the `Rejected` that says why not."""
+    def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
+        """Admit a request, or raise the `Rejected` that says why not.
+
+        ready: False where something is to be done before it can run (a picture decoded). It has its place, counts in
+        its client's cap, and its deadline runs; no batch takes it before `prepared`.
+        """
         held_since = self._epoch if self._decided == self._epoch else -1
         self._input(now)
         group = self._groups.get(request.group)
@@ -121,15 +128,39 @@ class Scheduler:
             self._drop(old, Superseded("a newer request of the same client replaced it"))
         if displaced is not None:
             self._drop(displaced, Displaced("the queue is full, and a request that comes before it took its place"))
-        if group.unsettled == 0:
-            self._lift(group)
-        if self._yields and group.config.weight > 0.0:
-            self._asked.arrive(now)
-        group.enter(ticket, now)
+        if ready:
+            self._enter(group, ticket, now)
+        else:
+            ticket.state, ticket.ready_at = PREPARING, inf
+            group.prepare(ticket)
+            if ticket.deadline < inf:
+                self._unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
-        if held_since >= 0 and not replaced and displaced is None and group.stays_held(ticket, held_since, now):
+        changed = replaced or displaced is not None or not ready
+        if held_since >= 0 and not changed and group.stays_held(ticket, held_since, now):
             group.active[request.partition].hold_epoch = self._decided = self._epoch
         return ticket
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
+        """A ticket that was not ready now is, or never will be. No effect on one that has settled meanwhile.
+
+        made: the request as it turned out (payload, shape, class, stage, what it wants; group, client and priority as
+        admitted), or the error it ends with. Its deadline stays.
+        """
+        self._input(now)
+        if ticket.state is not PREPARING:
+            return
+        if isinstance(made, ReflexError):
+            self._drop(ticket, made)
+            return
+        group = self._groups[ticket.request.group]
+        group.end_preparing(ticket)
+        self._unready.discard(ticket)
+        self._move(ticket, WAITING)
+        ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
+        ticket.ready_at, ticket.seq = now, self._tickets
+        self._tickets += 1
+        self._enter(group, ticket, now)
 
     def cancel(self, ticket: Ticket, now: float) -> None:
         """The caller takes it back. Waiting and resident tickets settle at once, a running one at its boundary."""
@@ -248,8 +279,9 @@ class Scheduler:
         return self._decided == self._epoch
 
     def expires_at(self) -> float:
-        """The earliest deadline of what waits; inf when none has one."""
-        return min(group.turns.expires_at() for group in self._groups.values())
+        """The earliest deadline of what waits or is prepared; inf when none has one."""
+        unready = top[0] if (top := self._unready.first()) is not None else inf
+        return min(unready, *(group.turns.expires_at() for group in self._groups.values()))
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
@@ -306,6 +338,8 @@ class Scheduler:
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
+        while (top := self._unready.first()) is not None and top[0] <= self._now:
+            self._drop(top[1], Expired("its deadline passed before it was answered"))
         for group in self._groups.values():
             while group.turns.expires_at() <= self._now:
                 self._drop(group.turns.first_to_expire(), Expired("its deadline passed before it was answered"))
@@ -486,6 +520,14 @@ class Scheduler:
     def _drop(self, ticket: Ticket, error: ReflexError) -> None:
         """The end of a ticket that does not run."""
         group = self._groups[ticket.request.group]
+        if ticket.state is PREPARING:
+            group.end_preparing(ticket)
+            self._move(ticket, SETTLED)
+            ticket.outcome = Failed(error)
+            self.settled += 1
+            self._unready.discard(ticket)
+            self._events.append(_event(RequestSettled, (self._now, ticket)))
+            return
         self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
 
     def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
@@ -522,21 +564,33 @@ class Scheduler:
     def _replaced(self, group: Group, request: Request) -> list[Ticket]:
         """Waiting tickets of the same client that a newer request supersedes."""
         client = group.clients.get(request.client)
-        return [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
+        waiting = [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
+        return [*group.preparing.get(request.client, ()), *waiting]
+
+    def _enter(self, group: Group, ticket: Ticket, now: float) -> None:
+        """From now on the ticket may run."""
+        if not group.active:
+            self._lift(group)
+        if self._yields and group.config.weight > 0.0:
+            self._asked.arrive(now)
+        group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:
         """A group that becomes active gets no credit for the time it was idle, and an idle device is nobody's debt."""
         peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
-        busy = [g.device_time for g in peers if g.unsettled and g is not group]
+        busy = [g.device_time for g in peers if g.active and g is not group]
         group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))
 
     def _unsettled(self) -> Iterator[Ticket]:
-        return iter([t for g in self._groups.values() for p in list(g.active.values()) for t in list(p.unsettled)])
+        groups = self._groups.values()
+        preparing = [t for g in groups for tickets in g.preparing.values() for t in tickets]
+        return iter(preparing + [t for g in groups for p in g.active.values() for t in p.unsettled])
 
     def _describe(self, group: Group) -> dict[str, Any]:
         residents = sum(len(p.residents) for p in group.active.values())
         return {
             "queued": group.queued,
+            "preparing": sum(map(len, group.preparing.values())),
             "residents": residents,
             "unsettled": group.unsettled,
             "clients": len(group.clients),

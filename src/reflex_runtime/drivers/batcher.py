@@ -14,7 +14,7 @@ from math import inf
 from types import TracebackType
 from typing import Any, Self
 
-from reflex_runtime.core.errors import Rejected
+from reflex_runtime.core.errors import ReflexError, Rejected
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -102,26 +102,37 @@ class Batcher:
         """One more sink, for the events from now on."""
         self._audience.add(sink)
 
-    def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
+    def submit(
+        self, request: Request, settled: Callable[[Ticket], None] | None = None, ready: bool = True
+    ) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
 
         settled: called on the loop with the settled ticket, in place of the future, for who needs no coroutine.
+        ready: False where something is to be done before it can run; no batch takes it before `prepared`.
         """
         loop = self._loop
         assert loop is not None, "Batcher.start was not awaited"
         try:
-            ticket = self.device.submit(request, settled or loop.create_future(), wake=False)
+            ticket = self.device.submit(request, settled or loop.create_future(), wake=False, ready=ready)
         except Rejected:
             self._pump_soon()
             raise
         if self._replaces:  # somebody may have been replaced, and is answered at once
             self._pump_soon()
-        if not self._wake_due:  # requests that came in one turn of the loop wake the device once
-            self._wake_due = True
-            loop.call_soon(self._wake)
+        if ready or ticket.deadline < inf:  # the device thread sleeps until the deadlines it knows
+            self._wake_soon(loop)
         if ticket.deadline < self._timer_at:
             self._arm(ticket.deadline)
         return ticket
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
+        """A request that was not ready now may run, as `made`; or ends with that error. Only on the loop."""
+        assert self._loop is not None
+        self.device.prepared(ticket, made)
+        if isinstance(made, ReflexError):
+            self._pump_soon()
+        else:
+            self._wake_soon(self._loop)
 
     async def run(self, request: Request) -> Any:
         """Submit and wait for the value; cancelling the awaiting task takes the request back."""
@@ -171,6 +182,11 @@ class Batcher:
         return ended
 
     # -- on the loop ---------------------------------------------------------------------------------------------------
+
+    def _wake_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._wake_due:  # requests that came in one turn of the loop wake the device once
+            self._wake_due = True
+            loop.call_soon(self._wake)
 
     def _wake(self) -> None:
         self._wake_due = False

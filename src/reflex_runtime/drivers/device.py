@@ -20,7 +20,7 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
-from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung
+from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -93,14 +93,15 @@ class Device:
                 raise ConfigError("Device.start: already started")
             self._spawn(prepare)
 
-    def submit(self, request: Request, waiter: Any = None, wake: bool = True) -> Ticket:
+    def submit(self, request: Request, waiter: Any = None, wake: bool = True, ready: bool = True) -> Ticket:
         """Admit a request; its end is in the events. Raises `Rejected` (also an event).
 
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
+        ready: False where no batch may take it before `prepared`.
         """
         with self._lock:
             settled = self.scheduler.settled
-            ticket = self.scheduler.submit(request, self.clock())
+            ticket = self.scheduler.submit(request, self.clock(), ready)
             ticket.waiter = waiter
             if wake and self._waiting and not (self.scheduler.stands and ticket.deadline >= self._sleeps_until):
                 self._ring()
@@ -108,6 +109,11 @@ class Device:
         if told:
             self._notify()
         return ticket
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
+        """What became of a request that was not ready, as `Scheduler.prepared`; a later `wake` lets the device look."""
+        with self._lock:
+            self.scheduler.prepared(ticket, made, self.clock())
 
     def wake(self) -> None:
         """Let a free device look at what was submitted."""

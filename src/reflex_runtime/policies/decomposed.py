@@ -19,7 +19,7 @@ from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies.export import Export
-from reflex_runtime.policies.observation import ActionChunk, Observation
+from reflex_runtime.policies.observation import ActionChunk, CacheUse, Observation
 from reflex_runtime.policies.policy import Policy
 from reflex_runtime.policies.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
 from reflex_runtime.policies.rtc import ChunkTails, Rtc
@@ -120,6 +120,12 @@ class DecomposedPolicy(Policy):
         use, prefix = self.cache.lookup(observation.prefix_key)
         observation = replace(observation, cache=use, prefix=prefix)
         return (observation, PREFIX, steps + 1.0) if prefix is None else (observation, DENOISE, steps)
+
+    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
+        steps = float(self.export.num_denoising_steps)
+        if self.cache is None or not episode:
+            return "off", PREFIX, steps + 1.0
+        return "hit", DENOISE, steps
 
     # -- device thread -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.policies.export import Export
-from reflex_runtime.policies.observation import Observation
+from reflex_runtime.policies.observation import CacheUse, Observation
 from reflex_runtime.policies.policy import Policy, stacked
 from reflex_runtime.processors.onnx import CPU, OnnxSession
 
@@ -46,6 +46,9 @@ class MonolithicPolicy(Policy):
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         return observation, "", 1.0
+
+    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
+        return "off", "", 1.0
 
     def _describe(self) -> dict[str, Any]:
         return {

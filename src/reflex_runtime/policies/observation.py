@@ -16,9 +16,13 @@ from reflex_runtime.policies.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.policies.rtc import Anchor
 
 Image = NDArray[np.uint8]
+Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy looks at
+MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
 
 class InvalidRequest(Rejected):
@@ -116,26 +120,65 @@ def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]
     return np.random.Generator(np.random.PCG64(seed)).standard_normal((chunk_size, action_dim), dtype=np.float32)
 
 
-def decode_image(data: bytes, field: str = "image") -> Image:
+def pixels_of(sent: Any, field: str = "image") -> int:
+    """What decoding it takes, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+
+    A JPEG takes a 32nd of that for each of its scans: it is decoded at a fraction of its size where less is needed.
+    InvalidRequest when it is none of these, broken, above 4096² or of more than 64 scans.
+    """
+    if isinstance(sent, bytes | bytearray | memoryview):
+        with _opened(bytes(sent), field) as image:
+            pixels: int = image.width * image.height
+            scans = bytes(sent).count(JPEG_SCAN) if image.format == "JPEG" else 0
+        if scans > MAX_SCANS:
+            raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
+        return pixels // 32 * scans if scans else pixels
+    if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
+        raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
+    pixels = sent.shape[0] * sent.shape[1]
+    if not 0 < pixels <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+    return pixels // 8
+
+
+def decode_image(data: bytes, field: str = "image", size: tuple[int, int] | None = None) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
 
-    The size is read from the header and checked before anything is decompressed.
+    size: (height, width) to make it, bilinear and without keeping the aspect ratio; None leaves it as it is. A JPEG
+    that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. What is held at full size is one
+    picture in the mode of the file.
     """
-    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+    import PIL.Image
 
     try:
-        with PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
-            width, height = image.size
-            if not 0 < width * height <= MAX_IMAGE_PIXELS:
-                raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+        with _opened(data, field) as image:
+            if size is not None and image.format == "JPEG":
+                image.draft(None, size[::-1])
             if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
-                grey = (np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8)
-                return np.repeat(grey[:, :, None], 3, axis=2)
-            return np.asarray(image.convert("RGB"))
+                whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            else:
+                whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
+            if size is not None and whole.size != size[::-1]:
+                whole = whole.resize(size[::-1], PIL.Image.Resampling.BILINEAR)
+            return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
     except InvalidRequest:
         raise
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+
+
+def _opened(data: bytes, field: str) -> Any:
+    """The picture with its header read and nothing decompressed."""
+    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    except Exception as error:
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+    width, height = image.size
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+    return image
 
 
 def resize_image(image: Image, height: int, width: int) -> Image:

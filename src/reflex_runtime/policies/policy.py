@@ -18,14 +18,16 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies.export import Export
 from reflex_runtime.policies.observation import (
-    MAX_IMAGE_PIXELS,
+    MAX_REQUEST_PIXELS,
     ActionChunk,
     CacheUse,
     Image,
     InvalidRequest,
     Observation,
+    Sent,
     decode_image,
     noise_of,
+    pixels_of,
     resize_image,
     seed_of,
 )
@@ -74,10 +76,22 @@ class Policy(BaseProcessor):
 
     # -- worker thread -------------------------------------------------------------------------------------------------
 
+    def reads(self, camera: str) -> bool:
+        """Whether it looks at an image sent under this name: its own ones, and "image" where it has one only."""
+        return camera in self.export.images or (camera == "image" and len(self.export.images) == 1)
+
+    def look(self, images: Mapping[str, Sent]) -> int:
+        """Pixels to be decoded for `prepare`, by the headers alone; InvalidRequest for what is missing or wrong."""
+        pixels = sum(pixels_of(*self._found(name, images)) for name in self.export.images)
+        if pixels > MAX_REQUEST_PIXELS:
+            most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
+            raise InvalidRequest(f"images: {pixels:,} pixels to decode in all, {most}", "images")
+        return pixels
+
     def prepare(
         self,
         *,
-        images: Mapping[str, Image | bytes] | None = None,
+        images: Mapping[str, Sent] | None = None,
         instruction: str | None = None,
         state: Sequence[float] | NDArray[Any] | None = None,
         episode_id: str | None = None,
@@ -88,20 +102,22 @@ class Policy(BaseProcessor):
         """Check and convert what was sent. Slow (decoding, resizing): for a worker thread, any number at a time.
 
         images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
-        Images the policy does not know are ignored: versions behind one router may see different cameras.
+        Images the policy does not know are ignored, undecoded: versions behind one router may see different cameras.
+        At full size one image is held at a time.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
         executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
         export = self.export
-        seen = {name: self._image(name, images or {}) for name in export.images}
+        sent = {name: self._found(name, images or {}) for name in export.images}
         tokens = self._tokens(instruction)
         normalised = self._state(state)
         if seed is None:
             seed = seed_of(request_id) if self._takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
+        seen = {name: self._image(name, *found) for name, found in sent.items()}
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         return self._prepared(observation, instruction or "")
 
@@ -109,21 +125,22 @@ class Policy(BaseProcessor):
         """A last word on what was prepared."""
         return observation
 
-    def _image(self, name: str, images: Mapping[str, Image | bytes]) -> Image:
-        height, width = self.export.images[name]
-        # The error names the field the caller would write: `image` and `image_wrist` stand alone, others in `images`.
+    def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent, str]:
+        """What was sent for one of its cameras, and the field to name in errors about it."""
+        # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent = images.get(name)
-        if sent is None and len(self.export.images) == 1:
-            sent = images.get("image")
+        if sent is None and "image" in images and self.reads("image"):
+            sent, field = images["image"], "image"
         if sent is None:
             raise InvalidRequest(f"{field}: missing, and this policy needs it", field)
+        return sent, field
+
+    def _image(self, name: str, sent: Sent, field: str) -> Image:
+        height, width = self.export.images[name]
         if isinstance(sent, bytes | bytearray | memoryview):
-            sent = decode_image(bytes(sent), field)
-        if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
-            raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
-        if not 0 < sent.shape[0] * sent.shape[1] <= MAX_IMAGE_PIXELS:
-            raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+            return decode_image(bytes(sent), field, (height, width))
+        pixels_of(sent, field)
         return resize_image(sent, height, width)
 
     def _tokens(self, instruction: str | None) -> NDArray[np.int64] | None:
@@ -186,12 +203,43 @@ class Policy(BaseProcessor):
             wants=wants,
         )
 
+    def reservation(
+        self,
+        payload: Any,
+        request_id: str,
+        episode_id: str,
+        *,
+        client: Hashable = "",
+        priority: Priority = Priority.DEFAULT,
+        time_limit: float | None = None,
+    ) -> Request:
+        """The request to admit before its observation is made: the cheapest that it may turn out to be, so that none is
+        refused for a deadline it could have met. `Scheduler.prepared` gets the one of `request`."""
+        cache, stage, wants = self._at_best(bool(episode_id))
+        return Request(
+            payload=payload,
+            id=request_id,
+            group=self.slot,
+            partition=self.shape,
+            client=client,
+            priority=priority,
+            time_limit=time_limit,
+            shape=self.shape,
+            cost_class=self.cost_class(cache),
+            stage=stage,
+            wants=wants,
+        )
+
     def cost_class(self, cache: CacheUse) -> str:
         """What makes requests of one shape cost differently: whether a prefix is to be computed, and the steps."""
         return self._classes[cache]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         """(payload, first stage, wanted units) of a request."""
+        raise NotImplementedError
+
+    def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
+        """(cache, first stage, wanted units) of the cheapest request, of an episode or of none."""
         raise NotImplementedError
 
     def run(self, batch: Batch) -> Sequence[Any]:

@@ -10,17 +10,20 @@ import asyncio
 import logging
 import time
 from functools import partial
+from math import inf
 from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.core.request import Admission, Priority, Ticket
+from reflex_runtime.core.request import Admission, Priority, Request, Ticket
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.server.bodies import LARGE
 from reflex_runtime.server.errors import CallerLeft, TooManyRequests
 from reflex_runtime.server.exchange import JSON, LEFT, MSGPACK, Door, Exchange, Headers, header_text, too_large
-from reflex_runtime.server.images import Pixels, has_images, images_of
+from reflex_runtime.server.images import Pictures, check_names, has_images
+from reflex_runtime.server.preparing import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Job
+from reflex_runtime.server.preparing import Done as Made
 from reflex_runtime.server.recorded import asked_and_answered
 from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.wire import act as wire
@@ -86,11 +89,10 @@ class Act:
         version = exchange.version = self.runtime.slots[placement.slot].version
         version.users += 1
         if has_images(fields):
-            loop = asyncio.get_running_loop()
-            seen = loop.run_in_executor(self.runtime.workers, self._seen, exchange.request_id, fields, version.policy)
-            seen.add_done_callback(partial(self._prepared, exchange, fields))
+            check_names(fields, self.runtime.cameras)
+            self._reserve(exchange, fields, version.policy)
         else:
-            self._submit(exchange, fields, self._observe(version.policy, exchange.request_id, fields, {}))
+            self._submit(exchange, fields, self._observe(version.policy, exchange.request_id, fields))
 
     def caller_left(self, exchange: Exchange) -> None:
         """The caller hung up or closed its sending side."""
@@ -116,14 +118,11 @@ class Act:
             exchange.version = None
         self.door.leave(exchange)
 
-    def _seen(self, request_id: str, fields: wire.ActFields, policy: Policy) -> Observation:
-        return self._observe(policy, request_id, fields, images_of(fields))
-
     def _observe(
-        self, policy: Policy, request_id: str, fields: wire.ActFields, images: dict[str, Pixels]
+        self, policy: Policy, request_id: str, fields: wire.ActFields, pictures: Pictures | None = None
     ) -> Observation:
         return policy.prepare(
-            images=images,
+            images=None if pictures is None else pictures.sent,
             instruction=fields.instruction,
             state=wire.state_of(fields),
             episode_id=fields.episode_id or "",
@@ -132,24 +131,56 @@ class Act:
             executed=fields.executed,
         )
 
-    def _prepared(self, exchange: Exchange, fields: wire.ActFields, seen: asyncio.Future[Observation]) -> None:
-        try:
-            self._submit(exchange, fields, _result(seen))
-        except Exception as error:
-            self.fail(exchange, error)
-
     def _submit(self, exchange: Exchange, fields: wire.ActFields, observation: Observation) -> None:
+        assert exchange.version is not None
+        request = exchange.version.policy.request(observation, **self._terms(exchange, fields))
+        exchange.ticket = self.runtime.batcher.submit(request, partial(self._settled, exchange))
+
+    def _terms(self, exchange: Exchange, fields: wire.ActFields) -> dict[str, Any]:
         if exchange.left:
             raise CallerLeft("the caller left")
-        assert exchange.version is not None
-        request = exchange.version.policy.request(
-            observation,
+        return {
             # Whose share it takes: the robot's, else the episode's, else the connection's.
-            client=fields.robot_id or fields.episode_id or exchange.scope.get("client"),
-            priority=_PRIORITIES[fields.priority],
-            time_limit=self._time_limit(exchange, fields),
-        )
-        exchange.ticket = self.runtime.batcher.submit(request, partial(self._settled, exchange))
+            "client": fields.robot_id or fields.episode_id or exchange.scope.get("client"),
+            "priority": _PRIORITIES[fields.priority],
+            "time_limit": self._time_limit(exchange, fields),
+        }
+
+    # -- with pictures: admitted first, then decoded, then ready to run ------------------------------------------------
+
+    def _reserve(self, exchange: Exchange, fields: wire.ActFields, policy: Policy) -> None:
+        terms = self._terms(exchange, fields)
+        done = partial(self._prepared, exchange)
+        job = self._job(policy, exchange.request_id, fields, terms["client"], SHARES[terms["priority"]], done)
+        request = policy.reservation(job, exchange.request_id, fields.episode_id or "", **terms)
+        exchange.ticket = self.runtime.batcher.submit(request, partial(self._settled, exchange), ready=False)
+        self.runtime.preparing.add(job)
+
+    def _job(
+        self, policy: Policy, request_id: str, fields: wire.ActFields, client: Any, share: float, done: Made
+    ) -> Job:
+        pictures = Pictures(fields, policy)
+        make = partial(self._observe, policy, request_id, fields, pictures)
+        return Job(client, share, pictures.look, make, done)
+
+    def _prepared(self, exchange: Exchange, observation: Observation | None, error: Exception | None) -> None:
+        ticket, version = exchange.ticket, exchange.version
+        if ticket is None or version is None:  # it has its answer
+            return
+        made: Request | ReflexError
+        if observation is not None:
+            now, admitted = time.monotonic(), ticket.request
+            left = None if ticket.deadline == inf else max(0.0, ticket.deadline - now)
+            made = version.policy.request(
+                observation, client=admitted.client, priority=admitted.priority, time_limit=left
+            )
+            self.runtime.metrics.prepared(admitted.group, now - ticket.arrived)
+        elif isinstance(error, ReflexError):
+            made = error
+        else:
+            log.error("request %s failed", exchange.request_id, exc_info=error)
+            made = ReflexError("internal error; the server's log has the details")
+        self.runtime.batcher.prepared(ticket, made)
 
     def _time_limit(self, exchange: Exchange, fields: wire.ActFields) -> float | None:
         limit = fields.deadline_ms if fields.deadline_ms is not None else self.config.deadline_ms
@@ -163,6 +194,8 @@ class Act:
     def _settled(self, exchange: Exchange, ticket: Ticket) -> None:
         outcome = ticket.outcome
         if not isinstance(outcome, Done):
+            if isinstance(ticket.request.payload, Job):  # its pictures need not be decoded
+                self.runtime.preparing.discard(ticket.request.payload)
             self.fail(exchange, outcome.error)
             return
         now = time.monotonic()
@@ -179,8 +212,12 @@ class Act:
         self._leave(exchange)
         shadow = self.runtime.shadow
         if shadow is not None and exchange.fields is not None and shadow.takes(exchange.request_id):
-            slot, request_id = ticket.request.group, exchange.request_id
-            shadow.ask(request_id, slot, outcome.value.actions, partial(self._seen, request_id, exchange.fields))
+            request_id, fields = exchange.request_id, exchange.fields
+
+            def job(policy: Policy, done: Made) -> Job:
+                return self._job(policy, request_id, fields, SHADOW_CLIENT, SHADOW_SHARE, done)
+
+            shadow.ask(request_id, ticket.request.group, outcome.value.actions, job)
 
     def _answer(self, exchange: Exchange, ticket: Ticket, chunk: ActionChunk, now: float) -> wire.ActAnswer:
         assert ticket.admission is not None
@@ -204,7 +241,7 @@ class Act:
             config_hash=config_hash,
             reflex_version=__version__,
             request_id=exchange.request_id,
-            timing=wire.Timing(_ms(started - ticket.arrived), _ms(now - started), spent, spent),
+            timing=wire.Timing(_ms(started - ticket.ready_at), _ms(now - started), spent, spent),
             batch=self._told[1],
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,

@@ -1,35 +1,30 @@
-"""Images as they come over the wire (base64 text, PNG or JPEG bytes, raw arrays) made into pixels.
+"""The images of a request as they come over the wire: base64 text, PNG or JPEG bytes, raw arrays.
 
-Runs in a worker thread, never on the loop.
+Their names are checked on the loop; everything else happens on a thread, and only to what the policy looks at.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 
-import numpy as np
-from numpy.typing import NDArray
-
-from reflex_runtime.policies.observation import MAX_IMAGE_PIXELS, decode_image
+from reflex_runtime.policies import Export, Policy
+from reflex_runtime.policies.observation import Sent
 from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid, printable
 
 PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
-Pixels = NDArray[np.uint8]
 
 
-def images_of(fields: ActFields) -> dict[str, Pixels]:
-    """Every image of a request as uint8 [h, w, 3], by name."""
-    found: dict[str, Pixels] = {}
+def names_of(fields: ActFields) -> Iterator[tuple[str, str, Image]]:
+    """(camera, field to name in errors, what was sent) of every image, decoded or not."""
     if fields.image is not None:
-        found["image"] = _pixels(fields.image, "image")
+        yield "image", "image", fields.image
     if fields.image_wrist is not None:
-        found["image_wrist"] = _pixels(fields.image_wrist, "image_wrist")
+        yield "image_wrist", "image_wrist", fields.image_wrist
     for name, image in (fields.images or {}).items():
-        if name in found:
-            raise invalid("images", printable(f"images.{name}: given twice"))
-        found[name] = _pixels(image, printable(f"images.{name}"))
-    return found
+        yield name, printable(f"images.{name}"), image
 
 
 def has_images(fields: ActFields) -> bool:
@@ -37,19 +32,45 @@ def has_images(fields: ActFields) -> bool:
     return fields.image is not None or fields.image_wrist is not None or bool(fields.images)
 
 
-def _pixels(image: Image, field: str) -> Pixels:
+def check_names(fields: ActFields, known: AbstractSet[str]) -> None:
+    """422 for an image under a name that nothing served looks at, and for one that is given twice."""
+    seen = set()
+    for name, field, _ in names_of(fields):
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise invalid(field, printable(f"{field}: no policy here has such a camera (there are: {there})"))
+        if name in seen:
+            raise invalid(field, f"{field}: given twice")
+        seen.add(name)
+
+
+def cameras_of(exports: Iterable[Export]) -> set[str]:
+    """The names under which images are looked at: each export's own, and "image" where one has a single camera."""
+    names = {name for export in exports for name in export.images}
+    return names | {"image" for export in exports if len(export.images) == 1}
+
+
+class Pictures:
+    """The images of a request that a policy looks at.
+
+    sent: PNG or JPEG bytes, or arrays, by name; known after `look`.
+    """
+
+    def __init__(self, fields: ActFields, policy: Policy) -> None:
+        self._fields, self._policy = fields, policy
+        self.sent: dict[str, Sent] = {}
+
+    def look(self) -> int:
+        """Pixels to be decoded, or the 422 of what can be seen without decoding."""
+        reads = self._policy.reads
+        self.sent = {name: _sent(image, field) for name, field, image in names_of(self._fields) if reads(name)}
+        return self._policy.look(self.sent)
+
+
+def _sent(image: Image, field: str) -> Sent:
     if isinstance(image, Array):
-        return _raw(image, field)
-    return decode_image(_from_base64(image, field) if isinstance(image, str) else image, field)
-
-
-def _raw(image: Array, field: str) -> Pixels:
-    pixels = array_of(image, field)
-    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
-        raise invalid(field, f"{field}: must be uint8 [h, w, 3], is {pixels.dtype} {list(pixels.shape)}")
-    if pixels.shape[0] * pixels.shape[1] > MAX_IMAGE_PIXELS:
-        raise invalid(field, f"{field}: {pixels.shape[1]}x{pixels.shape[0]} pixels, at most 4096x4096 are accepted")
-    return pixels
+        return array_of(image, field)
+    return _from_base64(image, field) if isinstance(image, str) else image
 
 
 def _from_base64(text: str, field: str) -> bytes:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.policies import ActionChunk, InvalidRequest, seed_of
+from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
 from reflex_runtime.server.exchange import Exchange
 from reflex_runtime.server.slots import Slot
 from reflex_runtime.server.wire import act as wire
@@ -49,7 +49,7 @@ def asked_and_answered(
     if ticket is not None:
         started = ticket.started
         found.arrived = ticket.arrived
-        found.queue_s = (now if started is None else started) - ticket.arrived
+        found.queue_s = max(0.0, (now if started is None else started) - ticket.ready_at)
         found.batch_s = 0.0 if started is None else now - started
         found.measured_ms = ticket.shared * 1e3
         found.batch = ticket.admission
@@ -92,9 +92,9 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot], groups: Sequence[G
 def _seed(exchange: Exchange, fields: wire.ActFields) -> int:
     if fields.seed is not None:
         return fields.seed
-    if exchange.ticket is not None:  # worked out already
-        seed: int = exchange.ticket.request.payload.seed
-        return seed
+    seen = None if exchange.ticket is None else exchange.ticket.request.payload
+    if isinstance(seen, Observation):  # worked out already
+        return seen.seed
     return seed_of(exchange.request_id)
 
 

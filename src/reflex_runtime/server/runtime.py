@@ -10,7 +10,6 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -35,6 +34,8 @@ from reflex_runtime.policies.shadow import Difference
 from reflex_runtime.policies.slots import Version
 from reflex_runtime.server.errors import Conflict, NotFound, NotReady, SloViolated
 from reflex_runtime.server.failures import FailureLog
+from reflex_runtime.server.images import cameras_of
+from reflex_runtime.server.preparing import Preparing
 from reflex_runtime.server.recorded import header_of
 from reflex_runtime.server.rollout import Change, Placement, Rollout
 from reflex_runtime.server.shadowing import Shadowing
@@ -86,7 +87,8 @@ class PolicyRuntime:
         self.trace: TraceWriter | None = None
         self.recorder: Recorder | None = None
         self.failures = FailureLog()
-        self.workers = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-worker")
+        self.preparing = Preparing()
+        self.cameras = cameras_of(exports.values())  # also of what was exchanged: callers follow one by one
         self.rollout = self._rollout()
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
@@ -169,7 +171,7 @@ class PolicyRuntime:
             self.trace.close()
         if self.recorder is not None:
             self.recorder.close()
-        self.workers.shutdown(wait=False, cancel_futures=True)
+        self.preparing.close()
         return self._clean
 
     def drain(self) -> None:
@@ -244,6 +246,7 @@ class PolicyRuntime:
         self.batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(slot)))
         now, guarded = time.monotonic(), bool(self.config.guard) and slot in self.served
         holder.exchange(version, keep=guarded)
+        self.cameras |= cameras_of([export])
         self.rollout.exchanged(slot, now)
         if guarded:
             self.rollout.watch(slot)
@@ -320,7 +323,7 @@ class PolicyRuntime:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
                 batcher,
-                self.workers,
+                self.preparing,
                 config.shadow_sample,
                 self.metrics,
                 self._compared,

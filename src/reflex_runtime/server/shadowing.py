@@ -1,18 +1,16 @@
 """Asks the shadow what a served policy was asked, after its answer has gone out, and compares.
 
-Nothing of it can reach a caller: the question is prepared in a worker thread, queued where only gaps are used, and what
-finds no room is dropped and counted, as `rejected` answers of the slot `shadow`. One that hangs or takes the device
-thread with it costs those behind it a second or two, once: it is given up early, and not asked again until an operator
-resets it or loads another.
+Nothing of it can reach a caller: the question is prepared after those of callers, queued where only gaps are used, and
+what finds no room is dropped and counted, as `rejected` answers of the slot `shadow`. One that hangs or takes the
+device thread with it costs those behind it a second or two, once: it is given up early, and not asked again until an
+operator resets it or loads another.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
 
@@ -27,12 +25,14 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Observation, Policy
 from reflex_runtime.policies.shadow import Difference, Divergence, Sampler
 from reflex_runtime.policies.slots import Version
+from reflex_runtime.server.preparing import Done as Made
+from reflex_runtime.server.preparing import Job, Preparing
 from reflex_runtime.server.slots import SHADOW, SHADOW_QUEUE, Slot
 from reflex_runtime.telemetry.metrics import Metrics
 
 log = logging.getLogger("reflex.shadow")
 
-Prepare = Callable[[Policy], Observation]
+Prepare = Callable[[Policy, Made], Job]
 
 TOLD: Final = 60.0  # seconds between lines in the log about a shadow that fails
 
@@ -50,13 +50,13 @@ class Shadowing:
         self,
         slot: Slot,
         batcher: Batcher,
-        workers: Executor,
+        preparing: Preparing,
         share: float,
         metrics: Metrics,
         on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
         on_stopped: Callable[[str], None] = lambda why: None,
     ) -> None:
-        self._slot, self._batcher, self._workers, self._metrics = slot, batcher, workers, metrics
+        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, preparing, metrics
         self._sampler = Sampler(share)
         self.divergence = Divergence()
         self.on_difference, self.on_stopped = on_difference, on_stopped
@@ -74,16 +74,17 @@ class Shadowing:
         return self._sampler.takes(request_id)
 
     def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
-        """Ask it what `slot` has just answered with `actions`. prepare: makes the observation, in a worker thread."""
+        """Ask it what `slot` has just answered with `actions`. prepare: the job that makes the observation."""
         if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
             self._drop()
             return
         version = self._slot.version
-        seen = asyncio.get_running_loop().run_in_executor(self._workers, prepare, version.policy)
+        key = f"{self._asked + 1} {request_id}"
+        job = prepare(version.policy, partial(self._prepared, key, slot, actions, version))
+        self._threads.add(job)
         self._preparing += 1
         self._asked += 1
         version.users += 1
-        seen.add_done_callback(partial(self._prepared, f"{self._asked} {request_id}", slot, actions, version))
 
     def resume(self) -> None:
         """Ask it again: an operator says so, or it is another policy now."""
@@ -105,24 +106,27 @@ class Shadowing:
         slot: str,
         actions: NDArray[np.float32],
         version: Version,
-        seen: asyncio.Future[Observation],
+        observation: Observation | None,
+        error: Exception | None,
     ) -> None:
         self._preparing -= 1
         version.users -= 1
         try:
-            if seen.cancelled() or self._closed or self.stopped:
+            if self._closed or self.stopped:
                 self._drop()
                 return
-            request = version.policy.request(seen.result())
+            if observation is None:
+                raise error or RuntimeError("nothing was made")
+            request = version.policy.request(observation)
             self._waiting[key] = self._batcher.submit(request, partial(self._settled, key, slot))
             self.divergence.answered(key, actions, shadow=False)
-        except ReflexError as error:  # no room, shutting down, or it needs what the request did not bring
+        except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
             self._drop()
-            self._tell(error)
-        except Exception as error:
+            self._tell(reason)
+        except Exception as reason:
             self.failed += 1
             self._answered(time.monotonic(), "failed", 0.0, None)
-            self._tell(error)
+            self._tell(reason)
 
     def _settled(self, key: str, slot: str, ticket: Ticket) -> None:
         now = time.monotonic()
@@ -159,8 +163,8 @@ class Shadowing:
         elif isinstance(event, BatchScheduled) and event.batch.group != SHADOW:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
-                if begun < ticket.arrived < ended:
-                    self._metrics.delayed(SHADOW, ended - ticket.arrived)
+                if begun < ticket.ready_at < ended:
+                    self._metrics.delayed(SHADOW, ended - ticket.ready_at)
 
     @property
     def verdict(self) -> str:

@@ -51,7 +51,11 @@ class Metrics:
         self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", _LABELS, registry=r)
         self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", _LABELS, registry=r)
         self._wait = Histogram(
-            "reflex_queue_wait_seconds", "Arrival to the first batch", _LABELS, buckets=_SECONDS, registry=r
+            "reflex_queue_wait_seconds", "Ready to the first batch", _LABELS, buckets=_SECONDS, registry=r
+        )
+        self._prepare = Histogram(
+            "reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", _LABELS,
+            buckets=_SECONDS, registry=r,
         )
         self._latency = Histogram(
             "reflex_request_latency_seconds", "Every answer, end to end", (*_LABELS, "outcome"), buckets=_SECONDS,
@@ -132,6 +136,10 @@ class Metrics:
         """An episode of the slot ended."""
         self._slots[slot].episodes[success].inc()
 
+    def prepared(self, slot: str, seconds: float) -> None:
+        """A request of the slot was ready to run so long after it had been admitted."""
+        self._slots[slot].prepare.observe(seconds)
+
     def delayed(self, slot: str, seconds: float) -> None:
         """A served request waited so long for a step of the shadow."""
         self._slots[slot].delay.observe(seconds)
@@ -158,6 +166,7 @@ class _Slot:
         self.flush = {reason: metrics._flush.labels(*labels, reason.value) for reason in FlushReason}
         self.graph = metrics._graph.labels(*labels)
         self.wait = metrics._wait.labels(*labels)
+        self.prepare = metrics._prepare.labels(*labels)
         self.latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
         self.requests = {o: metrics._requests.labels(*labels, o) for o in OUTCOMES}
         self.act = metrics._act.labels(*labels)
@@ -185,7 +194,7 @@ class _Slot:
         self.size.observe(len(batch.admitted))
         self.flush[batch.reason].inc()
         for ticket in batch.admitted:
-            self.wait.observe(batch.scheduled_at - ticket.arrived)
+            self.wait.observe(batch.scheduled_at - ticket.ready_at)
 
     def finished(self, event: BatchFinished) -> None:
         batch = event.batch
@@ -212,7 +221,7 @@ class _Slot:
         ticket = event.ticket
         if ticket is None or not isinstance(ticket.outcome, Done):
             return
-        self.act.observe(event.at - ticket.arrived)
+        self.act.observe(event.at - ticket.ready_at)
         if ticket.request.stage == "":  # in one call: its steps were no batches of their own
             self.steps.inc(getattr(ticket.outcome.value, "denoising_steps", 0))
         cache = getattr(ticket.outcome.value, "cache", "off")

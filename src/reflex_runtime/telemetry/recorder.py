@@ -11,6 +11,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -145,7 +146,7 @@ class Recorder:
         """Take an event: references and a few numbers. Never waits, never raises for the disk."""
         if isinstance(event, RequestSettled):
             outcome = event.ticket.outcome
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, Failed) and event.ticket.ready_at < inf:
                 error = outcome.error
                 how = error.outcome if isinstance(error, ReflexError) else "failed"
                 self._put(Ended(event.ticket.seq, event.at, how))
@@ -200,11 +201,11 @@ class Recorder:
             self._too_large += 1
             return
         ticket = event.ticket
-        if ticket is None:
+        if ticket is None or ticket.ready_at == inf:  # it ended before it could run
             taken = _Taken(answered, event.outcome, event.status, None, 0.0, None)
         else:
             facts = _facts(ticket.request)
-            taken = _Taken(answered, event.outcome, event.status, ticket.seq, ticket.arrived, facts)
+            taken = _Taken(answered, event.outcome, event.status, ticket.seq, ticket.ready_at, facts)
         if self._put(taken):
             self._waiting_bytes += size
 

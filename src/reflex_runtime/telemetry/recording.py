@@ -207,7 +207,8 @@ class Cost(msgspec.Struct):
 class Scheduled(msgspec.Struct):
     """What the scheduler was asked. ticket: its order of arrival there, unique in the file; None when it was refused.
 
-    arrived: on the scheduler's clock. The rest is the `core.request.Request`.
+    arrived: when it could first run (its pictures were decoded), on the scheduler's clock. The rest is the
+    `core.request.Request`.
     """
 
     ticket: int | None
