@@ -146,7 +146,7 @@ def body_of(kind: str, size: int = LARGEST) -> tuple[bytes, str]:
 def _bodies(port: int, kind: str, seconds: float) -> dict[str, Any]:
     body, content_type = body_of(kind)
     head = (
-        f"POST /act HTTP/1.1\r\nHost: t\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
+        f"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}\r\n"
         "Connection: close\r\n\r\n"
     ).encode()
     half = kind == "half bodies"
@@ -184,7 +184,7 @@ def _hangups(port: int, callers: int, within: float) -> dict[str, Any]:
     callers = min(callers, hard - 100)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, callers + 100)), hard))
     data = json.dumps(STATE).encode()
-    request = b"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
+    request = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
     began = time.monotonic()
     open_: list[socket.socket] = []
     while len(open_) < callers and time.monotonic() < began + within:

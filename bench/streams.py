@@ -85,7 +85,7 @@ def ask(job: Job) -> Streamed:
 
 def _post(port: int, body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench:{port}\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

@@ -179,6 +179,11 @@ class ServeConfig:
     host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
+    )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     # watching
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
@@ -203,6 +208,7 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+        _check_door(self)
         _ = self.captured_sizes
 
     @property
@@ -273,11 +279,17 @@ class LLMServeConfig:
     host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
+    )
     # watching
     trace: str = option("", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE")
 
     def __post_init__(self) -> None:
         validate(self)
+        _check_door(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +374,32 @@ def validate(config: Any) -> None:
             raise ConfigError(
                 f"{flag(f.name)}={one_line(value)}: must be one of {', '.join(meta['choices'])}", field=f.name
             )
+
+
+def _check_door(config: ServeConfig | LLMServeConfig) -> None:
+    """Read the key of --api-key-file, and check the names of --allow-host."""
+    if config.api_key_file and not config.api_key:
+        object.__setattr__(config, "api_key", _key_in(config.api_key_file))
+    for name in config.allow_host:
+        if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
+            expected = "a host name or an address without a port, or *"
+            raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
+
+
+def _key_in(file: str) -> str:
+    """The key that a file holds: one line."""
+    where = f"--api-key-file={one_line(file)}"
+    try:
+        with open(file, encoding="utf-8") as opened:
+            text = opened.read(4097)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}", field="api_key_file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: is no UTF-8 text", field="api_key_file") from None
+    key = text.strip()
+    if not key or len(text) > 4096 or not key.isprintable():
+        raise ConfigError(f"{where}: must hold one line of at most 4096 characters, the key", field="api_key_file")
+    return key
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -463,6 +501,11 @@ def read(
         give(name, environ["REFLEX_" + name.upper()], "REFLEX_" + name.upper())
     for name in names & flags.keys():
         give(name, flags[name], flag(name))
+    for f in fields(kind):  # type: ignore[arg-type]
+        if f.metadata.get("secret") and f.name in values and not values[f.name].strip():
+            raise ConfigError(f"{places[f.name]} is empty: give a key, or leave it out", field=f.name)
+    if values.get("api_key") and values.get("api_key_file"):
+        raise ConfigError(f"{places['api_key']} and {places['api_key_file']}: give one of them", field="api_key_file")
     return kind(**values), places
 
 

@@ -51,6 +51,8 @@ EFFECT = {
     "host": "test_h11_binding_elsewhere_without_a_key_warns",
     "port": "test_h11_a_port_in_use_is_one_line",
     "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics",
+    "api_key_file": "test_h5_the_key_may_stand_in_a_file",
+    "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
     "robot_id": "test_h10_the_provider_in_force_is_shown",
     "trace": "test_the_trace_of_a_run_is_whole",
     "policy_a": "test_v1_two_policies_come_together_and_the_positional_agrees",
@@ -127,6 +129,8 @@ LLM_EFFECT = {
     "host": "test_h11_a_model_reachable_from_outside_without_a_key_warns",
     "port": "test_h11_a_port_in_use_is_one_line_for_a_model_too",
     "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics_of_a_model",
+    "api_key_file": "test_h5_the_key_may_stand_in_a_file",
+    "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
     "trace": "test_h10_trace_writes_every_step",
 }
 

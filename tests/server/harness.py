@@ -206,7 +206,7 @@ def encode(body: Any, headers: Mapping[str, str] | None = None) -> bytes:
     """An HTTP request for /act as bytes."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-    return f"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
+    return f"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n{more}\r\n".encode() + data
 
 
 def read_all(sock: socket.socket) -> bytes:

@@ -286,7 +286,7 @@ class Caller:
         self.sock.settimeout(PATIENCE)
         self.sock.connect(("127.0.0.1", port))
         body = json.dumps(fields).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\nX-Request-Id: {name}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\nX-Request-Id: {name}\r\n\r\n"
         self.sock.sendall(head.encode() + body)
         self.data = b""
 

@@ -91,7 +91,7 @@ def test_h5_without_a_key_only_this_machine_may(pair: Pair) -> None:
 def test_h5_without_a_key_a_page_of_another_site_may_not(origin: str, may: bool, duo: Server) -> None:
     """A browser on this machine is on loopback, whoever wrote the page it shows."""
     answer = duo.ask("POST", "/admin/split", b'{"split": 50}', {"Origin": origin, "Content-Type": "text/plain"})
-    assert answer.status == (200 if may else 401)
+    assert answer.status == (200 if may else 403)
 
 
 # -- what is no request ------------------------------------------------------------------------------------------------

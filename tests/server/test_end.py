@@ -110,7 +110,7 @@ def test_b20_two_stages_are_finished_as_well() -> None:
 
 def test_b20_while_it_drains_new_requests_are_refused_and_health_says_so(tiny: Path) -> None:
     with Server(tiny, "--inject-latency-ms", "1500") as server, busy(server) as plug, server.connect() as kept:
-        kept.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")  # a connection that was there before
+        kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # a connection that was there before
         assert b"200 OK" in kept.recv(65536)
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining: 1 requests")
@@ -145,7 +145,7 @@ def test_b20_when_the_time_is_over_the_rest_is_answered(tiny: Path, seconds: str
 
 def test_h14_a_request_that_is_never_completed_is_answered_at_the_end(tiny: Path) -> None:
     with Server(tiny) as server, server.connect() as slow:
-        slow.sendall(b"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n{")
+        slow.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         server.get("/health")  # the server has read it by now
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
@@ -172,7 +172,7 @@ def test_b20_idle_connections_and_readers_that_do_not_read_do_not_keep_it(tiny: 
     with Server(tiny) as server, server.connect() as idle, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
-        deaf.sendall(b"GET /docs HTTP/1.1\r\nHost: t\r\n\r\n" * 3000)  # and never reads
+        deaf.sendall(b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)  # and never reads
         assert server.get("/health").status == 200
         idle.sendall(b"GET /hea")
         began = time.monotonic()

@@ -28,7 +28,7 @@ async def _closed_loop(
     """One robot that asks as soon as it is answered, on one connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps({"state": STATE, "episode_id": episode, "seed": seed}).encode()
-    head = f"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     while not done.is_set():
         writer.write(head + body)
         top = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")

@@ -360,9 +360,9 @@ def test_h4_a_client_that_sends_everything_before_it_reads_gets_its_413(server: 
         (b"Transfer-Encoding: chunked\r\n", chunks),
     ):
         with server.connect() as sock:
-            sock.sendall(b"POST /act HTTP/1.1\r\nHost: t\r\n" + head + b"\r\n" + body)
+            sock.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n" + body)
             # and the connection goes on
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             first, second = parse_answers(read_all(sock))
         check_error(first, 413, "too_large")
         assert second.status == 200
@@ -370,7 +370,9 @@ def test_h4_a_client_that_sends_everything_before_it_reads_gets_its_413(server: 
 
 def test_h4_a_body_that_is_only_promised_is_refused_at_once(server: Server) -> None:
     with server.connect() as sock:
-        sock.sendall(b"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n")
+        sock.sendall(
+            b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\nExpect: 100-continue\r\n\r\n"
+        )
         (answer,) = parse_answers(read_all(sock))  # it closes: whether the body follows nobody knows
     check_error(answer, 413, "too_large")
 
@@ -405,7 +407,7 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
         "image", "image_wrist", "images", "instruction", "state", "episode_id", "request_id", "robot_id", "seed",
         "priority", "deadline_ms", "executed",
     }  # fmt: skip
-    assert set(act["responses"]) == {"200", "400", "401", "409", "413", "422", "429", "500", "503", "504"}
+    assert set(act["responses"]) == {"200", "400", "401", "403", "409", "413", "422", "429", "500", "503", "504"}
     page = server.get("/docs")
     assert page.status == 200
     assert all(path.encode() in page.body for path in document["paths"])
@@ -492,7 +494,7 @@ def test_the_last_of_a_repeated_key_counts(server: Server) -> None:
 def test_a_chunked_body_is_put_together(server: Server) -> None:
     body = json.dumps(fields()).encode()
     chunked = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(part), part) for part in (body[:1], body[1:50], body[50:]))
-    head = b"POST /act HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     (answer,) = parse_answers(server.raw(head + chunked + b"0\r\nX-Trailer: 1\r\n\r\n"))
     good(answer)
 
@@ -510,7 +512,7 @@ def test_a_body_byte_by_byte_is_put_together(server: Server) -> None:
 def test_a_client_that_waits_for_the_go_ahead_gets_it(server: Server) -> None:
     body = json.dumps(fields()).encode()
     with server.connect() as sock:
-        sock.sendall(b"POST /act HTTP/1.1\r\nHost: t\r\nExpect: 100-continue\r\nConnection: close\r\n")
+        sock.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nConnection: close\r\n")
         sock.sendall(b"Content-Length: %d\r\n\r\n" % len(body))
         assert sock.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
         sock.sendall(body)
@@ -520,7 +522,7 @@ def test_a_client_that_waits_for_the_go_ahead_gets_it(server: Server) -> None:
 
 def test_pipelined_requests_are_answered_in_order(server: Server) -> None:
     sent = b"".join(encode(fields(request_id=f"p{i}")) for i in range(5))
-    last = b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     answers = parse_answers(server.raw(sent + last))
     assert [a.json.get("request_id") for a in answers] == ["p0", "p1", "p2", "p3", "p4", None]
     assert {a.status for a in answers} == {200}
@@ -532,7 +534,7 @@ def test_http_1_0_is_answered_and_closed(server: Server) -> None:
 
 
 def test_a_target_in_absolute_form_is_understood(server: Server) -> None:
-    data = b"GET http://elsewhere/health?x=1 HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"
+    data = b"GET http://elsewhere/health?x=1 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     assert parse_answers(server.raw(data))[0].status == 200
 
 
@@ -544,7 +546,7 @@ def test_an_offer_to_upgrade_is_declined_by_answering(server: Server, upgrade: s
         data = encode(body, more)
         sock.sendall(data[:-20])
         sock.sendall(data[-20:])
-        sock.sendall(b"GET /health HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         first, second = parse_answers(read_all(sock))
     good(first)
     assert second.json["state"] == "ready"
@@ -558,7 +560,7 @@ NOT_HTTP = {
     "huge length": b"POST /act HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
     "two framings": b"POST /act HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     "space in a name": b"GET /health HTTP/1.1\r\nA b: 1\r\n\r\n",
-    "target not ascii": b"GET /\xff\xfe HTTP/1.1\r\nHost: t\r\n\r\n",
+    "target not ascii": b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "one header without end": b"GET /health HTTP/1.1\r\nX: " + b"a" * 2_000_000,
     "headers without end": b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 400_000,
     "target without end": b"GET /" + b"a" * 2_000_000,
@@ -589,7 +591,7 @@ def test_h14_garbage_behind_a_request_does_not_cut_off_its_answer(server: Server
 
 
 def test_h14_a_body_that_breaks_off_is_answered(server: Server) -> None:
-    head = b"POST /act HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /act HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     body = json.dumps(fields()).encode()
     (answer,) = parse_answers(server.raw(head + b"%x\r\n%s\r\nnonsense\r\n" % (len(body), body)))
     check_error(answer, 400, "invalid_request")
@@ -597,7 +599,7 @@ def test_h14_a_body_that_breaks_off_is_answered(server: Server) -> None:
 
 
 def test_h14_a_caller_that_closes_its_sending_side_is_answered(server: Server) -> None:
-    (answer,) = parse_answers(server.raw(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n", half_close=True))
+    (answer,) = parse_answers(server.raw(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", half_close=True))
     assert answer.status == 200
     (answer,) = parse_answers(server.raw(encode(fields()), half_close=True))
     assert answer.status in (200, 499)  # 499 when the request was already queued: it counts as hanging up
@@ -606,7 +608,7 @@ def test_h14_a_caller_that_closes_its_sending_side_is_answered(server: Server) -
 def test_a_caller_that_leaves_in_the_middle_of_its_body_is_cancelled(server: Server) -> None:
     before = server.metrics()("reflex_requests_total", outcome="cancelled")
     with server.connect() as sock:
-        sock.sendall(b"POST /act HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
     server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == before + 1)
 
 

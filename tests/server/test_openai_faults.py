@@ -312,7 +312,7 @@ def test_l9_a_body_over_the_limit_is_413_announced_or_not() -> None:
         assert (answer.status, toy.error(answer)["code"]) == (413, "too_large")
         assert "2000" in toy.error(answer)["message"]
         with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nTransfer-Encoding: chunked\r\n\r\n")
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
             sock.sendall(b"7d1\r\n" + b"x" * 2001 + b"\r\n0\r\n\r\n")
             assert sock.recv(65536).startswith(b"HTTP/1.1 413")
         assert toy.complete("x" * 1000).status == 200
@@ -509,7 +509,7 @@ def test_b20_when_the_time_is_over_streams_end_with_an_error() -> None:
 
 def test_b20_a_request_that_does_not_come_to_its_end_is_answered() -> None:
     with Toy() as toy, socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         toy.get("/health")  # a turn of the loop later
         toy.stop()
         data = b""

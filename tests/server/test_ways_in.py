@@ -148,7 +148,7 @@ def test_both_ways_answer_alike(tiny: Path, whole: bool) -> None:
 
 def test_who_does_not_read_its_answers_is_not_read_either(tiny: Path) -> None:
     """Otherwise its answers would fill the memory."""
-    request = b"GET /openapi.json HTTP/1.1\r\nHost: t\r\n\r\n"
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with Server(tiny) as server, server.connect() as sock:
         sock.setblocking(False)
         sent = stuck = 0
@@ -198,7 +198,7 @@ def test_an_idle_connection_is_closed_after_its_time_and_not_before(tiny: Path) 
         connection.connection_made(wire)  # type: ignore[arg-type]
         connection.timeout_keep_alive = 0.2  # type: ignore[assignment]
         for _ in range(2):
-            connection.data_received(b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n")
+            connection.data_received(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answered = loop.time()
             assert (await wire.written.get()).startswith(b"HTTP/1.1 200 OK")
         await wire.closed.wait()

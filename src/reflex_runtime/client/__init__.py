@@ -12,8 +12,9 @@ Errors, by the word the server says (`docs/errors.md`):
     │   └── TimedOut            no answer in time
     ├── BadAnswer               an answer that is none: too large, not parseable, without usable actions
     └── ServerError             an error the server told; one class per code:
-        ├── InvalidRequest · InvalidJson · Unauthorized · NotFound · MethodNotAllowed · TooLarge · InvalidConfig
-        ├── QueueFull · ClientAtCapacity · TooManyRequests · SloViolated
+        ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · InvalidConfig
+        ├── Unauthorized · Forbidden
+        ├── QueueFull · ClientAtCapacity · TooManyRequests · Overloaded · SloViolated
         ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
         └── NotReady · ShuttingDown · Degraded · ProcessorFailed · ProcessorHung · Internal
 
@@ -32,6 +33,7 @@ from reflex_runtime.client.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
     Degraded,
+    Forbidden,
     Internal,
     InvalidConfig,
     InvalidJson,
@@ -39,6 +41,7 @@ from reflex_runtime.client.errors import (
     MethodNotAllowed,
     NotFound,
     NotReady,
+    Overloaded,
     ProcessorFailed,
     ProcessorHung,
     QueueFull,
@@ -75,6 +78,7 @@ __all__ = [
     "Degraded",
     "Encoding",
     "Episode",
+    "Forbidden",
     "Internal",
     "InvalidConfig",
     "InvalidJson",
@@ -82,6 +86,7 @@ __all__ = [
     "MethodNotAllowed",
     "NotFound",
     "NotReady",
+    "Overloaded",
     "Picture",
     "Priority",
     "ProcessorFailed",

@@ -90,6 +90,12 @@ class Unauthorized(ServerError):
     code = "unauthorized"
 
 
+class Forbidden(ServerError):
+    """A server without a key takes no calls under that name: `reflex serve --allow-host NAME`, or `--api-key`."""
+
+    code = "forbidden"
+
+
 class NotFound(ServerError):
     """No such path: another server, or an older one."""
 
@@ -130,6 +136,12 @@ class TooManyRequests(ServerError):
     """As many requests are being answered as may be."""
 
     code = "too_many_requests"
+
+
+class Overloaded(ServerError):
+    """The server holds as many bytes of requests as it may."""
+
+    code = "overloaded"
 
 
 class SloViolated(ServerError):

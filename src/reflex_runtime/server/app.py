@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from functools import partial
 from typing import Any
-from urllib.parse import urlsplit
 
 from reflex_runtime.config import settings
 from reflex_runtime.core.errors import Closed, ReflexError
@@ -32,8 +31,9 @@ from reflex_runtime.server.errors import (
     NotFound,
     Unauthorized,
 )
-from reflex_runtime.server.exchange import LEFT, Door, Exchange, Headers, Reply, Scope, is_loopback, too_large
+from reflex_runtime.server.exchange import LEFT, Door, Exchange, Headers, Reply, Scope, too_large
 from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.server.trust import Trust, check_direct
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
@@ -59,6 +59,7 @@ class App:
         self.door = Door(Bodies(int(self.config.max_bodies_mb * 1e6)))
         self.act = Act(runtime, self.door)
         self._key = self.config.api_key.encode()
+        self._trust = Trust(self.config.host, self.config.allow_host)
         self._reading: set[asyncio.Task[Any]] = set()
         self.admin = Admin(runtime)
         self._get: dict[str, Callable[[Exchange], None]] = {
@@ -121,9 +122,11 @@ class App:
         """Answer what can be answered by its head; else what is to be done once its body is there."""
         path = exchange.scope["path"]
         try:
-            if self._key and path not in OPEN_PATHS:
-                self._authorize(exchange)
             asked = exchange.scope["method"]
+            if not self._key:
+                self._trust.check(asked, exchange.headers)
+            elif path not in OPEN_PATHS:
+                self._authorize(exchange)
             run = self._post.get(OUTCOME if is_outcome(path) else path)
             if run is not None:
                 if asked != "POST":
@@ -160,12 +163,8 @@ class App:
 
     def _enter(self, exchange: Exchange) -> None:
         """What changes state is for who has the key, or for this machine where there is none."""
-        client = exchange.scope.get("client")
-        if not self._key and not (client and is_loopback(client[0])):
-            raise Unauthorized("without --api-key this path answers on loopback only")
-        origin = exchange.headers.get(b"origin")
-        if not self._key and origin is not None and not _from_here(origin):
-            raise Unauthorized("without --api-key no page of another site may ask this")
+        if not self._key:
+            check_direct(exchange.scope, exchange.headers)
         if self.door.closing:
             raise Closed("the server is shutting down", retry_after=1.0)
         self.runtime.need_policy()
@@ -325,15 +324,6 @@ class App:
     def docs(self, exchange: Exchange) -> None:
         """The same for people."""
         exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
-
-
-def _from_here(origin: bytes) -> bool:
-    """Whether a browser's Origin is a page of this machine."""
-    try:
-        host = urlsplit(origin.decode("latin-1")).hostname or ""
-    except ValueError:
-        return False
-    return host == "localhost" or is_loopback(host)
 
 
 def _set_answer(future: asyncio.Future[_Answer], status: int, headers: Headers, body: bytes) -> None:

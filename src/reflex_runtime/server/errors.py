@@ -40,6 +40,12 @@ class Unauthorized(ClientError):
     code, http_status = "unauthorized", 401
 
 
+class Forbidden(ClientError):
+    """A server without a key was asked under a name that is not its own, or by the web page of another site."""
+
+    code, http_status = "forbidden", 403
+
+
 class NotFound(ClientError):
     """No such path."""
 

@@ -28,6 +28,7 @@ from reflex_runtime.server.errors import CallerLeft, MethodNotAllowed, NotFound,
 from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope, too_large
 from reflex_runtime.server.generation import Generator, merged
 from reflex_runtime.server.served_model import ServedModel
+from reflex_runtime.server.trust import Trust
 from reflex_runtime.server.wire import openai as wire
 from reflex_runtime.server.wire.act import encode_json, printable
 from reflex_runtime.server.wire.openai_answers import Answer, Cached, Usage, error_body, told
@@ -138,6 +139,7 @@ class OpenAIApp:
         self.idle.set()
         self.entered.set()
         self._key = model.config.api_key.encode()
+        self._trust = Trust(model.config.host, model.config.allow_host)
         self._entering: set[asyncio.Task[Any]] = set()
         self.bodies = Bodies(int(model.config.max_bodies_mb * 1e6))
         self._prefix = secrets.token_hex(6)
@@ -173,7 +175,9 @@ class OpenAIApp:
 
     async def _answer(self, exchange: Exchange) -> None:
         path, method = exchange.scope["path"], exchange.scope["method"]
-        if self._key and path not in OPEN_PATHS:
+        if not self._key:
+            self._trust.check(method, exchange.headers)
+        elif path not in OPEN_PATHS:
             self._authorize(exchange)
         if path in (COMPLETIONS, CHAT):
             if method != "POST":

@@ -15,6 +15,7 @@ from reflex_runtime.version import __version__
 _ERRORS = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack",
     "401": "unauthorized: a key is set and was not sent",
+    "403": "forbidden: without a key, not under a name of this server, or from the page of another site",
     "409": "superseded: a newer request of the same robot replaced it",
     "413": "too_large: the body exceeds --max-body-bytes",
     "422": "invalid_request: `field` names what is wrong",
@@ -84,6 +85,7 @@ def _post(summary: str, schema: dict[str, Any]) -> dict[str, Any]:
         "responses": {
             "200": {"description": "done, and what came of it"},
             "401": {"description": _ERRORS["401"] + "; without a key, it was not asked from this machine"},
+            "403": {"description": _ERRORS["403"]},
             "404": {"description": "not_found: no such slot or episode"},
             "409": {"description": "invalid_request: it does not fit the state the server is in"},
             "422": {"description": _ERRORS["422"]},

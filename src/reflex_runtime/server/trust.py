@@ -1,0 +1,105 @@
+"""Who may use a server that has no key: programs on this machine and, if bound so, on its network; but no web page.
+
+A browser lets every web page send a simple POST to any address, and says in `Origin` which site the page is from. A
+site that rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`.
+So without a key both headers must name this server. Changes of state are taken from loopback only, and not from a
+proxy: behind a proxy on this machine every caller has a loopback address.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Mapping
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+from reflex_runtime.server.errors import Forbidden, Unauthorized
+from reflex_runtime.server.exchange import is_loopback
+
+ANY = "*"
+_KEEPS = 256  # values of Host that were found to be right, so that the next request is only looked up
+_FORWARDED = (b"forwarded", b"via", b"x-real-ip")
+
+
+class Trust:
+    """What a server without a key lets in.
+
+    host: what the server is bound to. names: further names by which it may be asked; `*` lets every name in.
+    """
+
+    def __init__(self, host: str, names: Collection[str] = ()) -> None:
+        self._names = {name.lower().rstrip(".").strip("[]") for name in (host, *names)} | {"localhost"}
+        self._everywhere = _is_unspecified(host)
+        if self._everywhere:
+            self._names = self._names - {""} | {socket.gethostname().lower()}
+        self._known: set[bytes] = set()
+
+    def check(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise Forbidden for a Host that is not this server's, and for a POST from the page of another site."""
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        if host is not None and host not in self._known:
+            self._check_host(host)
+        if origin is not None and method not in ("GET", "HEAD") and not self._is_own_page(origin, host):
+            raise Forbidden(
+                f"Origin: {_shown(origin)}: pages of other sites may not ask this server while it has no key; start it "
+                "with --api-key, or with --allow-host and the site's name"
+            )
+
+    def _check_host(self, host: bytes) -> None:
+        name = _hostname(b"http://" + host)
+        if not (self._is_named(name) or (self._everywhere and _is_address(name))):
+            raise Forbidden(
+                f"Host: {_shown(host)}: this server has no key, so it answers only to localhost and to the address it "
+                "is bound to; start it with --api-key, or with --allow-host and this name"
+            )
+        if len(self._known) < _KEEPS:
+            self._known.add(host)
+
+    def _is_own_page(self, origin: bytes, host: bytes | None) -> bool:
+        """Whether a page is from this machine, from this server, or from a site that was named."""
+        return (host is not None and origin == b"http://" + host) or self._is_named(_hostname(origin))
+
+    def _is_named(self, name: str) -> bool:
+        return ANY in self._names or name in self._names or is_loopback(name)
+
+
+def check_direct(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> None:
+    """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy."""
+    client = scope.get("client")
+    if not (client and is_loopback(client[0])):
+        raise Unauthorized("without --api-key this path answers on loopback only")
+    for name in headers:
+        if name in _FORWARDED or name.startswith(b"x-forwarded-"):
+            raise Unauthorized(
+                f"{_shown(name)}: the request came through a proxy, so its sender is not known; without --api-key this "
+                "path answers only what programs on this machine send directly"
+            )
+
+
+def _hostname(url: bytes) -> str:
+    """The host of a URL in lower case, "" if it has none."""
+    try:
+        return (urlsplit(url.decode("ascii")).hostname or "").rstrip(".")
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_unspecified(host: str) -> bool:
+    """Whether binding to it means every address of this machine."""
+    try:
+        return not host or ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _shown(value: bytes) -> str:
+    return value[:100].decode("ascii", "backslashreplace")
