@@ -10,10 +10,10 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.adapt import HoldTarget
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.cost import CostModel, TokenCost, UnitCost
 from reflex_runtime.core.errors import ProcessorError, ReflexError, Rejected
-from reflex_runtime.core.events import RequestPreempted, RequestSettled
+from reflex_runtime.core.events import BatchFinished, RequestPreempted, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
@@ -326,6 +326,8 @@ class Play:
         outcomes = self.answers(batch)
         self.scheduler.complete(batch, outcomes, elapsed, self.now)
         self.oracle.complete(expected, outcomes, elapsed, self.now)
+        (finished,) = [e for e in self.scheduler._events if isinstance(e, BatchFinished) and e.batch is batch]
+        assert (finished.crashed, finished.apart) == (expected.crashed, isinstance(outcomes[0], Apart))
         self.returned(batch, elapsed)
 
     def returned(self, batch: Batch, elapsed: float) -> None:
@@ -345,6 +347,9 @@ class Play:
         fate = self.dice.roll(16)
         if fate == 1:
             return [Failed(ProcessorError("crash"))] * len(batch)
+        if fate in (3, 4) or (batch.part is not None and fate < 10):
+            error = ProcessorError("the call failed")
+            return [Apart(error) if len(batch) > 1 else Failed(error)] * len(batch)
         outcomes = [self.answer(ticket, units) for ticket, units in batch.grants.items()]
         if fate == 2:
             outcomes[self.dice.roll(len(outcomes))] = Failed(ProcessorError("bad item"))

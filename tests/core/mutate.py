@@ -427,8 +427,30 @@ MUTANTS = [
         "self._held.pop(ticket, 0.0)",
     ),
     # the wall
-    M("processors/base.py", "bisects without end", "2 * ceil(log2(len(tickets))) + 2", "2 * len(tickets) + 2"),
-    M("processors/base.py", "repeats what must not be", "or not processor.repeatable", ""),
+    M("processors/base.py", "repeats what must not be", "processor.repeatable and ", ""),
+    # who is guilty
+    M("core/isolation.py", "calls what must fail", "part.other.fails = True", "pass"),
+    M("core/isolation.py", "any number shares a call", "if self.share else inf", "if False else inf"),
+    M(
+        "core/isolation.py",
+        "offenders are never forgiven",
+        "self._failed.pop(client, None)",
+        "self._failed.get(client)",
+    ),
+    M("core/forming.py", "offenders share batches", "bool(offenders) and client in offenders", "False"),
+    M(
+        "core/scheduler.py",
+        "poison is the processor's fault",
+        "not (origin.served and origin.guilty)",
+        "not failed < 0",
+    ),
+    M(
+        "core/scheduler.py",
+        "nobody guilty, nobody to blame",
+        "not (origin.served and origin.guilty)",
+        "not origin.served",
+    ),
+    M("core/scheduler.py", "known offenders are crashes", "== len(batch) and not known", "== len(batch)"),
     # special cases beside the plain way
     M(
         "core/order.py",

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil, inf, log
 from typing import Any
 
-from reflex_runtime.core.batch import Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Request
@@ -244,6 +244,37 @@ class World:
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
     left: list[Seen] = field(default_factory=list)
     answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
+    suspects: dict[Hashable, list[Trial]] = field(default_factory=dict)
+    served: int = 0
+    offenders: dict[Hashable, int] = field(default_factory=dict)  # clients, and how many were answered when they failed
+    shared: list[bool] = field(default_factory=list)  # of clients that were no offenders: which request failed alone
+
+    def most(self) -> float:
+        """How many may share a call: as many as succeed as likely as not, at the share of guilty ones lately."""
+        share = 0.0
+        for guilty in self.shared:
+            share = share + (1.0 - share) / 32 if guilty else share - share / 32
+            share = 0.0 if share < 2.0**-10 else share
+        return max(1.0, log(2.0) / share // 1.0) if share else inf
+
+
+@dataclass(eq=False)
+class Origin:
+    """A batch whose call failed, and all that is known of who made it fail."""
+
+    pending: int = 0
+    served: bool = False
+    guilty: bool = False
+
+
+@dataclass(eq=False)
+class Trial:
+    """Members of a call that failed, to run together again."""
+
+    grants: list[tuple[Seen, float]]
+    origin: Origin
+    other: Trial | None = None
+    fails: bool = False
 
 
 @dataclass
@@ -262,6 +293,8 @@ class Expected:
     left: list[Seen]
     short_of: str = ""
     cached: dict[Seen, float] = field(default_factory=dict)
+    trial: Trial | None = None
+    crashed: bool = False
 
 
 @dataclass
@@ -468,6 +501,10 @@ class Oracle:
         w = self.worlds[batch.group]
         w.device_time += (elapsed - batch.expected) / (w.weight or 1.0)
         w.device_times[batch.partition] += elapsed - batch.expected
+        batch.crashed = self.to_blame(w, batch, outcomes)
+        if isinstance(outcomes[0], Apart):
+            self.isolate(w, batch)
+            return
         if not any(isinstance(o, Failed) for o in outcomes):
             w.meter.learn(batch.grants, batch.stage, elapsed)
             each = elapsed / len(batch.grants)
@@ -491,8 +528,79 @@ class Oracle:
             if isinstance(outcome, Done):
                 w.meter.ended(ticket)
                 ticket.computed += units
+                w.served += 1
+                if w.offenders.pop(ticket.client, None) is None:
+                    w.shared.append(False)
+            elif len(outcomes) == 1:
+                if ticket.client not in w.offenders:
+                    w.shared.append(True)
+                w.offenders[ticket.client] = w.served
             result = "ok" if isinstance(outcome, Done) else "processor_failed"
             self.settle(ticket, "cancelled" if ticket.cancelled else result)
+
+    def to_blame(self, w: World, batch: Expected, outcomes: Sequence[Outcome]) -> bool:
+        """Whether the processor is to blame: nobody was served and no known offender was alone; of a call that failed,
+        once all its parts have run, nobody was served or nobody was guilty."""
+        lost = [isinstance(o, Failed) for o in outcomes]
+        if isinstance(outcomes[0], Apart):
+            return False
+        if batch.trial is None:
+            client = batch.grants[0][0].client
+            return all(lost) and not (len(lost) == 1 and w.offenders.get(client, inf) < w.served)
+        origin = batch.trial.origin
+        origin.pending -= 1
+        origin.guilty |= any(lost)
+        origin.served |= not all(lost)
+        if not all(lost) and batch.trial.other is not None:
+            batch.trial.other.fails = True
+        return origin.pending == 0 and (not origin.served or not origin.guilty)
+
+    def isolate(self, w: World, batch: Expected) -> None:
+        """A call that failed: its members stay, to run again in two halves."""
+        origin = Origin() if batch.trial is None else batch.trial.origin
+        origin.pending -= batch.trial is not None
+        self.halve(w, batch.partition, list(batch.grants), origin)
+        for ticket, units in batch.grants:
+            ticket.recomputed += units
+            ticket.state, ticket.has_place = "resident", True
+            if w.pool is not None:
+                i = max(i for i, held in enumerate(self.memory) if held == (ticket, units))
+                del self.memory[i]
+            if ticket.cancelled or ticket.abandoned:
+                self.settle(ticket, "cancelled")
+            elif self.closed and not self.draining:
+                self.settle(ticket, "shutting_down")
+            elif ticket.deadline <= self.now:
+                self.settle(ticket, "deadline_exceeded")
+
+    def halve(self, w: World, partition: Hashable, grants: list[tuple[Seen, float]], origin: Origin) -> None:
+        middle = ceil(len(grants) / 2)
+        halves = [Trial(some, origin) for some in (grants[:middle], grants[middle:]) if some]
+        if len(halves) == 2:
+            halves[0].other, halves[1].other = halves[1], halves[0]
+        origin.pending += len(halves)
+        w.suspects.setdefault(partition, []).extend(halves)
+
+    def trial(self, w: World, partition: Hashable) -> Trial | None:
+        """The part of a failed call to run now. One that must fail, since the other half did not, is halved unseen."""
+        waiting = w.suspects.get(partition, [])
+        while waiting:
+            first = waiting[0]
+            still = [(t, u) for t, u in first.grants if t.state == "resident" and not t.held]
+            first.fails = first.fails and still == first.grants
+            first.grants = still
+            if w.pool is not None and not (first.fails and len(still) > 1):
+                first.grants = []
+                for ticket, units in still:
+                    if self.used() + units <= w.pool:
+                        self.memory.append((ticket, units))
+                        first.grants.append((ticket, units))
+            if first.grants and not (first.fails and len(first.grants) > 1):
+                return waiting.pop(0)
+            del waiting[0]
+            first.origin.pending -= 1
+            self.halve(w, partition, first.grants, first.origin)
+        return None
 
     def settle(self, ticket: Seen, result: str) -> None:
         assert ticket.state != "settled"
@@ -609,6 +717,11 @@ class Oracle:
 
     def form(self, w: World, partition: Hashable) -> Expected | None:
         while self.unsettled(w.name, partition):
+            trial = self.trial(w, partition)
+            if trial is not None:
+                made = self.schedule(w, partition, trial.grants, [], (trial.grants, []), "apart")
+                made.trial, made.short_of = trial, "apart" if self.waiting(w.name, partition) else ""
+                return made
             if w.pool is not None:
                 s, full = self.step_with_memory(w, partition)
                 for ticket in s.thrown_out:
@@ -620,7 +733,8 @@ class Oracle:
                 return None
             base = self.residents(w, partition)
             members, passed_over, size_reached, short_of = self.newcomers(w, partition, base)
-            if not base and (not members or self.holds(w, partition, members, passed_over or size_reached)):
+            sure = passed_over or size_reached or any(t.client in w.offenders for t, _ in members)
+            if not base and (not members or self.holds(w, partition, members, sure)):
                 return None
             return self.staged(w, partition, base, members, passed_over, size_reached, short_of, {})
         return None
@@ -657,7 +771,7 @@ class Oracle:
         """(who enters, whether something did not fit, whether all places are taken, what kept the others out)."""
         budget = w.flush.max_batch_cost
         free, room = self.places(w, partition)
-        places = max(0, free if room is None else min(free, room))
+        places = max(0, int(min(free, inf if room is None else room, w.most())))
         left, shares = self.waiting(w.name, partition), self.shares(w, partition)
         members: list[tuple[Seen, float]] = []
         charged: dict[Hashable, float] = {}
@@ -670,6 +784,10 @@ class Oracle:
             left.remove(ticket)
             if ticket.held:
                 continue
+            if members and ticket.client in w.offenders:
+                blocked.add(ticket.client)
+                why = why or "apart"
+                continue
             entitled = shares is None or shares[ticket.client] > 0
             units = w.meter.room(base, members, ticket, budget) if entitled else 0.0
             if units > 0.0:
@@ -678,6 +796,9 @@ class Oracle:
                 charged[ticket.client] = charged.get(ticket.client, 0.0) + charge
                 if shares is not None:
                     shares[ticket.client] -= 1
+                if ticket.client in w.offenders:
+                    why = "apart"
+                    break
                 continue
             passed_over = passed_over or entitled
             blocked.add(ticket.client)
@@ -894,6 +1015,8 @@ class Oracle:
         dearest = w.meter.dearest(*cost_of, budget)
         if joining and dearest > budget * (1 + NEARLY):
             cause = "single_request_over_budget"
+        elif w.pool is None and len(batch) == len(joining) == 1 and joining[0][0].client in w.offenders:
+            cause = "apart"
         elif joining and (cost >= budget * (1 - NEARLY) or passed_over):
             cause = "budget_reached"
         elif joining and size_reached:

@@ -248,8 +248,8 @@ def test_f8_process_that_raises_is_repeated_to_find_the_guilty_frame() -> None:
         assert handle.metrics().consecutive_errors == 0
         assert handle.submit_and_wait("cam2", 7) == ("cam2", 7)
         figures = handle.metrics()
-    assert (figures.failed, figures.processed, figures.batches_dispatched) == (1, 5, 3)
-    assert detector.frames[1] == [0, 1, 2, 3]
+    assert (figures.failed, figures.processed, figures.batches_dispatched) == (1, 5, 6)
+    assert detector.frames == [["busy"], [0, 1, 2, 3], [0, 1], [2], [3], [7]]
     assert len(detector.threads) == 1
 
 

@@ -85,7 +85,7 @@ def one_of(faulty: FaultyProcessor, fault: Fault, n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["monolithic", "decomposed"])
-def test_e4_raise_fails_the_marked_request_and_bisecting_saves_the_rest(tmp_path: Path, kind: str) -> None:
+def test_e4_raise_fails_the_marked_request_and_repeating_saves_the_rest(tmp_path: Path, kind: str) -> None:
     policy = load_policy(write_export(tmp_path, kind))
     fault = parse_fault("prod:raise:0.2")
     faulty = FaultyProcessor(policy, [fault])
@@ -93,7 +93,7 @@ def test_e4_raise_fails_the_marked_request_and_bisecting_saves_the_rest(tmp_path
     chosen = one_of(faulty, fault, 5)
     tickets = [bench.submit(asked(policy, i)) for i in chosen]
     bench.drain()
-    assert bench.batches[0].notes["bisect_calls"] > 0
+    assert [len(b) for b in bench.batches[:4]] == [5, 3, 2, 2]
     with pytest.raises(ProcessorError, match=f"injected fault prod:raise:0.2: request 'request-{chosen[1]}'"):
         value(tickets[1])
     assert all(value(t).actions.shape == (4, 2) for t in tickets if t is not tickets[1])
@@ -120,7 +120,7 @@ def test_e4_faults_of_other_slots_do_not_strike(policy: Policy) -> None:
     assert Bench(policy, served).answer(asked(policy, 0)).actions.shape == (4, 2)
 
 
-def test_e4_slow_and_latency_are_per_batch_and_not_per_repeated_call(policy: Policy) -> None:
+def test_e4_slow_and_latency_are_per_batch_and_so_per_repeated_call(policy: Policy) -> None:
     slept: list[float] = []
     faults = [parse_fault("prod:slow:1"), parse_fault("prod:raise:0.2")]
     faulty = FaultyProcessor(policy, faults, latency=0.02, sleep=slept.append)
@@ -128,10 +128,8 @@ def test_e4_slow_and_latency_are_per_batch_and_not_per_repeated_call(policy: Pol
     for i in one_of(faulty, faults[1], 5):
         bench.submit(asked(policy, i))
     bench.drain()
-    assert bench.batches[0].notes["bisect_calls"] > 0
-    assert slept == [0.02, 0.5]
-    bench.answer(asked(policy, 900, request_id="free"))
-    assert slept[:4] == [0.02, 0.5] * 2
+    assert len(bench.batches) > 1
+    assert slept == [0.02, 0.5] * len(bench.batches)
 
 
 def test_e4_slow_strikes_a_share_of_batches(policy: Policy) -> None:

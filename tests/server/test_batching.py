@@ -330,13 +330,18 @@ def test_b18_one_bad_item_of_16_leaves_15_right_answers(kind: str, tiny: Path, f
         assert (bad["error"], bad["retry_safe"]) == ("processor_failed", False)
         assert "Traceback" not in bad["message"]
         assert server.get("/health").json["consecutive_crashes"] == 0  # others of the batch succeeded
-        batch = traced(server, file)[1]
-    assert [m.outcome for m in batch.members] == ["done", "done", "failed"] + ["done"] * 13
-    assert not batch.crashed
+        _, batch, *parts = traced(server, file)
+    ended = [m.outcome for m in batch.members]
+    assert not any(b.crashed for b in (batch, *parts))
     if kind == "raise":
-        assert 0 < batch.notes["bisect_calls"] <= 2 * 4 + 2
+        assert ended == ["apart"] * 16
+        assert 0 < len(parts) <= 2 * 4
+        assert {b.cause for b in parts} == {"apart"}
+        assert sorted(str(m.outcome) for b in parts for m in b.members if m.outcome != "apart") == (
+            ["done"] * 15 + ["failed"]
+        )
     else:
-        assert "bisect_calls" not in batch.notes
+        assert (ended, parts) == (["done", "done", "failed"] + ["done"] * 13, [])
 
 
 def test_16_together_of_which_one_is_malformed(tiny: Path) -> None:

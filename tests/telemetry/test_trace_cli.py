@@ -34,7 +34,8 @@ def file(tmp_path: Path) -> Path:
         for i in range(100):
             group = "a" if i % 4 else "b"
             for k in range(1 + i % 2):
-                scheduler.submit(Request(id=f"act_{i}_{k}", group=group, client=f"robot_{k}"), now)
+                client = "robot_bad" if i == 30 else f"robot_{k}"
+                scheduler.submit(Request(id=f"act_{i}_{k}", group=group, client=client), now)
             now += 0.005
             batch = scheduler.next_batch(now)
             assert batch is not None

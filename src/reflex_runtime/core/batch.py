@@ -1,4 +1,4 @@
-"""A batch is a map from ticket to granted units; its outcomes are Done, More or Failed."""
+"""A batch is a map from ticket to granted units; its outcomes are Done, More, Failed or Apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from reflex_runtime.core.isolation import Part
 from reflex_runtime.core.request import Ticket
 
 
@@ -28,6 +29,7 @@ class Cause(StrEnum):
     IDLE = "idle"
     URGENT = "urgent"
     STEP = "step"
+    APART = "apart"
     DRAIN = "drain"
 
     @property
@@ -66,7 +68,16 @@ class Failed(NamedTuple):
     error: BaseException
 
 
-Outcome = Done | More | Failed
+class Apart(NamedTuple):
+    """The call failed as a whole with `error`, and nobody knows because of whom: its members run again, apart.
+
+    All outcomes of a batch are Apart, or none. Not for a batch of one: its member is to blame.
+    """
+
+    error: BaseException
+
+
+Outcome = Done | More | Failed | Apart
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +93,7 @@ class Batch:
     short_of: what kept the rest of its partition's queue waiting when it left: "budget" (time that deadlines allow
         included), "places", "room", "memory", "share" or "stage"; "" when nobody waited, or only who is held.
     cached: of the tickets that enter with it, the units that were found already done, where there were any.
+    part: what it repeats of a call that failed; None for all others.
     notes: free for drivers and processors, written into the trace.
     """
 
@@ -98,6 +110,7 @@ class Batch:
     left: tuple[Ticket, ...] = ()
     short_of: str = ""
     cached: dict[Ticket, float] = field(default_factory=dict)
+    part: Part | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     @property

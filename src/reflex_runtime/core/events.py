@@ -71,12 +71,18 @@ class BatchScheduled(NamedTuple):
 
 
 class BatchFinished(NamedTuple):
-    """A batch came back; `crashed` when no item of it succeeded and the processor is to blame."""
+    """A batch came back.
+
+    crashed: whether the processor is to blame: no item of it succeeded, nor any of the batch it is the last part of; or
+        all of those did once they ran apart. A client that fails while others are answered is to blame itself.
+    apart: whether the call failed as a whole and its members run again, apart.
+    """
 
     at: float
     batch: Batch
     elapsed: float
     crashed: bool
+    apart: bool = False
 
 
 class SchedulerPaused(NamedTuple):

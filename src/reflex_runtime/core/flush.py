@@ -142,13 +142,16 @@ class Fill:
     residents: bool
     held: bool
     draining: bool
+    apart: bool = False  # it runs alone because it, or its client, made a call fail
 
 
 def cause_of(fill: Fill, budget: float) -> Cause:
-    """Name why a batch leaves. Precedence: single, budget, size, then what made it go."""
+    """Name why a batch leaves. Precedence: single, apart, budget, size, then what made it go."""
     reached = budget * (1.0 - 1e-9)
     if fill.newcomers and fill.dearest > budget * (1.0 + 1e-9):
         return Cause.SINGLE
+    if fill.apart:
+        return Cause.APART
     if fill.newcomers and (fill.cost >= reached or fill.passed_over):
         return Cause.BUDGET
     if fill.newcomers and fill.size_reached:

@@ -15,6 +15,7 @@ from reflex_runtime.core.batch import Cause
 from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
+from reflex_runtime.core.isolation import Part
 from reflex_runtime.core.joining import Member, join_pays
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
@@ -36,6 +37,7 @@ class Formed:
     short_of: str = ""
     preempted: list[Ticket] = field(default_factory=list)
     cached: dict[Ticket, float] = field(default_factory=dict)
+    part: Part | None = None
 
 
 class Former:
@@ -73,6 +75,9 @@ class Former:
 
     def form(self) -> Formed | None:
         """The batch to send now, or None; then `held_until` says when to look again (inf: not without an input)."""
+        while (part := self.partition.suspects.next()) is not None:
+            if (formed := self._form_part(part)) is not None:
+                return formed
         if self.group.config.resources is not None:
             return self._form_step()
         base = self._seed()
@@ -84,6 +89,18 @@ class Former:
         if not base.grants and (not filled.grants or self._held(filled)):
             return Formed("", {}, 0.0, Cause.IDLE, [], shed) if shed else None
         return self._finish(base, filled, shed)
+
+    def _form_part(self, part: Part) -> Formed | None:
+        """Members of a call that failed, as they ran in it: at once, and with nobody else. None when what they had
+        reserved has gone to others meanwhile."""
+        resources = self.group.config.resources
+        if resources is not None:
+            part.grants = {t: units for t, units in part.grants.items() if resources.reserve(t, units)}
+        if not part.grants:
+            return None
+        tally = self._copy(part.grants)
+        stage = next(iter(part.grants)).stage
+        return Formed(stage, part.grants, tally.cost, Cause.APART, [], short_of="apart", part=part)
 
     def _form_step(self) -> Formed | None:
         """The next step where there is memory: no holds, no shedding, and some may give way to others."""
@@ -109,6 +126,7 @@ class Former:
             residents=bool(base.grants),
             held=self.partition.was_held,
             draining=self.draining,
+            apart=filled.apart and len(grants) == len(newcomers) == 1,
         )
         cause = cause_of(fill, self.policy.max_batch_cost)
         stage = next(iter(grants)).stage
@@ -183,6 +201,8 @@ class Former:
             return None
         line = Cursor.fixed_order(partition)
         if line:
+            if group.offenders and any(t.request.client in group.offenders for t in line):
+                return None
             one, stage = line[0].request, line[0].stage
             shape, cost_class = one.shape, one.cost_class
             for ticket in line:
@@ -218,7 +238,7 @@ class Former:
         """Add candidates in order, one by one, to what is filled already."""
         model, budget = self.group.cost, self.policy.max_batch_cost
         places, shares = self._places(), shares_of_places(self.group, self.partition, self.policy.max_batch_size)
-        tally, grants = filled.tally, filled.grants
+        tally, grants, offenders = filled.tally, filled.grants, self.group.offenders
         blocked: set[object] = set()
         for ticket in candidates:
             if len(grants) >= places:
@@ -231,6 +251,13 @@ class Former:
                 if cursor is not None:
                     cursor.take(0.0)
                 continue
+            apart = bool(offenders) and client in offenders
+            if apart and grants:  # its turn comes when it is the first
+                blocked.add(client)
+                filled.short_of = filled.short_of or "apart"
+                if cursor is not None:
+                    cursor.skip()
+                continue
             entitled = shares is None or shares[client] > 0
             units = tally.offer(ticket, budget, limit) if entitled else 0.0
             if units > 0.0:
@@ -240,6 +267,9 @@ class Former:
                     shares[client] -= 1
                 if cursor is not None:
                     cursor.take(model.marginal(ticket, units) / ticket.request.weight)
+                if apart:
+                    filled.apart, filled.short_of = True, "apart"
+                    break
                 continue
             filled.passed_over = filled.passed_over or entitled
             blocked.add(client)
@@ -262,7 +292,8 @@ class Former:
         """Newcomers that may enter."""
         places = self.policy.max_batch_size - len(self.partition.residents)
         room = self.group.room_in(self.partition)
-        return max(0, places if room is None else min(places, room))
+        places = places if room is None else min(places, room)
+        return max(0, int(min(places, self.group.offenders.limit)))
 
     def _closed(self) -> str:
         """What keeps the others out when as many entered as may."""
@@ -285,7 +316,8 @@ class Former:
                 alike = not base.grants and self._alike(candidates)
                 fit = self._formula(affine, len(full.grants)) if alike else self._filling(base)
                 members = window(candidates, full, fit, price, self.now)
-                by_number = alike and not self.partition.residents  # beside residents places are shared
+                # beside residents places are shared, and offenders are passed over
+                by_number = alike and not self.partition.residents and not self.group.offenders
                 chosen = self._fill_line(members) if by_number else self._fill(base, members, inf)
             chosen.short_of = full.short_of or "budget"  # of the time that deadlines allow
             shed = list(dict.fromkeys((*hopeless, *self._overtaken(chosen))))
@@ -375,7 +407,7 @@ class Former:
     def _held(self, filled: Filled) -> bool:
         """Whether to wait for company; sets `held_until`. The instant stands until the next input."""
         full = filled.tally.cost >= self.policy.max_batch_cost * (1.0 - 1e-9)
-        if self.draining or full or filled.passed_over or filled.size_reached:
+        if self.draining or full or filled.passed_over or filled.size_reached or filled.apart:
             return False
         partition = self.partition
         if partition.hold_epoch != self.epoch:

@@ -11,6 +11,7 @@ from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.isolation import Offenders
 from reflex_runtime.core.live import Live
 from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
@@ -86,6 +87,7 @@ class Group:
         self.clients = Clients()
         self.returns = Returns()
         self.live = Live(config.flush.live)
+        self.offenders = Offenders()
         flush = config.flush
         self._counts_only = (  # batches leave by size and time alone
             (flush.returns, flush.shed, flush.max_batch_cost, flush.hold_min) == (0.0, False, inf, flush.hold_max)
@@ -186,7 +188,10 @@ class Group:
         until = partition.hold_until
         if partition.hold_epoch != epoch or until <= now or now + policy.hold_max[ticket.tier] < until:
             return False
-        if partition.waiting >= policy.max_batch_size or partition.residents or self.room_in(partition) is not None:
+        if ticket.request.client in self.offenders:
+            return False
+        most = min(policy.max_batch_size, self.offenders.limit)
+        if partition.waiting >= most or partition.residents or self.room_in(partition) is not None:
             return False
         if policy.live <= 0.0:
             return True
@@ -244,6 +249,7 @@ class Group:
         del partition.unsettled[ticket]
         self.turns.touch(partition)
         if not partition.unsettled:
+            partition.suspects.clear()
             del self.active[partition.key]
             self.turns.shares.leave(partition)
             partition.forget()

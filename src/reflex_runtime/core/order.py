@@ -15,6 +15,7 @@ from itertools import takewhile
 from math import inf
 
 from reflex_runtime.core.heap import FEW, LazyHeap
+from reflex_runtime.core.isolation import Suspects
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, Priority, Ticket
 from reflex_runtime.core.shares import Shares
@@ -347,6 +348,7 @@ class Partition:
         "promotions",
         "residents",
         "room",
+        "suspects",
         "tiers",
         "unsettled",
         "usual_limit",
@@ -358,6 +360,7 @@ class Partition:
         self.counter = 0.0  # virtual: its device time in seconds
         self.tiers = (Tier(), Tier(), Tier())
         self.residents: OrderedDict[Ticket, None] = OrderedDict()
+        self.suspects = Suspects()
         self.unsettled: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default

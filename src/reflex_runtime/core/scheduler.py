@@ -22,7 +22,7 @@ from math import inf, log
 from typing import Any
 
 from reflex_runtime.core.admission import admit
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
     ConfigError,
@@ -50,6 +50,7 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.isolation import Origin
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import (
@@ -224,18 +225,23 @@ class Scheduler:
         del self._in_flight[batch]
         self._free_since = now
         group = self._groups[batch.group]
-        failed = [o for o in outcomes if isinstance(o, Failed)]
-        crashed = len(failed) == len(outcomes)
+        apart = isinstance(outcomes[0], Apart)
+        failed = [o for o in outcomes if isinstance(o, Failed | Apart)]
+        void = len(failed) == len(outcomes)
         partition = group.active[batch.partition]
         group.charge(partition, elapsed - batch.expected)
         if not failed:
             group.cost.observe(batch, elapsed)
         resources = group.config.resources
         if resources is not None:
-            resources.rollback(batch) if crashed else resources.commit(batch)
-        self._events.append(BatchFinished(now, batch, elapsed, crashed))
+            resources.rollback(batch) if void else resources.commit(batch)
         partition.in_flight -= 1
-        self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
+        crashed = not apart and self._crashed(group, partition, batch, len(failed))
+        self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
+        if apart:
+            self._settle(group, partition, self._apart(partition, batch))
+        else:
+            self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
@@ -445,7 +451,10 @@ class Scheduler:
             left=self.take_left(group.name),
             short_of=formed.short_of if partition.waiting else "",
             cached=formed.cached,
+            part=formed.part,
         )
+        if formed.part is not None:
+            partition.suspects.take(formed.part)
         self._in_flight[batch] = None
         self._decided = -1
         group.charge(partition, batch.expected)
@@ -468,14 +477,45 @@ class Scheduler:
                 if error is not None:
                     yield ticket, Failed(error)
                 continue
+            assert not isinstance(outcome, Apart)
             if isinstance(outcome, Done):
                 ticket.computed += units
                 settled(ticket)
                 done += 1
                 took += ticket.shared
+                group.offenders.answered(ticket.request.client)
+            elif len(batch) == 1:
+                group.offenders.failed(ticket.request.client)
             yield ticket, outcome
         if done:
             group.ran(took / done)
+
+    @staticmethod
+    def _crashed(group: Group, partition: Partition, batch: Batch, failed: int) -> bool:
+        """Whether the processor is to blame for what came of a batch, and not somebody in it."""
+        part = batch.part
+        if part is None:
+            known = len(batch) == 1 and group.offenders.others_answered(next(iter(batch.grants)).request.client)
+            return failed == len(batch) and not known
+        origin = part.origin
+        origin.pending -= 1
+        origin.guilty = origin.guilty or failed > 0
+        if failed < len(batch):
+            origin.served = True
+            partition.suspects.succeeded(part)
+        return origin.pending == 0 and not (origin.served and origin.guilty)
+
+    def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
+        """The members of a call that failed as a whole run again in halves; those that leave now are told."""
+        part = batch.part
+        origin = Origin() if part is None else part.origin
+        origin.pending -= part is not None
+        partition.suspects.split(batch.grants, origin)
+        for ticket, units in batch.grants.items():
+            ticket.recomputed += units
+            error = self._reside(partition, ticket)
+            if error is not None:
+                yield ticket, Failed(error)
 
     def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
         """A ticket that ran is resident until its next step. Returns why it is not, if so."""
@@ -485,11 +525,15 @@ class Scheduler:
         ticket.wants = more.wants
         if more.stage is not None:
             ticket.stage = more.stage
-        self._move(ticket, RESIDENT)
-        partition.residents[ticket] = None
         self._events.append(_event(RequestProgressed, (self._now, ticket, more.value)))
         if ticket.request.streams and more.value is not None:
             ticket.answered, ticket.deadline = True, inf  # a stream's deadline is for its first answer
+        return self._reside(partition, ticket)
+
+    def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
+        """A ticket that ran waits for its next call. Returns why it leaves instead, if so."""
+        self._move(ticket, RESIDENT)
+        partition.residents[ticket] = None
         error = self._boundary(ticket)
         if error is None and ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)

@@ -26,6 +26,7 @@ THRESHOLDS = 8  # slack thresholds tried
 class Filled:
     """A filled batch: granted units in order, its tally, and whether something did not fit the budget or the size.
 
+    apart: whether the one in it runs alone for what its client did.
     short_of: what ended the fill; where it went through the whole queue, what kept the first out that was passed over.
     """
 
@@ -34,6 +35,7 @@ class Filled:
     passed_over: bool = False
     size_reached: bool = False
     short_of: str = ""
+    apart: bool = False
 
 
 Fitter = Callable[[Sequence[Ticket], float], tuple[Sequence[Ticket], float]]

@@ -231,7 +231,8 @@ class BatchMeter:
             self._scheduled(event)
         elif isinstance(event, BatchFinished):
             self._processing.add(event.elapsed)
-            self._errors_in_a_row = self._errors_in_a_row + 1 if event.crashed else 0
+            if not event.apart:  # what becomes of its members is not known yet
+                self._errors_in_a_row = self._errors_in_a_row + 1 if event.crashed else 0
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):

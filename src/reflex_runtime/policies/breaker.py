@@ -89,7 +89,7 @@ class Evidence:
 class _Slot:
     """State of one slot. Closed: asked as usual. Open: drained; `probe` is the key being served to see if it works."""
 
-    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
+    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "unsure", "why")
 
     def __init__(self) -> None:
         self.evidence = Evidence()
@@ -97,6 +97,7 @@ class _Slot:
 
     def close(self, cooldown: float) -> None:
         self.count = 0
+        self.unsure = False  # the last crash may have been its own request's fault
         self.evidence.reset()
         self.opened: float | None = None
         self.by_rate = False
@@ -134,13 +135,21 @@ class Breaker:
         for slot in self._slots.values():
             slot.close(cooldown)
 
-    def crashed(self, slot: str, now: float) -> bool:
-        """One call of the slot of which no item succeeded. True when the slot opened by it."""
+    def crashed(self, slot: str, now: float, others_served: bool = False) -> bool:
+        """One call of the slot of which no item succeeded. True when the slot opened by it.
+
+        others_served: whether the slot answered other clients since its last crash. Then the request may be to blame,
+        and the call is evidence only once the next one crashes too.
+        """
         self._now = now
         state = self._slots[slot]
         state.count += 1
         if state.opened is None:
-            state.evidence.crashed()
+            if state.unsure:
+                state.evidence.crashed()
+            state.unsure = others_served
+            if not others_served:
+                state.evidence.crashed()
             return self._judge(state, now)
         if state.probe is not None:
             state.probe = None
@@ -156,7 +165,7 @@ class Breaker:
         """
         self._now = now
         state = self._slots[slot]
-        state.count = 0
+        state.count, state.unsure = 0, False
         if state.opened is None:
             state.evidence.clean()
             return False
@@ -241,7 +250,7 @@ class Breaker:
         evidence = state.evidence
         if state.count >= self.max_consecutive:
             state.why = f"{state.count} calls crashed in a row"
-        elif evidence.crashes > state.count and evidence.alarmed:
+        elif evidence.crashes + state.unsure > state.count and evidence.alarmed:
             state.by_rate = True
             state.why = f"crash rate above {RATE:.0%}: {evidence.crashes} crashes, e-value {exp(evidence.log_e):.3g}"
         else:

@@ -1,6 +1,6 @@
 """Faults on purpose, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
 
-    raise   the call that holds a marked request raises, so the batch is bisected until that request stands alone
+    raise   the call that holds a marked request raises, so it is repeated in parts until that request stands alone
     nan     a marked request's actions are NaN, as if the model had said so
     hang    a marked batch does not come back for 60 s, then fails
     slow    a marked batch takes 500 ms longer
@@ -104,18 +104,16 @@ class FaultyProcessor:
         self._inner, self.faults, self._latency, self._seed, self._sleep = inner, tuple(faults), latency, seed, sleep
         self.repeatable = inner.repeatable
         self.release = threading.Event()
-        self._struck: int | None = None  # id of the batch at hand: its repeated calls do not wait again
 
     def start(self) -> None:
         self._inner.start()
 
     def run(self, batch: Batch) -> Sequence[Any]:
-        first, self._struck = self._struck != batch.id, batch.id
-        if self._latency and first:
+        if self._latency:
             self._sleep(self._latency)
             batch.notes["injected_ms"] = self._latency * 1e3
         for fault in self.faults:
-            self._before(fault, batch, first)
+            self._before(fault, batch)
         results = self._inner.run(batch)
         for fault in self.faults:
             if fault.kind == "nan" and len(results) == len(batch.grants):
@@ -125,8 +123,8 @@ class FaultyProcessor:
                 ]
         return results
 
-    def _before(self, fault: Fault, batch: Batch, first: bool) -> None:
-        """Faults that befall the call as a whole, before it has changed anything. first: it is not a repeated call."""
+    def _before(self, fault: Fault, batch: Batch) -> None:
+        """Faults that befall the call as a whole, before it has changed anything."""
         if fault.kind == "raise":
             for ticket in batch.grants:
                 if self._marked(fault, ticket.id):
@@ -135,11 +133,9 @@ class FaultyProcessor:
             if fault.kind == "die":
                 raise InjectedDeath(f"injected fault {fault}")
             if fault.kind == "slow":
-                if first:
-                    self._sleep(fault.seconds)
+                self._sleep(fault.seconds)
             else:
-                if first:
-                    self.release.wait(fault.seconds)
+                self.release.wait(fault.seconds)
                 # It must not run the batch now: its callers have been told, and another thread may have taken over.
                 raise ProcessorHung(f"injected fault {fault}: batch {batch.id} hung")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket
@@ -291,7 +291,7 @@ class Policy(BaseProcessor):
             ran.append((batch, elapsed))
             for ticket, outcome in zip(grants, outcomes, strict=True):
                 ticket.shared += elapsed / len(grants)
-                if isinstance(outcome, Failed):
+                if isinstance(outcome, Failed | Apart):
                     self.drop(tickets)
                     raise outcome.error
                 if isinstance(outcome, More):

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.policies.decomposed import DecomposedPolicy
@@ -306,6 +306,7 @@ class _Alone(_Runner):
             (outcome,) = run_batch(processor, batch)
             times.append((batch.stage, self._clock() - began))
             if not isinstance(outcome, More):
+                assert not isinstance(outcome, Apart)  # it is alone
                 return outcome, times
             _advance(ticket, outcome)
 
@@ -325,7 +326,7 @@ class _Composed(_Runner):
 
     Requests are made at the instants they arrived at, between the batches that had ended by then, so that the prefix
     cache holds what it held. A batch that lacks a member, because that one's request is not in the file, makes all that
-    were in it `composed = False`; so does one that had to be bisected.
+    were in it `composed = False`. Calls that failed are left out; their members ran again in batches of their own.
     """
 
     def run(self, answered: Sequence[Recorded]) -> None:
@@ -408,9 +409,9 @@ class _Composed(_Runner):
     def _run_batch(self, recorded: RanBatch) -> int:
         """Run a batch; returns how many requests it answered."""
         present = [seq for seq in recorded.members if seq in self._tickets]
-        if len(present) < len(recorded.members) or recorded.notes.get("bisect_calls"):
+        if len(present) < len(recorded.members):
             self._broken.update(present)
-        if recorded.crashed or not present:
+        if recorded.apart or (recorded.crashed and recorded.cause != Cause.APART) or not present:
             return 0
         grants = {self._tickets[seq]: 1.0 for seq in present}
         entered = tuple(self._tickets[seq] for seq in recorded.entered if seq in self._tickets)
@@ -425,7 +426,7 @@ class _Composed(_Runner):
             )
         answered = 0
         for seq, outcome in zip(present, outcomes, strict=True):
-            answered += self._settle(recorded, seq, outcome)
+            answered += self._settle(recorded, seq, Failed(outcome.error) if isinstance(outcome, Apart) else outcome)
         return answered
 
     def _settle(self, recorded: RanBatch, seq: int, outcome: Done | More | Failed) -> bool:

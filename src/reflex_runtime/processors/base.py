@@ -7,12 +7,10 @@ exceptions), `run_batch` turns it into exactly one outcome per ticket.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import ceil, log2
 from typing import Any, Protocol
 
-from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import ProcessorError, ReflexError, ResultCountMismatch
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
+from reflex_runtime.core.errors import ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
 from reflex_runtime.core.request import Ticket
 
 
@@ -45,41 +43,15 @@ class Processor(Protocol):
 def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     """Run a batch and return one outcome per ticket, whatever the processor does.
 
-    A call that raises is bisected with at most 2·⌈log₂ n⌉ + 2 further calls until each guilty item stands alone; what
-    stays unresolved fails. A wrong number of results fails the batch: nobody can tell whose is missing.
+    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the guilty ones stand alone.
+    A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
+    results: nobody can tell whose is missing.
     """
-    tickets = list(batch.grants)
     whole = _call(processor, batch)
     if not isinstance(whole, ReflexError):
         return whole
-    if len(tickets) == 1 or not processor.repeatable or isinstance(whole, ResultCountMismatch):
-        return [Failed(whole)] * len(tickets)
-    return _bisect(processor, batch, tickets, whole)
-
-
-def _bisect(processor: Processor, batch: Batch, tickets: list[Ticket], error: ReflexError) -> list[Outcome]:
-    found: dict[Ticket, Outcome] = {}
-    calls = 2 * ceil(log2(len(tickets))) + 2
-    failing = [(tickets, error)]
-    used = 0
-    while failing:
-        suspects, error = failing.pop(0)
-        if len(suspects) == 1 or used >= calls:
-            found.update((ticket, Failed(error)) for ticket in suspects)
-            continue
-        middle = len(suspects) // 2
-        for half in (suspects[:middle], suspects[middle:]):
-            if used >= calls:
-                failing.append((half, error))
-                continue
-            used += 1
-            result = _call(processor, replace(batch, grants={t: batch.grants[t] for t in half}, left=()))
-            if isinstance(result, ReflexError):
-                failing.append((half, result))
-            else:
-                found.update(zip(half, result, strict=True))
-    batch.notes["bisect_calls"] = used
-    return [found[ticket] for ticket in tickets]
+    apart = len(batch) > 1 and processor.repeatable and not isinstance(whole, ResultCountMismatch | ProcessorHung)
+    return [Apart(whole) if apart else Failed(whole)] * len(batch)
 
 
 def _call(processor: Processor, batch: Batch) -> list[Outcome] | ReflexError:

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig, environment
 from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.batch import Batch, Done, Failed
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
@@ -413,12 +413,13 @@ class _Verdict:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._served: dict[str, Hashable] = {}  # slot → the client it answered last, since it last crashed
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchFinished):
             self._clean = "" if event.crashed else event.batch.group
             if event.crashed:
-                self._rollout.crashed(event.batch.group, event.at)
+                self._rollout.crashed(event.batch.group, event.at, self._others_served(event.batch))
             verdict = self._rollout.breaker.verdict
             if verdict != "ok":
                 event.batch.notes["verdict"] = verdict  # for the trace: its sink comes after this one
@@ -426,7 +427,15 @@ class _Verdict:
             ticket = event.ticket
             if isinstance(ticket.outcome, Done) and ticket.request.group == self._clean:
                 self._rollout.computed(self._clean, event.at)
+                self._served[self._clean] = ticket.request.client
                 self._clean = ""
+
+    def _others_served(self, batch: Batch) -> bool:
+        """Whether somebody else was answered since the last crash; False where the members themselves were, later."""
+        client = self._served.pop(batch.group, None)
+        if batch.part is not None and batch.part.origin.served:
+            return False
+        return client is not None and all(ticket.request.client != client for ticket in batch.grants)
 
 
 def _warmed(policy: Policy) -> WarmUp:

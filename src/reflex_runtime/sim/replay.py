@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from reflex_runtime.core.adapt import Planner
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ConfigError, ProcessorError, Rejected
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -303,7 +303,9 @@ class _Measured:
 
     def _outcome(self, recorded: RanBatch, ticket: Ticket, units: float) -> Outcome:
         seq = self._seqs[ticket]
-        if recorded.crashed:
+        if recorded.apart:
+            return Apart(ProcessorError("its call failed when it was recorded"))
+        if recorded.crashed and recorded.cause != Cause.APART:
             return Failed(ProcessorError("it failed when it was recorded"))
         if self._last.get(seq) == recorded.id:
             end = self._ended.get(seq)
@@ -324,7 +326,7 @@ class MeasuredDevice:
     def __init__(self, batches: Sequence[RanBatch]) -> None:
         by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch in batches:
-            if not batch.crashed and batch.members:
+            if not batch.crashed and not batch.apart and batch.members:
                 by_stage[batch.slot, batch.stage][len(batch.members)].append(batch.elapsed)
         if not by_stage:
             raise ConfigError("the recording holds no batch to learn the device's times from")

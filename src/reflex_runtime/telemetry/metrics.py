@@ -198,7 +198,7 @@ class _Slot:
 
     def finished(self, event: BatchFinished) -> None:
         batch = event.batch
-        if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed:
+        if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed and not event.apart:
             self.error.observe(batch.expected / event.elapsed)
         if batch.admitted:
             self._captured.append(bool(batch.notes.get("captured")))

@@ -25,6 +25,7 @@ _CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale wher
     Cause.DRAIN.value: ("D", "#9CA3AF"),
     Cause.IDLE.value: ("I", "#D1FAE5"),
     Cause.STEP.value: ("→", "#E0E7FF"),
+    Cause.APART.value: ("A", "#DB2777"),
 }
 _STAGES = ("#1E293B", "#CBD5E1", "#F59E0B", "#7C3AED", "#0D9488", "#BE123C")  # in order of appearance, then again
 _CEILING = "#B91C1C"

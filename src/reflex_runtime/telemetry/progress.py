@@ -34,8 +34,9 @@ class ProgressFold:
     def __bool__(self) -> bool:
         return bool(self._counts)
 
-    def ran(self, batch: Batch) -> list[Progress]:
-        """A batch of tokens came back: what its members had before it, in the order of its grants."""
+    def ran(self, batch: Batch, failed: bool = False) -> list[Progress]:
+        """A batch of tokens came back: what its members had before it, in the order of its grants. failed: its call
+        did, and they run again."""
         entered, counts = set(batch.admitted), self._counts
         found = []
         for ticket, units in batch.grants.items():
@@ -49,7 +50,8 @@ class ProgressFold:
                 found.append(Progress(None, None, None))
                 continue
             found.append(Progress(*before, cached))
-            counts[ticket.seq] = (before[0] + units, before[1])
+            if not failed:
+                counts[ticket.seq] = (before[0] + units, before[1])
         return found
 
     def answered(self, seq: int) -> None:

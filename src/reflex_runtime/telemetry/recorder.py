@@ -228,6 +228,7 @@ class Recorder:
             event.crashed,
             dict(batch.notes) if batch.notes else {},
             list(self._looked),
+            event.apart,
         )
         self._looked = ()
         self._put(_Ran(line, [ticket.request.id for ticket in entered]))

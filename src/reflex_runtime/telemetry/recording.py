@@ -280,6 +280,7 @@ class RanBatch(msgspec.Struct, tag_field="kind", tag="batch"):
     crashed: bool = False
     notes: dict[str, Any] = {}
     looked: list[float] = []
+    apart: bool = False
 
 
 class Ended(msgspec.Struct, tag_field="kind", tag="ended"):

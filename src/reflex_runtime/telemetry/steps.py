@@ -91,7 +91,7 @@ def _waited_in(batches: list[TracedBatch], ids: Container[int] | None, found: di
             found[batch.id] = tuple(live[seq] for seq in sorted(live.keys() - inside))
         for m in batch.members:
             live.pop(m.seq, None)
-            if m.outcome in ("more", None) and final[m.seq] > batch.id:
+            if m.outcome in ("more", "apart", None) and final[m.seq] > batch.id:
                 live[m.seq] = Waiter(m, "resident")
 
 
@@ -149,6 +149,6 @@ def courses(batches: Sequence[TracedBatch]) -> list[Course]:
                 else:
                     course.gaps.append(end - newest[m.seq])
                 newest[m.seq] = end
-            if m.outcome not in ("more", None):
+            if m.outcome not in ("more", "apart", None):
                 course.ended = m.outcome
     return [found[seq] for seq in sorted(found)]

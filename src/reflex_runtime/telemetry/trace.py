@@ -71,7 +71,8 @@ class Member(msgspec.Struct, omit_defaults=True):
     state: `waiting` when it entered from the queue with this batch, `resident` when it stayed from an earlier one.
     age: seconds from its arrival until the batch was scheduled; for one that entered, the time it waited.
     limit: seconds it was given to be answered in, from its arrival; None without a deadline.
-    outcome: `done`, `more` (it stays for another step), or how it ended: `failed`, `cancelled`, …; None if unknown.
+    outcome: `done`, `more` (it stays for another step), `apart` (the call failed as a whole, and
+        it runs again with fewer), or how it ended: `failed`, `cancelled`, …; None if unknown.
     computed, known, cached: of tokens only, before this batch: how many were in the cache, how many there were (prompt
     and outputs), and how many the prefix cache had on entering with it.
     """
@@ -94,9 +95,10 @@ class TracedBatch(msgspec.Struct, tag_field="kind", tag="batch"):
     """One batch, written when it finished. Seconds throughout; scheduled_at counts from the header's origin.
 
     cost, unit: the estimate the budget is compared with, None when it was not finite. expected: predicted seconds of
-    this call, None when unknown. queued: how many still waited when it left, None if unknown. crashed: no member
-    succeeded and the processor is to blame. left: seqs of residents gone since the group's last batch (preempted,
-    cancelled, expired). short_of: what kept the others out: `budget`, `places`, `memory`, `share`, `room`, or empty.
+    this call, None when unknown. queued: how many still waited when it left, None if unknown. crashed: the
+    processor is to blame (`BatchFinished`). left: seqs of residents gone since the group's last batch (preempted,
+    cancelled, expired). short_of: what kept the others out: `budget`, `places`, `memory`, `share`, `room`, `apart`, or
+    empty.
     """
 
     id: int
@@ -230,7 +232,7 @@ class TraceWriter:
         batch = event.batch
         queued = self._queued.pop(batch.id, None)
         info = self._groups.get(batch.group)
-        tokens = self._progress.ran(batch) if info is not None and info.unit == "tokens" else None
+        tokens = self._progress.ran(batch, event.apart) if info is not None and info.unit == "tokens" else None
         if not self._lines.takes():
             return
         at = batch.scheduled_at
@@ -266,6 +268,10 @@ class TraceWriter:
             short_of=batch.short_of,
         )
         self._next = 0
+        if event.apart:
+            for member in members:
+                member.outcome = "apart"
+            self._flush()
 
     def _ended(self, open_batch: TracedBatch, event: RequestSettled | RequestProgressed) -> None:
         """A member's outcome. They follow a finished batch in the order of its grants; what stands between them (a

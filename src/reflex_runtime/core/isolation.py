@@ -1,0 +1,134 @@
+"""Finding the requests that make a call fail, without failing their neighbours.
+
+A call that failed as a whole is repeated in two halves, a half that fails in two halves again, until each guilty
+request has failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeded, other
+groups take their turns in between, and no single batch lasts long. Larger parts go first, so that most neighbours wait
+for two calls more. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more calls, with g at most
+2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+from math import inf, log
+
+from reflex_runtime.core.request import RESIDENT, Ticket
+
+OFFENDERS = 4096  # clients remembered per group
+MEMORY = 32.0  # requests over which the share of guilty ones is averaged
+FORGOTTEN = 2.0**-10  # a share below which nobody is guilty
+
+
+class Origin:
+    """The batch whose call failed first. pending: its parts that have not run. served, guilty: what they showed."""
+
+    __slots__ = ("guilty", "pending", "served")
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self.served = self.guilty = False
+
+
+class Part:
+    """Members of a failed call that run together again, with the units they were granted.
+
+    fails: whether it is known to fail, because the other half of the failed call succeeded.
+    """
+
+    __slots__ = ("fails", "grants", "origin", "other")
+
+    def __init__(self, grants: dict[Ticket, float], origin: Origin) -> None:
+        self.grants, self.origin = grants, origin
+        self.fails = False
+        self.other: Part | None = None
+
+
+class Suspects:
+    """The parts of one partition that are to run apart, in order."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self) -> None:
+        self._parts: deque[Part] = deque()
+
+    def split(self, grants: dict[Ticket, float], origin: Origin) -> None:
+        """Two halves of what failed together."""
+        tickets = list(grants)
+        middle = (len(tickets) + 1) // 2
+        halves = [Part({t: grants[t] for t in some}, origin) for some in (tickets[:middle], tickets[middle:]) if some]
+        if len(halves) == 2:
+            halves[0].other, halves[1].other = halves[1], halves[0]
+        origin.pending += len(halves)
+        self._parts.extend(halves)
+
+    def next(self) -> Part | None:
+        """The part to run now, without members that ended meanwhile or are held; None when there is none.
+
+        One that is known to fail is split without a call.
+        """
+        while self._parts:
+            part = self._parts[0]
+            if part.grants and not all(t.state is RESIDENT and not t.held for t in part.grants):
+                part.grants = {t: u for t, u in part.grants.items() if t.state is RESIDENT and not t.held}
+                part.fails = False  # who made it fail may be gone
+            if part.grants and not (part.fails and len(part.grants) > 1):
+                return part
+            self._parts.popleft()
+            part.origin.pending -= 1
+            self.split(part.grants, part.origin)
+        return None
+
+    def take(self, part: Part) -> None:
+        """The part `next` returned runs now."""
+        self._parts.remove(part)
+
+    def clear(self) -> None:
+        """Nobody of the partition is left."""
+        self._parts.clear()
+
+    def succeeded(self, part: Part) -> None:
+        """No call fails because of its members: those that do are in the other half."""
+        if part.other is not None:
+            part.other.fails = True
+
+
+class Offenders:
+    """Clients of one group whose last request failed alone, and how many requests fail so among the others."""
+
+    def __init__(self) -> None:
+        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → requests answered when it was found guilty
+        self._answered = 0
+        self.share = 0.0  # of requests that shared batches, those that were guilty
+
+    def __bool__(self) -> bool:
+        return bool(self._failed)
+
+    def __contains__(self, client: Hashable) -> bool:
+        return client in self._failed
+
+    @property
+    def limit(self) -> float:
+        """Most requests that share a call, so that it succeeds as likely as not; inf while nobody is guilty."""
+        return max(1.0, log(2.0) / self.share // 1.0) if self.share else inf
+
+    def others_answered(self, client: Hashable) -> bool:
+        """Whether the group answered somebody since this known offender last failed."""
+        return client in self._failed and self._failed[client] < self._answered
+
+    def failed(self, client: Hashable) -> None:
+        """A request of the client failed alone."""
+        if client not in self._failed:
+            self.share += (1.0 - self.share) / MEMORY
+        self._failed[client] = self._answered
+        self._failed.move_to_end(client)
+        if len(self._failed) > OFFENDERS:
+            self._failed.popitem(last=False)
+
+    def answered(self, client: Hashable) -> None:
+        """A request of the client was answered: it may share batches again."""
+        self._answered += 1
+        if self._failed.pop(client, None) is None and self.share:
+            self.share -= self.share / MEMORY
+            if self.share < FORGOTTEN:
+                self.share = 0.0
