@@ -714,3 +714,52 @@ def test_a_callback_takes_the_settled_ticket_in_place_of_a_future(caplog: pytest
         assert "nobody answered request one" in caplog.text
 
     run(main())
+
+
+# -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("processors", "error", "says"),
+    [
+        (Gate(), TypeError, "must be a mapping of group names, such as {'default': processor}"),
+        ({"default": Gate}, TypeError, r"processors\['default'\] is no Processor, it is a type"),
+        ({"default": lambda items: items}, TypeError, "it is a function; wrap a function in FunctionProcessor"),
+        ({"default": object()}, TypeError, "is no Processor, it is a object$"),
+        ({"defualt": Gate()}, ConfigError, r"processors for \['defualt'\], but the groups are \['default'\]"),
+        ({}, ConfigError, "but the groups are"),
+        ({"default": Gate(), "other": Gate()}, ConfigError, "but the groups are"),
+    ],
+)
+def test_what_cannot_run_the_batches_of_a_group_is_refused_where_it_is_written(
+    processors: Any, error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        Batcher(processors)
+
+
+def test_a_batcher_that_was_not_started_and_what_is_no_request_are_refused() -> None:
+    async def main() -> None:
+        batcher = Batcher({"default": Gate(is_open=True)})
+        with pytest.raises(RuntimeError, match="not started; use `async with"):
+            await batcher.run(Request("x"))
+        async with batcher:
+            payload: Any = "x"
+            with pytest.raises(TypeError, match=r"takes a Request, not a str: run\(Request\(payload\)\)"):
+                await batcher.run(payload)
+            assert await batcher.run(Request("x")) == "x"
+
+    run(main())
+
+
+def test_a_call_in_another_event_loop_is_refused() -> None:
+    async def main() -> None:
+        async with Batcher({"default": Gate(is_open=True)}) as batcher:
+
+            def elsewhere() -> None:
+                with pytest.raises(RuntimeError, match="in another event loop"):
+                    asyncio.run(batcher.run(Request("x")))
+
+            await asyncio.to_thread(elsewhere)
+
+    run(main())

@@ -21,6 +21,7 @@ from reflex_runtime.core.errors import (
     WaitTimeout,
 )
 from reflex_runtime.drivers.decorator import BatchedFunction, batched
+from reflex_runtime.processors.function import FunctionProcessor
 
 
 class Slow:
@@ -260,6 +261,135 @@ def test_closing_one_that_never_ran() -> None:
         slow.double(1)
 
 
-def test_it_needs_its_parentheses() -> None:
-    with pytest.raises(ConfigError, match="parentheses"):
-        batched(lambda items: items)  # type: ignore[arg-type]
+# -- misuse ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_works_without_parentheses() -> None:
+    @batched
+    def double(items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+    assert double(21) == 42
+    assert double.close()
+
+
+class Holder:
+    """Functions that belong to a class, and one that is bound when there is an object."""
+
+    def __init__(self) -> None:
+        self.add: BatchedFunction[int, int] = batched()(self._add)
+        self.by = 5
+
+    def _add(self, items: list[int]) -> list[int]:
+        return [item + self.by for item in items]
+
+    @staticmethod
+    @batched()
+    def negate(items: list[int]) -> list[int]:
+        return [-item for item in items]
+
+
+def test_bound_methods_static_methods_and_callable_objects_are_functions() -> None:
+    class Doubles:
+        def __call__(self, items: list[int]) -> list[int]:
+            return [2 * item for item in items]
+
+    holder, doubles = Holder(), batched(Doubles())
+    assert (holder.add(1), Holder.negate(3), holder.negate(4), doubles(4)) == (6, -3, -4, 8)
+    for function in (holder.add, Holder.negate, doubles):
+        assert function.close()
+
+
+async def _coroutine(items: list[int]) -> list[int]:
+    return items
+
+
+async def _async_generator(items: list[int]) -> Any:
+    yield items
+
+
+def _generator(items: list[int]) -> Any:
+    yield from items
+
+
+class _AsyncCall:
+    async def __call__(self, items: list[int]) -> list[int]:
+        return items
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (_coroutine, "_coroutine is an async function; it runs on a thread of its own"),
+        (_async_generator, "_async_generator is an async function"),
+        (_AsyncCall(), "_AsyncCall is an async function"),
+        (_generator, "_generator is a generator function; it must return a list"),
+        (Holder._add, r"Holder._add is a method.*self.run = batched\(\)\(self._run\)"),
+        (classmethod(lambda cls, items: items), "<lambda>: must be a function"),
+        (lambda: [1], r"<lambda>\(\): must take one argument, the list of items"),
+        (lambda a, b: [], r"<lambda>\(a, b\): must take one argument"),
+        (lambda *, items: [], "must take one argument"),
+        (7, "int: must be a function"),
+    ],
+)
+def test_what_is_no_function_over_a_list_is_refused_where_it_is_written(function: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        batched()(function)
+    with pytest.raises(TypeError, match=says):
+        FunctionProcessor(function)
+
+
+@pytest.mark.parametrize(
+    ("results", "kind"),
+    [(None, "NoneType"), ({1: 2}, "dict"), ("x", "str"), (b"x", "bytes"), ({1}, "set"), (iter([1]), "list_iterator")],
+)
+def test_b19_a_result_that_is_no_list_is_a_clear_error(results: Any, kind: str) -> None:
+    @batched()
+    def odd(items: list[int]) -> Any:
+        return results
+
+    with pytest.raises(ResultCountMismatch, match=f"odd returned a {kind}; it must return a list with one result"):
+        odd(1)
+    assert odd.close()
+
+
+def test_b19_a_coroutine_as_result_is_a_clear_error() -> None:
+    with_coroutine = batched(lambda items: _coroutine(items))  # type: ignore[arg-type, return-value]
+    with pytest.raises(ResultCountMismatch, match="returned a coroutine"):
+        with_coroutine(1)
+    assert with_coroutine.close()
+
+
+def test_arrays_and_tuples_are_lists_of_results() -> None:
+    import numpy as np
+
+    for made in (np.array, tuple):
+        function = batched(lambda items, made=made: made(items))  # type: ignore[misc, arg-type]
+        assert function(3) == 3
+        assert function.close()
+
+
+def test_the_time_limit_is_never_an_item() -> None:
+    slow = Slow()
+    call: Any = slow.double
+    with pytest.raises(TypeError, match="positional argument"):
+        call(1, 2)
+    with pytest.raises(ConfigError, match="timeout=-1: must be >= 0 seconds"):
+        call(1, timeout=-1)
+    assert slow.calls == []
+    assert slow.double.close()
+
+
+def test_a_blocking_call_inside_a_running_loop_is_refused_and_its_thread_may_still_call() -> None:
+    slow = Slow()
+    slow.gate.set()
+
+    async def main() -> None:
+        with pytest.raises(RuntimeError, match=r"would block the running event loop: await double.aio\(item\)"):
+            slow.double(1)
+        assert await slow.double.aio(1) == 2
+        assert await asyncio.to_thread(slow.double, 2) == 4
+
+    run(main())
+    assert slow.calls == [[1], [2]]
+    assert slow.double.close()

@@ -7,6 +7,7 @@ while the device is busy; when it is free the device thread waits for itself. Th
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -14,7 +15,7 @@ from math import inf
 from types import TracebackType
 from typing import Any, Self
 
-from reflex_runtime.core.errors import ReflexError, Rejected
+from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -49,6 +50,7 @@ class Batcher:
         one_thread: bool = False,
     ) -> None:
         configs = list(groups)
+        _check(processors, [config.name for config in configs])
         self.scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
         self.device = Device(
@@ -111,7 +113,8 @@ class Batcher:
         ready: False where something is to be done before it can run; no batch takes it before `prepared`.
         """
         loop = self._loop
-        assert loop is not None, "Batcher.start was not awaited"
+        if loop is None:
+            raise RuntimeError("Batcher: not started; use `async with Batcher(…) as batcher`, or await batcher.start()")
         try:
             ticket = self.device.submit(request, settled or loop.create_future(), wake=False, ready=ready)
         except Rejected:
@@ -136,6 +139,10 @@ class Batcher:
 
     async def run(self, request: Request) -> Any:
         """Submit and wait for the value; cancelling the awaiting task takes the request back."""
+        if not isinstance(request, Request):
+            raise TypeError(f"Batcher.run: takes a Request, not a {type(request).__name__}: run(Request(payload))")
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
         ticket = self.submit(request)
         try:
             return await ticket.waiter
@@ -258,3 +265,17 @@ class Batcher:
             self._loop.call_soon_threadsafe(self._on_fatal)
         except RuntimeError:  # the loop is closed
             return
+
+
+def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None:
+    """Raise for anything but one processor for each group, under the group's name."""
+    if not isinstance(processors, Mapping):
+        name = next(iter(groups), "default")
+        raise TypeError(f"Batcher: processors must be a mapping of group names, such as {{{name!r}: processor}}")
+    for name, processor in processors.items():
+        complete = all(callable(getattr(processor, method, None)) for method in ("start", "run", "drop", "stop"))
+        if isinstance(processor, type) or not complete:
+            hint = "; wrap a function in FunctionProcessor" if inspect.isroutine(processor) else ""
+            raise TypeError(f"Batcher: processors[{name!r}] is no Processor, it is a {type(processor).__name__}{hint}")
+    if set(processors) != set(groups):
+        raise ConfigError(f"Batcher: processors for {sorted(processors)}, but the groups are {sorted(groups)}")

@@ -6,7 +6,8 @@
     vector = embed("one text")              # blocks this thread
     vector = await embed.aio("one text")    # does not block the loop
 
-The function runs on one thread of its own and needs no lock. Concurrent callers share its calls.
+The function runs on one thread of its own and needs no lock. Concurrent callers share its calls. It is a plain function
+with one parameter, the list; for a method, wrap the bound one in __init__: `self.embed = batched()(self._embed)`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, WaitTimeout
@@ -39,19 +40,27 @@ class BatchedFunction(Generic[Item, Result]):
     def __init__(
         self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool
     ) -> None:
-        functools.update_wrapper(self, function)
-        self._scheduler = Scheduler([config])
         processor = FunctionProcessor(function, repeatable)
-        self._device = Device(self._scheduler, {config.name: processor}, self._deliver, name=function.__name__)
+        functools.update_wrapper(self, function)
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._scheduler = Scheduler([config])
+        self._device = Device(self._scheduler, {config.name: processor}, self._deliver, name=self._name)
         self._group = config.name
         self._delivery = threading.RLock()  # a future's callback may cancel another item
         self._starting = threading.Lock()
         self._started = False
 
-    def __call__(self, item: Item, timeout: float | None = None) -> Result:
-        """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout."""
+    def __call__(self, item: Item, /, *, timeout: float | None = None) -> Result:
+        """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout.
+
+        RuntimeError in a thread that runs an event loop, which would stand still: there, await `aio`.
+        """
         if self._device.current:
             raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+        if _loop_runs():
+            raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
+        if timeout is not None and not timeout >= 0.0:
+            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
         ticket, future = self._submit(item)
         try:
             return future.result(timeout)
@@ -65,7 +74,7 @@ class BatchedFunction(Generic[Item, Result]):
                 self._device.cancel(ticket)
             raise
 
-    async def aio(self, item: Item) -> Result:
+    async def aio(self, item: Item, /) -> Result:
         """The result for one item, without blocking the loop; cancelling the task takes the item back."""
         ticket, future = self._submit(item)
         try:
@@ -104,18 +113,37 @@ class BatchedFunction(Generic[Item, Result]):
                         future.set_exception(outcome.error)
 
 
+def _loop_runs() -> bool:
+    """Whether this thread is inside a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@overload
+def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+
+
+@overload
 def batched(
     max_batch_size: int = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
-) -> Callable[[Callable[[list[Item]], Sequence[Result]]], BatchedFunction[Item, Result]]:
-    """Make a function over a list callable with one item at a time.
+) -> Callable[[Callable[[list[Item]], Sequence[Result]]], BatchedFunction[Item, Result]]: ...
+
+
+def batched(
+    max_batch_size: Any = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
+) -> Any:
+    """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
 
     max_batch_size: most items in a call. max_latency: longest hold in seconds on a free thread, and only while threads
     that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone caller
     is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice (then one
-    bad item fails its whole call).
+    bad item fails its whole call). Raises TypeError for what is no plain function of one list; see `FunctionProcessor`.
     """
-    if callable(max_batch_size):
-        raise ConfigError("@batched: needs parentheses, as in @batched()")
+    if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
+        return batched()(max_batch_size)
     config = GroupConfig(
         name="batched",
         flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency),
