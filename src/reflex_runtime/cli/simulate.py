@@ -153,7 +153,7 @@ def _compare(config: SimulateConfig) -> int:
 
     bench = _bench(config)
     overload = compare.overload(bench, _progress)
-    _show(compare.overload_table(overload) + "\n")
+    _show(compare.overload_table(overload, compare.overload_bounds(bench, _progress)) + "\n")
     _show(compare.closed_table(compare.closed_loop(bench, _progress)) + "\n")
     _show(compare.fairness_table(compare.fairness(bench, _progress)) + "\n")
     _show(compare.priority_table(compare.priority(bench, _progress)))

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import exp, expm1, inf
+from math import exp, expm1, inf, log, sqrt
 from typing import Protocol
 
 from reflex_runtime.core.errors import ConfigError
@@ -79,7 +79,10 @@ class Planner:
         if b <= 0.0 or budget == inf or budget <= a + b or all(limit == inf for _, limit in demands):
             return budget
         fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands.values())
-        if len(demands) < 2 and not any(d.greedy(fair) for d in demands.values()):
+        modest = min(d.ratios[0] for d in demands.values()) <= fair
+        for demand in demands.values():
+            demand.greedy = modest and demand.exceeds(fair)
+        if len(demands) < 2 and not any(d.greedy for d in demands.values()):
             return budget
         grid: list[float] = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]
         values = [_planned_value(demands, fair, t, a, b, sigma) for t in grid]
@@ -96,34 +99,48 @@ class Planner:
         self._counts = {key: count * fade for key, count in self._counts.items() if count * fade > _FORGOTTEN}
         self._weights = {key: self._weights[key] for key in self._counts}
         self._planned = now
-        return {kind: _Demand(found) for kind, found in clients.items()}
+        return {kind: _Demand(found, seen) for kind, found in clients.items()}
 
 
 _Key = tuple[Priority, float, Hashable]
 _FORGOTTEN = 0.02  # arrivals: four seconds after a single one
-_GREEDY = 1.5  # times the fair share; equal clients stray that far by chance, and planning for them costs goodput
+_GREEDY = 1.5  # times the fair share
+_SURE = 3.0  # standard deviations beyond what chance explains; planning for luck costs goodput
 _SURPLUS = 0.25  # what serving a client beyond its fair share counts
 
 
 class _Demand:
-    """The clients of one tier and time limit, ascending by rate over weight, with running sums."""
+    """The clients of one tier and time limit, ascending by rate over weight, with running sums.
 
-    __slots__ = ("rates", "ratios", "weights")
+    seen: seconds over which the rates were measured. greedy: whether some of them ask for more than their share while
+    another client asks for less.
+    """
 
-    def __init__(self, clients: list[tuple[float, float]]) -> None:
+    __slots__ = ("greedy", "rates", "ratios", "seen", "weights")
+
+    def __init__(self, clients: list[tuple[float, float]], seen: float) -> None:
         clients.sort(key=lambda c: c[0] / c[1])
         self.ratios = [rate / weight for rate, weight in clients]
         self.rates = [0.0, *accumulate(rate for rate, _ in clients)]
         self.weights = [0.0, *accumulate(weight for _, weight in clients)]
+        self.seen, self.greedy = seen, False
 
-    def greedy(self, fair: float) -> bool:
-        """Whether somebody takes clearly more than its share while somebody else asks for less."""
-        return self.ratios[0] <= fair and self.ratios[-1] > _GREEDY * fair
+    def exceeds(self, fair: float) -> bool:
+        """Whether the client that asks most takes clearly more than its share, and not by chance.
+
+        The square root of a Poisson count has a standard deviation of at most ½ whatever its mean, and the largest of
+        n such counts lies about √(2·ln n) of them above the mean.
+        """
+        most = self.ratios[-1]
+        chance = 0.5 * (_SURE + sqrt(2.0 * log(len(self.ratios))))
+        return most > _GREEDY * fair and sqrt(most * self.seen) > sqrt(fair * self.seen) + chance
 
     def split(self, share: float, fair: float) -> tuple[float, float]:
         """(requests a second within fair shares, those beyond) when `share` of what is asked can be on time."""
         if share <= 0.0:
             return 0.0, 0.0
+        if not self.greedy:
+            return share * self.rates[-1], 0.0
         modest = bisect_right(self.ratios, fair / share)
         within = share * self.rates[modest] + fair * (self.weights[-1] - self.weights[modest])
         return within, max(0.0, share * self.rates[-1] - within)

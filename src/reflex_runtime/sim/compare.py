@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.sim import rules
+from reflex_runtime.sim.clairvoyant import most_on_time
 from reflex_runtime.sim.report import Report, columns
 from reflex_runtime.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
-from reflex_runtime.sim.workload import Around, Callers, Exponential, Fixed, Open, Poisson, Source, Think
+from reflex_runtime.sim.workload import (
+    Around,
+    Arrivals,
+    Bursty,
+    Callers,
+    Diurnal,
+    Exponential,
+    Fixed,
+    Heavy,
+    Open,
+    Poisson,
+    Source,
+    Think,
+)
 
 Progress = Callable[[str], None]
+ROBOTS = 40  # in the loads of `overload`
 Results = dict[str, dict[str, Report]]  # case or rule → column → report
 
 OVERLOAD_RULES = (
@@ -23,6 +38,7 @@ OVERLOAD_RULES = (
     replace(rules.GREEDY, make=lambda s: rules.GREEDY.make(replace(s, max_batch_size=64))),
     rules.EARLY_DROP,
     rules.MARGINAL_WAIT,
+    rules.UNPLANNED,
     rules.WINDOW,
 )
 CLOSED_RULES = (rules.UNHELD, rules.HOLD_ALWAYS, rules.WINDOW)
@@ -48,6 +64,11 @@ class Bench:
         fixed, marginal = self.device.fixed, self.device.marginal
         return max((1.0 - 2.0 * fixed / self.slo) / marginal, 0.25 * (1.0 - fixed / self.slo) / marginal)
 
+    @property
+    def warmed_at(self) -> float:
+        """Seconds from which on requests count."""
+        return min(self.warmup, self.duration / 2.0)
+
     def run(self, rule: Rule, workload: Sequence[Source], noise: float | None = None) -> Report:
         """One rule on one workload."""
         service: Service = Noisy(self.device, self.noise if noise is None else noise)
@@ -57,23 +78,48 @@ class Bench:
             workload,
             service,
             duration=self.duration,
-            warmup=min(self.warmup, self.duration / 2.0),
+            warmup=self.warmed_at,
             seed=self.seed,
             blind=rule.blind,
         )
         return Report.of(run)
 
 
-def overload(bench: Bench, progress: Progress = lambda _: None) -> Results:
-    """On-time share by rule and offered rate: 5/6, 1, 4/3 and 2 times the lossless rate."""
+def overload(bench: Bench, progress: Progress = lambda _: None, only: Collection[str] = ()) -> Results:
+    """On-time share by rule and load. only: names of loads, all of them when empty."""
+    loads = {name: load for name, load in loads_of(bench).items() if not only or name in only}
     results: Results = {}
     for rule in OVERLOAD_RULES:
-        for factor in (5 / 6, 1.0, 4 / 3, 2.0):
-            rate = bench.lossless * factor
-            progress(f"overload: {rule.name}, {rate:.0f}/s")
-            workload = (Open(Poisson(rate), (Request(time_limit=bench.slo),)),)
-            results.setdefault(rule.name, {})[f"{rate:.0f}/s"] = bench.run(rule, workload)
+        for name, workload in loads.items():
+            progress(f"overload: {rule.name}, {name}")
+            results.setdefault(rule.name, {})[name] = bench.run(rule, workload)
     return results
+
+
+def overload_bounds(bench: Bench, progress: Progress = lambda _: None) -> dict[str, float]:
+    """On-time shares by load that no rule could exceed, on a device without noise."""
+    bounds = {}
+    for name, (source,) in loads_of(bench).items():
+        progress(f"overload: clairvoyant, {name}")
+        arrivals = [at for at in _arrivals(source, f"{bench.seed}/0", bench.duration) if at >= bench.warmed_at]
+        bounds[name] = most_on_time(arrivals, bench.slo, bench.device.fixed, bench.device.marginal) / len(arrivals)
+    return bounds
+
+
+def _arrivals(source: Source, seed: str, duration: float) -> Iterator[float]:
+    """When a source that does not wait for answers asks."""
+    (stream,) = source.streams(seed)
+    while (arrival := stream.next(0.0)) is not None and arrival.at < duration:
+        yield arrival.at
+
+
+def loads_of(bench: Bench) -> dict[str, tuple[Open]]:
+    """Forty robots: Poisson arrivals at 5/6, 1, 4/3 and 2 times the lossless rate, and other arrivals at 5/6 of it."""
+    robots = [Request(client=i, time_limit=bench.slo) for i in range(ROBOTS)]
+    rate, usual = bench.lossless, bench.lossless * 5 / 6
+    loads: dict[str, Arrivals] = {f"{rate * f:.0f}/s": Poisson(rate * f) for f in (5 / 6, 1.0, 4 / 3, 2.0)}
+    loads |= {"bursty": Bursty(usual), "diurnal": Diurnal(usual), "heavy": Heavy(usual)}
+    return {name: (Open(arrivals, robots),) for name, arrivals in loads.items()}
 
 
 def closed_loop(bench: Bench, progress: Progress = lambda _: None) -> Results:
@@ -127,10 +173,11 @@ def priority(bench: Bench, progress: Progress = lambda _: None) -> Results:
 # -- as tables ---------------------------------------------------------------------------------------------------------
 
 
-def overload_table(results: Results) -> str:
-    """On-time shares."""
+def overload_table(results: Results, bounds: Mapping[str, float]) -> str:
+    """On-time shares, and what is possible at most."""
     header = ["on time, offered", *next(iter(results.values()))]
-    rows = [[rule, *(f"{r.on_time or 0.0:.3f}" for r in by_rate.values())] for rule, by_rate in results.items()]
+    rows = [[rule, *(f"{r.on_time or 0.0:.3f}" for r in by_load.values())] for rule, by_load in results.items()]
+    rows.append(["clairvoyant", *(f"{share:.3f}" for share in bounds.values())])
     return columns(header, rows)
 
 

@@ -59,8 +59,8 @@ def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: 
     """On-time share over offered load, one line per rule."""
     figure, axes = _pyplot().subplots(figsize=(8, 5), layout="constrained")
     for (rule, by_rate), marker in zip(results.items(), "osv^DPX*", strict=False):
-        rates = [float(name.removesuffix("/s")) for name in by_rate]
-        shares = [report.on_time or 0.0 for report in by_rate.values()]
+        poisson = {float(name.removesuffix("/s")): report for name, report in by_rate.items() if name.endswith("/s")}
+        rates, shares = list(poisson), [report.on_time or 0.0 for report in poisson.values()]
         axes.plot(rates, shares, marker=marker, label=rule, linewidth=2.5 if rule == "window" else 1.2)
     axes.set(xlabel="offered, requests/s", ylabel=f"answered within {slo * 1e3:g} ms", ylim=(-0.02, 1.02))
     axes.legend(fontsize=8)
