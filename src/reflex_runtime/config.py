@@ -67,6 +67,10 @@ class ServeConfig:
         low=0, high=1000, unit="ms",
     )
     max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue_s: float = option(
+        2.0, "predicted device time that may wait per slot, background aside; beyond it 503 queue_full; 0 is no bound",
+        low=0, high=3600, unit="s",
+    )
     max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
     cost_model: str = option(
         "affine",

@@ -27,6 +27,7 @@ EFFECT = {
     "max_batch_cost_ms": "test_b4_the_budget_is_a_ceiling_on_measured_time",
     "batch_timeout_ms": "test_h10_batch_timeout_holds_for_callers_that_come_back",
     "max_queue": "test_b13_a_full_queue_refuses_with_exactly_these_values",
+    "max_queue_s": "test_b13_max_queue_s_bounds_the_predicted_time_that_waits",
     "max_batch_size": "test_h10_max_batch_size_bounds_a_batch",
     "cost_model": "test_b8_the_median_alone_does_not_learn_what_company_costs",
     "max_batch": "test_b12_max_batch_is_ignored_and_warns_once",

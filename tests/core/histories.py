@@ -69,6 +69,7 @@ class GroupSpec:
     pool: float | None = None
     there: float = 0.0  # units of a ticket that the pool knows already
     max_queued_units: float = inf
+    max_queued_seconds: float = inf
     displace_background: bool = False
     adaptive: tuple[int, int, float, int, float] | None = None  # a `HoldTarget` of these
 
@@ -85,6 +86,7 @@ class GroupSpec:
             cost=self.cost,
             resources=None if self.pool is None else Cached(self.pool, self.there),
             max_queued_units=self.max_queued_units,
+            max_queued_seconds=self.max_queued_seconds,
             displace_background=self.displace_background,
             controller=None if self.adaptive is None else HoldTarget(*self.adaptive),
         )
@@ -103,6 +105,7 @@ class GroupSpec:
             self.pool,
             self.there,
             self.max_queued_units,
+            self.max_queued_seconds,
             self.displace_background,
             None if self.adaptive is None else Adapting(*self.adaptive),
         )
@@ -578,6 +581,26 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "queued_units_latest_only": Scenario(
         (tokens(STEPS, max_queued_units=8.0, latest_only=True),), wants=(1.0, 3.0, 5.0), more=True
+    ),
+    "queued_seconds": Scenario(
+        (timed(FlushPolicy(max_batch_cost=12 * TICK, max_batch_size=3), max_queued_seconds=9 * TICK),),
+        clients=4,
+        classes=2,
+        limits=(None, None, 60.0),
+        device=lambda b: (2 + sum(1 + 4 * t.request.cost_class for t in b.grants)) * TICK,
+    ),
+    "queued_seconds_latest_only": Scenario(
+        (timed(FlushPolicy(max_batch_cost=12 * TICK), max_queued_seconds=4 * TICK, latest_only=True, capacity=4),),
+        clients=6,
+        prepares=True,
+        device=lambda b: (2 + 2 * len(b)) * TICK,
+    ),
+    "queued_seconds_stages": Scenario(
+        (timed(FlushPolicy.every_step(1, 4), ("prefix", "denoise"), max_queued_seconds=40 * TICK),),
+        wants=(3.0, 4.0, 6.0),
+        stages=("prefix", "denoise"),
+        more=True,
+        device=lambda b: (2 + len(b) / 2 if b.stage == "prefix" else 3 + len(b) / 4) * TICK,
     ),
     "stages": Scenario(
         (timed(FlushPolicy.every_step(1, 4), ("prefix", "denoise")),),

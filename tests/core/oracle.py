@@ -40,6 +40,7 @@ class Seen:
     computed: float = 0.0
     recomputed: float = 0.0
     shared: float = 0.0
+    share: float = 0.0  # seconds it counts for while it waits
     has_place: bool = False  # it is or was resident and has not left since
     lost: float = -1.0
     held: bool = False
@@ -86,6 +87,9 @@ class Units:
         return 0.0
 
     def remaining(self, ticket: Seen) -> float:
+        return 0.0
+
+    def share(self, ticket: Seen, flush: FlushPolicy) -> float:
         return 0.0
 
     def learn(self, members: Members, stage: str, elapsed: float) -> None:
@@ -162,6 +166,9 @@ class Seconds(Units):
     def remaining(self, ticket: Seen) -> float:
         return self.model.remaining(ticket)  # type: ignore[arg-type]
 
+    def share(self, ticket: Seen, flush: FlushPolicy) -> float:
+        return self.model.share(ticket, flush.max_batch_cost, flush.max_batch_size)  # type: ignore[arg-type]
+
     def learn(self, members: Members, stage: str, elapsed: float) -> None:
         self.model.observe(_Batch(dict(members), stage), elapsed)  # type: ignore[arg-type]
 
@@ -231,6 +238,7 @@ class World:
     pool: float | None = None  # units of memory
     there: float = 0.0  # of what a ticket wants, already done at entry
     max_queued_units: float = inf
+    max_queued_seconds: float = inf
     displace_background: bool = False
     adapting: Adapting | None = None
     device_time: float = 0.0
@@ -404,6 +412,8 @@ class Oracle:
         stay = [t for t in self.queued(w.name) if t not in replaced and t is not displaced]
         if stay and sum(t.wants for t in stay) + request.wants > w.max_queued_units:
             return "queue_full"
+        if self.waits_too_long(w, ticket, stay):
+            return "queue_full"
         preparing = [t for t in self.preparing if (t.request.group, t.client) == (w.name, request.client)]
         here = len(self.unsettled(w.name, client=request.client)) + len(preparing)
         if w.cap and here - len(replaced) >= w.cap:
@@ -417,12 +427,26 @@ class Oracle:
         if displaced is not None:
             self.settle(displaced, "queue_full")
         self.tickets += 1
+        ticket.share = w.meter.share(ticket, w.flush)
         if ready:
             self.enter(w, ticket)
         else:
             ticket.state = "preparing"
             self.preparing.append(ticket)
         return ticket
+
+    def waits_too_long(self, w: World, ticket: Seen, stay: list[Seen]) -> bool:
+        """More seconds wait in its priority and above than may, and its client has its even share of them."""
+        request = ticket.request
+        seconds = w.meter.share(ticket, w.flush)
+        counted = [t for t in self.queued(w.name) if t.share > 0.0 and t.request.priority is not Priority.BACKGROUND]
+        ahead = [t for t in stay if t in counted and t.request.priority <= request.priority]
+        if request.priority is Priority.BACKGROUND or not ahead or not seconds:
+            return False
+        clients = {request.client, *(t.client for t in counted)}
+        own = [t.share for t in stay if t in counted and t.client == request.client]
+        most = w.max_queued_seconds * (1 + 1e-9)
+        return sum(t.share for t in ahead) + seconds > most and sum(own) + seconds > most / len(clients)
 
     def enter(self, w: World, ticket: Seen) -> None:
         request, now = ticket.request, self.now
@@ -454,7 +478,9 @@ class Oracle:
         ticket.state, ticket.request, ticket.stage, ticket.wants = "waiting", made, made.stage, made.wants
         ticket.seq = self.tickets
         self.tickets += 1
-        self.enter(self.worlds[made.group], ticket)
+        w = self.worlds[made.group]
+        ticket.share = w.meter.share(ticket, w.flush)
+        self.enter(w, ticket)
 
     def cancel(self, ticket: Seen, now: float) -> None:
         self.input(now)

@@ -195,6 +195,21 @@ def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: P
             server.kill()
 
 
+def test_b13_max_queue_s_bounds_the_predicted_time_that_waits(tiny: Path) -> None:
+    with Server(tiny, "--max-queue-s", "0.000001", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+        with server.burst(numbered(1)) as waiting:
+            waiting.send()
+            server.reach(queued(1))
+            refused = server.act()
+            assert (refused.status, refused.code, refused.json["max_queue_s"]) == (503, "queue_full", 1e-6)
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json["message"] == "policy runtime queue at capacity"
+            with server.burst([{"state": STATE, "priority": "background"}]) as background:
+                background.send()
+                server.reach(queued(2))
+                assert [a.status for a in (*waiting.answers(), *background.answers())] == [200, 200]
+
+
 def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
     held = 2500  # ms in which all 400 have to arrive, on a machine with other work too
     with Server(tiny, "--max-queue", "64", "--inject-latency-ms", str(held)) as server, busy(server):

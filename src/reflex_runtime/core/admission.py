@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
+from reflex_runtime.core.backlog import SLACK
 from reflex_runtime.core.errors import Closed, InFlightCapReached, QueueFull, TooLarge, TooLate
 from reflex_runtime.core.group import Group
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.request import BACKGROUND, Ticket
 
 RETRY_FLOOR = 1.0  # seconds: the documented Retry-After
 
@@ -31,6 +32,8 @@ def admit(
         )
     if config.max_queued_units < inf:
         _units_fit(group, request.wants, (*replaced, displaced) if displaced is not None else replaced)
+    if config.max_queued_seconds < inf and request.priority is not BACKGROUND:
+        _seconds_fit(group, ticket, (*replaced, displaced) if displaced is not None else replaced)
     cap = config.max_in_flight_per_client
     if cap and group.unsettled_of(request.client) - replaces >= cap:
         raise InFlightCapReached(
@@ -46,6 +49,26 @@ def admit(
                 needed_ms=round(needed * 1e3, 3),
                 deadline_ms=round(request.time_limit * 1e3, 3),
             )
+
+
+def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> None:
+    """Refuse what would wait too long behind others, and has its share of that wait already; see `Backlog`.
+
+    Only what was measured counts. With nothing ahead anything may wait, so that the device is never kept idle.
+    """
+    request, backlog, most = ticket.request, group.backlog, group.config.max_queued_seconds
+    ahead, seconds = backlog.ahead(request.priority, leaving), group.seconds_of(ticket)
+    if ahead <= 0.0 or seconds <= 0.0 or ahead + seconds <= most * SLACK:
+        return
+    if backlog.exceeds_share(request.client, seconds, most, leaving):
+        raise QueueFull(
+            "policy runtime queue at capacity",
+            retry_after=max(RETRY_FLOOR, ahead),
+            policy_id=group.name,
+            max_queue=group.config.capacity,
+            queued_s=round(ahead, 3),
+            max_queue_s=most,
+        )
 
 
 def _units_fit(group: Group, wants: float, leaving: Sequence[Ticket]) -> None:

@@ -70,6 +70,12 @@ class CostModel(Protocol):
     def remaining(self, ticket: Ticket) -> float:
         """Seconds until the ticket is answered if it ran alone from now; 0.0 while nothing was measured."""
 
+    def share(self, ticket: Ticket, budget: float, most: int) -> float:
+        """Device seconds that are its own in a full batch of its kind, all its steps together.
+
+        budget, most: of a batch's cost and size. 0.0 while that was not learned, or where time is not known.
+        """
+
     def marginal(self, ticket: Ticket, units: float) -> float:
         """What this grant adds to a batch: the part of the charge known before the batch is complete."""
 
@@ -122,6 +128,9 @@ class UnitCost:
         return 1.0
 
     def remaining(self, ticket: Ticket) -> float:
+        return 0.0
+
+    def share(self, ticket: Ticket, budget: float, most: int) -> float:
         return 0.0
 
     def marginal(self, ticket: Ticket, units: float) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 
 from reflex_runtime.core.adapt import Controller
+from reflex_runtime.core.backlog import Backlog
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
@@ -30,6 +31,9 @@ class GroupConfig:
     capacity: most waiting tickets; beyond it QueueFull.
     max_queued_units: most units that waiting tickets want together (tokens, steps; preempted ones with what they want
         then); beyond it QueueFull. An empty queue admits any one. What bounds the wait where requests differ in length.
+    max_queued_seconds: most predicted device seconds that may wait ahead of a request (in its priority or an earlier
+        one), beyond which QueueFull, unless its client has less than its even share of them waiting. What was not
+        measured counts for nothing, and background work neither counts nor is refused.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
     gap_chance: for groups of weight 0: a batch starts only when nobody of the other groups is likely to ask before it
@@ -55,6 +59,7 @@ class GroupConfig:
     resources: Resources | None = None
     controller: Controller | None = None
     max_queued_units: float = inf
+    max_queued_seconds: float = inf
     displace_background: bool = False
 
     def __post_init__(self) -> None:
@@ -62,6 +67,8 @@ class GroupConfig:
             raise ConfigError(f"GroupConfig.capacity={self.capacity!r}: must be >= 1 tickets")
         if not self.max_queued_units > 0:
             raise ConfigError(f"GroupConfig.max_queued_units={self.max_queued_units!r}: must be > 0 units")
+        if not self.max_queued_seconds > 0:
+            raise ConfigError(f"GroupConfig.max_queued_seconds={self.max_queued_seconds!r}: must be > 0 seconds")
         if not self.max_in_flight_per_client >= 0:
             raise ConfigError(f"GroupConfig.max_in_flight_per_client={self.max_in_flight_per_client!r}: must be >= 0")
         if not (self.weight >= 0 and isfinite(self.weight)):
@@ -101,6 +108,7 @@ class Group:
         self.preparing: dict[Hashable, dict[Ticket, None]] = {}  # admitted but not ready to run, by client
         self.queued = 0  # tickets that wait or are prepared
         self.queued_units = 0.0  # that those want
+        self.backlog = Backlog()  # of those, where they are bounded in seconds
         self.unsettled = 0
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter, of all partitions; None when unlimited
@@ -152,6 +160,7 @@ class Group:
             self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
         self.queued += 1
         self.queued_units += request.wants
+        self.backlog.add(ticket, self.seconds_of(ticket))
         self.unsettled += 1
 
     def prepare(self, ticket: Ticket) -> None:
@@ -159,6 +168,7 @@ class Group:
         self.preparing.setdefault(ticket.request.client, {})[ticket] = None
         self.queued += 1
         self.queued_units += ticket.wants
+        self.backlog.add(ticket, self.seconds_of(ticket))
         self.unsettled += 1
 
     def end_preparing(self, ticket: Ticket) -> None:
@@ -169,6 +179,7 @@ class Group:
         if not tickets:
             del self.preparing[client]
         self.dequeue(1, ticket.wants)
+        self.backlog.remove(ticket)
         self.unsettled -= 1
 
     def unsettled_of(self, client: Hashable) -> int:
@@ -270,6 +281,14 @@ class Group:
             self._age(ticket, partition)
         self.queued += 1
         self.queued_units += ticket.wants
+        self.backlog.add(ticket, self.seconds_of(ticket))
+
+    def seconds_of(self, ticket: Ticket) -> float:
+        """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""
+        config, flush = self.config, self.config.flush
+        if config.max_queued_seconds == inf:
+            return 0.0
+        return self.cost.share(ticket, flush.max_batch_cost, flush.max_batch_size)
 
     def dequeue(self, count: int, units: float) -> None:
         """So many tickets stopped waiting, that wanted so many units together."""

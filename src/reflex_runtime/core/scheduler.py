@@ -421,6 +421,7 @@ class Scheduler:
             state = ticket.state
             if state is WAITING:
                 partition.take(ticket)
+                group.backlog.remove(ticket)
                 queued_units += ticket.wants
                 ticket.admission = admission
                 if ticket.started is None:
@@ -583,6 +584,7 @@ class Scheduler:
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take(ticket)
+                group.backlog.remove(ticket)
                 group.dequeue(1, ticket.wants)
             elif state is RESIDENT or (isinstance(outcome, Failed) and ticket in partition.residents):
                 group.left.append(ticket)
@@ -642,4 +644,5 @@ class Scheduler:
             "promoted": group.promoted,
             "paused": group.paused_until > self._now,
             "seconds_per_item": group.seconds_per_item,
+            "queued_seconds": group.backlog.seconds,
         }

@@ -90,7 +90,8 @@ class TimeCost:
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
         self._probes: OrderedDict[tuple[Hashable, Hashable], _Probe] = OrderedDict()
-        self._marginals: dict[tuple[Hashable, str, Hashable], float] = {}  # these two until something is learned
+        self._marginals: dict[tuple[Hashable, str, Hashable], float] = {}  # these three until something is learned
+        self._shares: dict[tuple[Hashable, str, Hashable, float, float, int], float] = {}
         self._remaining: dict[tuple[Hashable, str, Hashable, float], float] = {}
 
     @property
@@ -119,6 +120,28 @@ class TimeCost:
             seconds = tally.with_ticket(ticket)
             known = self._remaining[key] = seconds if tally.measured else 0.0
         return known
+
+    def share(self, ticket: Ticket, budget: float, most: int) -> float:
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class, ticket.wants, budget, most)
+        known = self._shares.get(key)
+        if known is None:
+            known = self._shares[key] = self._share(ticket, budget, most)
+        return known
+
+    def _share(self, ticket: Ticket, budget: float, most: int) -> float:
+        """Two of its kind against one tell what each adds; the rest is divided among as many as a batch may hold."""
+        if self.affine and self.fits(ticket.request.shape) is None:
+            return 0.0  # a median of small batches says nothing of full ones
+        tally = self._open()
+        alone = tally.with_ticket(ticket)
+        if not tally.measured:
+            return 0.0
+        tally.add(ticket, 1.0)
+        each = max(tally.with_ticket(ticket) - alone, 0.0)
+        ceiling = max(budget, NEARLY_FREE * alone)
+        size = most if each == 0.0 else min(most, 1 + int((ceiling - alone) / each * _SLACK))
+        return each + (alone - each) / size
 
     def measured(self, ticket: Ticket) -> bool:
         """Whether anything was learned of such requests; a guess refuses nobody."""
@@ -182,6 +205,7 @@ class TimeCost:
     def _relearn(self) -> None:
         self._marginals.clear()
         self._remaining.clear()
+        self._shares.clear()
 
     def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
         known = table.get(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -144,6 +145,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, controller: Control
         name=slot,
         flush=FlushPolicy.window(budget, config.batch_timeout_ms / 1e3, config.max_batch_size),
         capacity=config.max_queue,
+        max_queued_seconds=config.max_queue_s or inf,
         max_in_flight_per_client=config.max_in_flight_per_client,
         latest_only=config.latest_only,
         cost=cost,
