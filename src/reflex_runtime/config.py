@@ -162,6 +162,14 @@ class ServeConfig:
     max_bodies_mb: float = option(
         256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
     )
+    max_connections: int = option(
+        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
+    )
+    idle_timeout_s: float = option(
+        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
+    )
+    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
+    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
     watchdog_s: float = option(
         10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s"
     )
@@ -272,6 +280,14 @@ class LLMServeConfig:
     max_bodies_mb: float = option(
         256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
     )
+    max_connections: int = option(
+        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
+    )
+    idle_timeout_s: float = option(
+        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
+    )
+    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
+    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
     watchdog_s: float = option(
         60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
         low=0, high=3600, unit="s",

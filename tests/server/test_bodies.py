@@ -20,7 +20,8 @@ from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.policies.observation import InvalidRequest
 from reflex_runtime.server import act as act_module
 from reflex_runtime.server.app import App
-from reflex_runtime.server.bodies import LARGE, QUIET, Bodies
+from reflex_runtime.server.bodies import LARGE, Bodies
+from reflex_runtime.server.connections import Connections, Limits, Seldom
 from reflex_runtime.server.errors import CallerLeft, Overloaded
 from reflex_runtime.server.images import PIECE, _from_base64
 from reflex_runtime.server.local_model import opened
@@ -42,11 +43,15 @@ class Held:
         self.held = 0
 
 
+def _bodies(most: int) -> Bodies:
+    return Bodies(most, Connections(Limits(10, 1.0, 1.0, 1.0)))
+
+
 # -- the sum of what is held -------------------------------------------------------------------------------------------
 
 
 def test_h4_more_than_the_sum_is_refused_and_what_is_released_may_come_again() -> None:
-    bodies, first, second = Bodies(100), Held(), Held()
+    bodies, first, second = _bodies(100), Held(), Held()
     bodies.take(first, 60)
     bodies.take(second, 40)
     with pytest.raises(Overloaded) as caught:
@@ -60,7 +65,7 @@ def test_h4_more_than_the_sum_is_refused_and_what_is_released_may_come_again() -
 
 
 def test_h4_a_body_that_is_alone_is_taken_whatever_the_sum_may_be() -> None:
-    bodies, alone = Bodies(100), Held()
+    bodies, alone = _bodies(100), Held()
     bodies.take(alone, 90)
     bodies.take(alone, 90)
     with pytest.raises(Overloaded):
@@ -71,11 +76,11 @@ def test_a_refusal_of_bodies_is_one_line_in_the_log_until_it_was_quiet(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("reflex_runtime.server.bodies.time.monotonic", lambda: now)
-    bodies = Bodies(10)
+    monkeypatch.setattr("reflex_runtime.server.connections.time.monotonic", lambda: now)
+    bodies = _bodies(10)
     bodies.take(Held(), 10)
     with caplog.at_level(logging.WARNING):
-        for later in (0.0, 1.0, QUIET, QUIET + 1.0, 2.0):
+        for later in (0.0, 1.0, Seldom.QUIET, Seldom.QUIET + 1.0, 2.0):
             now += later
             with pytest.raises(Overloaded):
                 bodies.take(Held(), 1)

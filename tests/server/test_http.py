@@ -407,7 +407,7 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
         "image", "image_wrist", "images", "instruction", "state", "episode_id", "request_id", "robot_id", "seed",
         "priority", "deadline_ms", "executed",
     }  # fmt: skip
-    assert set(act["responses"]) == {"200", "400", "401", "403", "409", "413", "422", "429", "500", "503", "504"}
+    assert set(act["responses"]) == {"200", "400", "401", "403", "408", "409", "413", "422", "429", "500", "503", "504"}
     page = server.get("/docs")
     assert page.status == 200
     assert all(path.encode() in page.body for path in document["paths"])
@@ -556,6 +556,20 @@ NOT_HTTP = {
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00",
     "garbage": b"\x00" * 100,
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/2 line": b"GET /health HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    "HTTP/0.9 line": b"GET /health HTTP/0.9\r\nHost: localhost\r\n\r\n",
+    "no version": b"GET /health\r\nHost: localhost\r\n\r\n",
+    "no Host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two Hosts": b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n",
+    "two Hosts of HTTP/1.0": b"GET /health HTTP/1.0\r\nHost: localhost\r\nhOST: u\r\n\r\n",
+    "upgrade with a framing that is none": (
+        b"POST /act HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
+        b"Transfer-Encoding: banana\r\n\r\n"
+    ),
+    "upgrade with two framings": (
+        b"POST /act HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n"
+    ),
     "negative length": b"POST /act HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
     "huge length": b"POST /act HTTP/1.1\r\nContent-Length: 99999999999999999999999999\r\n\r\n",
     "two framings": b"POST /act HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -582,6 +596,26 @@ def test_h14_what_is_not_http_is_answered_before_it_is_closed(server: Server, na
     (answer,) = parse_answers(data)
     check_error(answer, 400, "invalid_request")
     assert answer.headers["connection"] == "close"
+
+
+BROKEN_BEHIND = ["HTTP/2 line", "no Host", "two Hosts", "upgrade with two framings", "two framings", "garbage"]
+BROKEN_BEHIND += ["upgrade with a framing that is none"]
+
+
+@pytest.mark.parametrize("name", BROKEN_BEHIND)
+def test_h14_the_answer_to_a_good_request_comes_before_a_broken_one_closes(server: Server, name: str) -> None:
+    for good in (encode(fields()), b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        first, *others = parse_answers(server.raw(good + NOT_HTTP[name]))
+        assert first.status == 200
+        assert (others or [first])[-1].headers["connection"] == "close"
+        assert [a.status for a in others] == [400] * len(others)
+
+
+def test_offers_to_upgrade_by_the_thousand_are_answered_in_order(server: Server) -> None:
+    more = {"Connection": "Upgrade", "Upgrade": "h2c"}
+    sent = b"".join(encode({"request_id": f"u{i}"}, more) for i in range(3000))
+    answers = parse_answers(server.raw(sent + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"))
+    assert [a.json.get("request_id") for a in answers] == [f"u{i}" for i in range(3000)] + [None]
 
 
 def test_h14_garbage_behind_a_request_does_not_cut_off_its_answer(server: Server) -> None:

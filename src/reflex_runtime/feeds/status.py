@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.oldest import Oldest
 from reflex_runtime.feeds.snapshot import RuntimeSnapshot
 
 log = logging.getLogger("reflex.feeds.status")
@@ -160,16 +161,16 @@ class _Server(ThreadingHTTPServer):
         BaseServer.__init__(self, listening.getsockname(), _Handler)  # the other constructors bind
         self.socket = listening
         self.pages = pages
-        self._open: dict[socket.socket, None] = {}
+        self._open: Oldest[socket.socket] = Oldest()
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Hand the connection to a thread of its own."""
         with self._lock:
-            self._open[request] = None
-            oldest = next(iter(self._open)) if len(self._open) > CONNECTIONS else None
+            self._open.put(request, time.monotonic())
+            oldest = self._open.first() if len(self._open) > CONNECTIONS else None
             if oldest is not None:  # also if its thread does not notice for a while
-                del self._open[oldest]
+                self._open.drop(oldest)
         if oldest is not None:
             self._cut(oldest)
         try:
@@ -181,13 +182,13 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         """The connection is done with."""
         with self._lock:
-            self._open.pop(request, None)
+            self._open.drop(request)
         super().shutdown_request(request)
 
     def cut_off(self) -> None:
         """End every connection; its thread closes it."""
         with self._lock:
-            for connection in list(self._open):
+            for connection in self._open.all():
                 self._cut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

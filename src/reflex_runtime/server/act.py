@@ -241,7 +241,7 @@ class Act:
             config_hash=config_hash,
             reflex_version=__version__,
             request_id=exchange.request_id,
-            timing=wire.Timing(_ms(started - ticket.ready_at), _ms(now - started), spent, spent),
+            timing=wire.Timing(_ms(started - ticket.ready_at), _ms(now - started), spent, _ms(now - exchange.started)),
             batch=self._told[1],
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,

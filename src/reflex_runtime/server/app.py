@@ -25,13 +25,25 @@ from reflex_runtime.server import openapi
 from reflex_runtime.server.act import Act
 from reflex_runtime.server.admin import Admin, is_outcome
 from reflex_runtime.server.bodies import Bodies
+from reflex_runtime.server.connections import connections_of
 from reflex_runtime.server.errors import (
     CallerLeft,
     MethodNotAllowed,
     NotFound,
     Unauthorized,
+    describe_error,
 )
-from reflex_runtime.server.exchange import LEFT, Door, Exchange, Headers, Reply, Scope, too_large
+from reflex_runtime.server.exchange import (
+    JSON,
+    LEFT,
+    Door,
+    Exchange,
+    Headers,
+    Reply,
+    Scope,
+    retry_headers,
+    too_large,
+)
 from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.trust import Trust, check_direct
 from reflex_runtime.server.wire import act as wire
@@ -56,7 +68,8 @@ class App:
     def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime = runtime
         self.config = runtime.config
-        self.door = Door(Bodies(int(self.config.max_bodies_mb * 1e6)))
+        self.connections = connections_of(self.config)
+        self.door = Door(Bodies(int(self.config.max_bodies_mb * 1e6), self.connections))
         self.act = Act(runtime, self.door)
         self._key = self.config.api_key.encode()
         self._trust = Trust(self.config.host, self.config.allow_host)
@@ -169,6 +182,11 @@ class App:
             raise Closed("the server is shutting down", retry_after=1.0)
         self.runtime.need_policy()
         too_large(exchange.headers, self._most(exchange))
+
+    @staticmethod
+    def refusal(error: ReflexError, request_id: str) -> tuple[Headers, bytes]:
+        """What a connection answers by itself, to what is not a request."""
+        return [(b"content-type", JSON), *retry_headers(error)], wire.encode_json(describe_error(error, request_id))
 
     def _authorize(self, exchange: Exchange) -> None:
         plain = exchange.headers.get(b"x-reflex-key", b"")

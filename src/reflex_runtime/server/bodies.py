@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from reflex_runtime.server.connections import Connections, Seldom
 from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, Overloaded
 
 T = TypeVar("T")
@@ -21,7 +21,6 @@ log = logging.getLogger("reflex.server")
 
 LARGE = 128 * 1024  # bytes; what is larger is decoded beside the loop
 BROKEN = "reflex.broken"  # extension in the scope of a request whose body ended early: why, as an error
-QUIET = 60.0  # seconds without a refusal after which the next one is in the log again
 
 
 class Holder(Protocol):
@@ -33,20 +32,21 @@ class Holder(Protocol):
 class Bodies:
     """The bodies of one server.
 
-    most: bytes that may be held in all; a request that is alone may have more. held: bytes now.
+    most: bytes that may be held in all; a request that is alone may have more. connections: asked to end one whose body
+    has stopped coming when there are too many. held: bytes now.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, connections: Connections) -> None:
         self.most, self.held = most, 0
+        self._connections = connections
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reflex-decode")
-        self._refused = float("-inf")
+        self._full = Seldom()
 
     def take(self, owner: Holder, size: int) -> None:
         """Count so many bytes more. Raises Overloaded when there are too many."""
         if self.held + size > self.most and self.held > owner.held:
-            now, before = time.monotonic(), self._refused
-            self._refused = now
-            if now - before > QUIET:
+            self._connections.cut_stalled()
+            if self._full.first():
                 log.warning("%d bytes of request bodies are held: more are refused (--max-bodies-mb)", self.held)
             raise Overloaded(
                 f"{self.held} bytes of request bodies are held, at most {self.most} may be", retry_after=1.0

@@ -34,6 +34,12 @@ class BodyTooLarge(ClientError):
     code, http_status = "too_large", 413
 
 
+class TooSlow(ClientError):
+    """The request did not come in time."""
+
+    code, http_status, retry_safe = "request_timeout", 408, True
+
+
 class Unauthorized(ClientError):
     """The key is missing or wrong."""
 
@@ -81,7 +87,7 @@ class TooManyRequests(Refused):
 
 
 class Overloaded(Refused):
-    """The server holds as many bytes of request bodies as it may."""
+    """The server holds as many connections, or bytes of request bodies, as it may."""
 
     code = "overloaded"
 

@@ -24,6 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 Reply = Callable[[int, Headers, bytes], None]  # status, headers, body; called once
 
 LEFT = "reflex.left"  # in the scope: what to call when the caller leaves before its answer, or None
+ARRIVED = "reflex.arrived"  # in the scope: when the request reached this machine, by time.monotonic()
 CLOSE = (b"connection", b"close")  # the last of the headers where it is among them
 JSON = wire.JSON_TYPE.encode()
 MSGPACK = wire.MSGPACK_TYPE.encode()
@@ -68,9 +69,9 @@ class Door:
 class Exchange:
     """One request: what was asked and how it is answered.
 
-    started: when its head had been read; received: when all of it had, 0.0 before. left: the caller has gone.
-    active: `Door.enter` counts it. fields: what was asked, decoded. placement, version: who answers it; None before
-    that is known.
+    started: when it reached this machine; received: when all of it had been read, 0.0 before. left: the caller has
+    gone. active: `Door.enter` counts it. fields: what was asked, decoded. placement, version: who answers it; None
+    before that is known.
     """
 
     __slots__ = (
@@ -93,7 +94,7 @@ class Exchange:
     def __init__(self, door: Door, scope: Scope, reply: Reply, request_id: str) -> None:
         self.door, self.scope, self.reply, self.request_id = door, scope, reply, request_id
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.started = time.monotonic()
+        self.started = float(scope.get(ARRIVED) or time.monotonic())
         self.received = 0.0
         self.held = 0
         self.ticket: Ticket | None = None
@@ -119,9 +120,7 @@ class Exchange:
 
     def fail(self, error: ReflexError, more: Headers | None = None) -> None:
         """Answer with an error. more: further headers."""
-        extra: Headers = list(more or ())
-        if error.retry_after is not None:
-            extra.append((b"retry-after", str(max(1, math.ceil(error.retry_after))).encode()))
+        extra: Headers = [*(more or ()), *retry_headers(error)]
         if isinstance(error, Unauthorized):
             extra.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, MethodNotAllowed):
@@ -143,6 +142,11 @@ class Exchange:
         """Whether the answer is to be msgpack: as accepted, else as it was asked."""
         accepted = self.headers.get(b"accept", b"*/*").lower()
         return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
+
+
+def retry_headers(error: ReflexError) -> Headers:
+    """When to come again, where the error says so."""
+    return [] if error.retry_after is None else [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 
 def too_large(headers: Mapping[bytes, bytes], most: int) -> None:

@@ -11,21 +11,22 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from reflex_runtime.core.errors import Closed, ConfigError, ReflexError, TooLarge
+from reflex_runtime.core.errors import Closed, ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.server.bodies import LARGE, Bodies
+from reflex_runtime.server.connections import connections_of
 from reflex_runtime.server.errors import CallerLeft, MethodNotAllowed, NotFound, Unauthorized
-from reflex_runtime.server.exchange import CLOSE, JSON, LEFT, Headers, Scope, too_large
+from reflex_runtime.server.exchange import ARRIVED, CLOSE, JSON, LEFT, Headers, Scope, retry_headers, too_large
 from reflex_runtime.server.generation import Generator, merged
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.trust import Trust
@@ -67,7 +68,8 @@ class Part(Protocol):
 
 
 class Exchange:
-    """One HTTP request and its answer. streams: what generates for it. left: its caller has gone."""
+    """One HTTP request and its answer. streams: what generates for it. left: its caller has gone. started: when it
+    reached this machine."""
 
     def __init__(self, app: OpenAIApp, scope: Scope, receive: Receive, send: Send, number: str) -> None:
         self.app, self.scope, self.receive, self.send = app, scope, receive, send
@@ -78,6 +80,7 @@ class Exchange:
         self.streams: list[OutputStream] = []
         self.left = self.received = self.begun = False
         self.held = 0
+        self.started = float(scope.get(ARRIVED) or time.monotonic())
 
     def leave(self) -> None:
         """The caller hung up: what is generated for it is taken back."""
@@ -114,9 +117,7 @@ class Exchange:
             await self.body(b"data: " + data + b"\n\n")
             return
         status = told(error).status
-        extra: Headers = [(b"x-should-retry", b"true" if error.retry_safe else b"false")]
-        if error.retry_after is not None:
-            extra.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after))))
+        extra = _retry(error)
         if status == 401:
             extra.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, MethodNotAllowed):
@@ -141,7 +142,8 @@ class OpenAIApp:
         self._key = model.config.api_key.encode()
         self._trust = Trust(model.config.host, model.config.allow_host)
         self._entering: set[asyncio.Task[Any]] = set()
-        self.bodies = Bodies(int(model.config.max_bodies_mb * 1e6))
+        self.connections = connections_of(model.config)
+        self.bodies = Bodies(int(model.config.max_bodies_mb * 1e6), self.connections)
         self._prefix = secrets.token_hex(6)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,6 +203,11 @@ class OpenAIApp:
             self._check_name(unquote(path[len(MODELS) + 1 :]))
             await exchange.answer(200, encode_json(self.model.card()))
 
+    @staticmethod
+    def refusal(error: ReflexError, request_id: str) -> tuple[Headers, bytes]:
+        """What a connection answers by itself, to what is not a request."""
+        return [(b"content-type", JSON), *_retry(error)], error_body(error)
+
     def _authorize(self, exchange: Exchange) -> None:
         plain = exchange.headers.get(b"x-reflex-key", b"")
         bearer = exchange.headers.get(b"authorization", b"")
@@ -242,6 +249,7 @@ class OpenAIApp:
                 self._check_choices(asked)
                 prompts = await self._tokens(runtime, asked)
                 self._check_tokens(asked, prompts)
+                asked = _aged(asked, exchange)
                 groups = [_requests(runtime, asked, i, ids, exchange) for i, ids in enumerate(prompts)]
                 if exchange.left:
                     raise CallerLeft("the caller left before its request was queued")
@@ -327,6 +335,16 @@ class OpenAIApp:
                 watcher.cancel()
 
 
+def _aged(asked: wire.Asked, exchange: Exchange) -> wire.Asked:
+    """With the rest of its time limit: it counts from when the request reached this machine."""
+    if asked.time_limit is None:
+        return asked
+    left = asked.time_limit - (time.monotonic() - exchange.started)
+    if left <= 0.0:
+        raise Expired("its deadline passed while it was read")
+    return replace(asked, time_limit=left)
+
+
 def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int], exchange: Exchange) -> list[Request]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
     params = asked.params
@@ -389,6 +407,10 @@ def _usage(streams: list[OutputStream], n: int) -> Usage:
     firsts = streams[::n]
     prompt, made = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in streams)
     return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
+
+
+def _retry(error: ReflexError) -> Headers:
+    return [(b"x-should-retry", b"true" if error.retry_safe else b"false"), *retry_headers(error)]
 
 
 def _plain(value: bytes) -> bool:

@@ -16,12 +16,13 @@ _ERRORS = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack",
     "401": "unauthorized: a key is set and was not sent",
     "403": "forbidden: without a key, not under a name of this server, or from the page of another site",
+    "408": "request_timeout: it did not come in time",
     "409": "superseded: a newer request of the same robot replaced it",
     "413": "too_large: the body exceeds --max-body-bytes",
     "422": "invalid_request: `field` names what is wrong",
     "429": "client_at_capacity, too_many_requests: try again after Retry-After",
     "500": "processor_failed, processor_hung: it ran and failed",
-    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready: "
+    "503": "queue_full, deadline_unreachable, shutting_down, degraded, slo_violated, not_ready, overloaded: "
     "try again after Retry-After",
     "504": "deadline_exceeded: the deadline passed before it ran",
 }

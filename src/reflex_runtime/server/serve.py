@@ -79,7 +79,6 @@ def listening(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Server:
             log_config=None,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,
             timeout_graceful_shutdown=2,  # for connections that do not read their answer
             backlog=4096,
         )

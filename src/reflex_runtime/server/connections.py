@@ -1,0 +1,208 @@
+"""Connections of a server: how many there may be, and how long each may take over what.
+
+A connection waits for a request (idle), is in the middle of a request's head or body, does not read its answer (slow),
+or is being answered, which is bounded elsewhere. Whichever takes too long is cut off. Where there are too many, the one
+that has been idle for longest goes, then one that is slow to send; without either the newcomer is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+from typing import Protocol
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.drivers.oldest import Oldest
+from reflex_runtime.server.errors import Overloaded, TooSlow
+
+log = logging.getLogger("reflex.server")
+
+STALLED = 1.0  # seconds without a byte after which a body may be given up to make room for others
+UNREAD = 180.0  # seconds that an answer may wait for its reader to take some of it
+RESERVE = 64  # file descriptors left to models, recordings and the like
+LEAST = 16  # connections, however few descriptors there are
+_TICK = 0.01  # seconds; loops count in milliseconds, and an early timer would be set again at once
+
+
+class Phase(Enum):
+    """What a connection takes its time over. ANSWERED: its request is being answered."""
+
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+    SLOW = "slow"
+    ANSWERED = "answered"
+
+
+class Connection(Protocol):
+    """phase: set by `Connections`. heard: when its last byte came, by the loop's clock."""
+
+    phase: Phase
+
+    @property
+    def heard(self) -> float: ...
+
+    def cut(self, error: ReflexError) -> None:
+        """End it. error: what to answer where a request has begun to come."""
+
+
+class Seldom:
+    """True for the first of a row of events: when none came for a minute."""
+
+    QUIET = 60.0
+
+    def __init__(self) -> None:
+        self._last = -inf
+
+    def first(self) -> bool:
+        """It happens again."""
+        now = time.monotonic()
+        before, self._last = self._last, now
+        return now - before > self.QUIET
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """most: connections. The others are seconds: idle between requests, and for a request's head and body."""
+
+    most: int
+    idle: float
+    head: float
+    body: float
+
+
+class Connections:
+    """Those of one server, on its loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._all: set[Connection] = set()
+        self._in: dict[Phase, Oldest[Connection]] = {phase: Oldest() for phase in Phase if phase is not Phase.ANSWERED}
+        self._most = {Phase.IDLE: limits.idle, Phase.HEAD: limits.head, Phase.BODY: limits.body, Phase.SLOW: UNREAD}
+        self._timer: asyncio.TimerHandle | None = None
+        self._full, self._late = Seldom(), Seldom()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def enter(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        """A new one, on the server's loop. Raises Overloaded when there is no room and all are being answered."""
+        self._loop = loop
+        connection.phase = Phase.ANSWERED
+        if len(self._all) >= self.limits.most:
+            self._make_room()
+        self._all.add(connection)
+        self.move(connection, Phase.IDLE)
+
+    def move(self, connection: Connection, phase: Phase) -> None:
+        """From now on it takes its time over something else, or once more over the same."""
+        if connection not in self._all:
+            return
+        if connection.phase is not phase and connection.phase is not Phase.ANSWERED:
+            self._in[connection.phase].drop(connection)
+        connection.phase = phase
+        if phase is not Phase.ANSWERED:
+            now = self._time()
+            self._in[phase].put(connection, now)
+            self._arm(now + self._most[phase])
+
+    def leave(self, connection: Connection) -> None:
+        """It has ended."""
+        self._all.discard(connection)
+        if connection.phase is not Phase.ANSWERED:
+            self._in[connection.phase].drop(connection)
+        if not self._all and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def cut_stalled(self) -> None:
+        """End the body that has been coming for longest of those that have stopped coming, if there is one."""
+        until = self._time() - STALLED
+        stalled = self._in[Phase.BODY].first(lambda connection: connection.heard <= until)
+        if stalled is not None:
+            self._cut(stalled, TooSlow("the request stopped coming, and others need its memory"))
+
+    def _make_room(self) -> None:
+        waiting = (self._in[phase].first() for phase in (Phase.IDLE, Phase.HEAD, Phase.BODY, Phase.SLOW))
+        oldest = next((connection for connection in waiting if connection is not None), None)
+        most = self.limits.most
+        if self._full.first():
+            log.warning(
+                "%d connections are open, as many as there may be (--max-connections): from now on %s",
+                most, "new ones are refused" if oldest is None else "those that have been idle for longest are closed",
+            )  # fmt: skip
+        if oldest is None:
+            raise Overloaded(f"{most} connections are open and all of them are being answered", retry_after=1.0)
+        self._cut(oldest, Overloaded(f"{most} connections are open, and this one was slow", retry_after=1.0))
+
+    def _cut(self, connection: Connection, error: ReflexError) -> None:
+        """It does not count any more, even if it takes a while to go."""
+        self.leave(connection)
+        connection.cut(error)
+
+    def _time(self) -> float:
+        return 0.0 if self._loop is None else self._loop.time()
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    def _arm(self, at: float) -> None:
+        """One timer for all: it looks at those that are due and is set for the next."""
+        if self._timer is None or at < self._timer.when() - _TICK:
+            if self._timer is not None:
+                self._timer.cancel()
+            assert self._loop is not None
+            self._timer = self._loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._time()
+        for phase, waiting in self._in.items():
+            for connection in waiting.due(now - self._most[phase] + _TICK):
+                self._end(connection, phase)
+        dues = [since + self._most[phase] for phase, w in self._in.items() if (since := w.since) is not None]
+        if dues:
+            self._arm(min(dues))
+
+    def _end(self, connection: Connection, phase: Phase) -> None:
+        seconds = self._most[phase]
+        if phase is not Phase.IDLE and self._late.first():
+            log.warning("a connection was too slow (%s, %g s) and is cut off; so will others be", phase.value, seconds)
+        self._cut(connection, TooSlow(f"the {phase.value} of the request did not come within {seconds:g} s"))
+
+
+class _Config(Protocol):
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def idle_timeout_s(self) -> float: ...
+    @property
+    def head_timeout_s(self) -> float: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+
+
+def connections_of(config: _Config) -> Connections:
+    """Those of a server with these settings."""
+    most = most_connections(config.max_connections)
+    return Connections(Limits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s))
+
+
+def most_connections(asked: int) -> int:
+    """As many as asked for, or as the process has file descriptors for."""
+    try:
+        import resource
+
+        allowed, taken = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/dev/fd"))
+    except (ImportError, OSError):
+        return asked
+    if allowed == resource.RLIM_INFINITY or asked <= allowed - taken - RESERVE:
+        return asked
+    most = max(LEAST, allowed - taken - RESERVE)
+    log.warning("--max-connections=%d: the process may have %d open files, so it is %d", asked, allowed, most)
+    return most
