@@ -474,8 +474,16 @@ class Oracle:
         if isinstance(made, ReflexError):
             self.settle(ticket, made.code)
             return
+        if ticket.deadline < inf:
+            made = replace(made, time_limit=max(0.0, ticket.deadline - now))
+        ticket.request, ticket.stage, ticket.wants, ticket.arrived = made, made.stage, made.wants, now
+        limit = inf if made.time_limit is None else made.time_limit
+        ticket.promote_at = now + min(self.worlds[made.group].promote_after, 0.5 * limit)
+        if ticket.deadline < inf and now + self.worlds[made.group].meter.remaining(ticket) > ticket.deadline:
+            self.settle(ticket, "deadline_unreachable")
+            return
         self.preparing.remove(ticket)
-        ticket.state, ticket.request, ticket.stage, ticket.wants = "waiting", made, made.stage, made.wants
+        ticket.state = "waiting"
         ticket.seq = self.tickets
         self.tickets += 1
         w = self.worlds[made.group]

@@ -12,7 +12,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
-from .helpers import ask, finish, outcome_of, scheduler_of, settled, take
+from .helpers import ask, finish, measure, outcome_of, scheduler_of, settled, take, trained
 
 GREEDY = FlushPolicy(max_batch_size=4)
 
@@ -31,7 +31,7 @@ def test_no_batch_takes_what_is_not_prepared_and_others_go_by() -> None:
     finish(scheduler, batch, 0.1)
     made = Request(id="unready", payload="pixels", cost_class="hit", stage="denoise", wants=3.0)
     scheduler.prepared(unready, made, 0.2)
-    assert (unready.arrived, unready.ready_at) == (0.0, 0.2)
+    assert (unready.arrived, unready.ready_at) == (0.2, 0.2)
     batch = take(scheduler, 0.2)
     assert list(batch.grants) == [unready]
     assert (unready.request, unready.stage, unready.wants, batch.stage) == (made, "denoise", 3.0, "denoise")
@@ -77,8 +77,23 @@ def test_b17_its_deadline_runs_from_its_arrival() -> None:
     assert scheduler.expires_at() == 1.5
     scheduler.expire(1.5)
     assert outcome_of(late) == "deadline_exceeded"
-    scheduler.prepared(early, Request(time_limit=8.0), 2.0)
-    assert early.deadline == 10.0
+    scheduler.prepared(early, Request(), 2.0)
+    assert (early.deadline, early.request.time_limit) == (10.0, 8.0)
+
+
+def test_b17_what_turns_out_too_dear_for_its_deadline_is_refused_when_it_is_ready() -> None:
+    """It was admitted as the cheapest that it could be."""
+    model = trained(0.010, 0.001)
+    for n in (1, 2, 4) * 4:
+        measure(model, ["miss"] * n, 0.040 + 0.010 * n)
+    scheduler = scheduler_of(flush=GREEDY, cost=lambda: model)
+    ticket = reserve(scheduler, time_limit=0.030)
+    scheduler.prepared(ticket, Request(cost_class="miss"), 0.001)
+    assert outcome_of(ticket) == "deadline_unreachable"
+    assert (scheduler.queued("default"), scheduler.idle, ticket.started) == (0, True, None)
+    early = reserve(scheduler, 1.0, time_limit=0.500)
+    scheduler.prepared(early, Request(cost_class="miss"), 1.001)
+    assert list(take(scheduler, 1.001).grants) == [early]
 
 
 def test_b16_cancelled_or_abandoned_while_it_is_prepared() -> None:

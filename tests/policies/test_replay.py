@@ -339,6 +339,13 @@ def test_t5_latency_is_judged_within_five_percent_and_not_on_other_hardware(tmp_
     replay.timed = [replace(t, replayed=1.06) for t in replay.timed]
     assert replay.failed("latency")
     assert not replay.failed("latency", same_hardware=False)
+    few = replay.timed[0]
+    times = [(1.0, 1.0), (1.0, 1.0), (10.0, 30.0), (10.0, 30.0), (10.0, 30.0)]
+    replay.timed = [replace(few, recorded=r, replayed=n) for r, n in times]
+    told = replay.summary()["latency"]
+    assert (told["recorded_ms"], told["replayed_ms"], told["ratio"]) == (10_000.0, 30_000.0, 3.0)
+    replay.timed = [replace(few, recorded=r, replayed=n) for r, n in [(1.0, 2.0), (4.0, 4.0), (9.0, 9.0)]]
+    assert replay.summary()["latency"]["ratio"] == 1.0  # of 4 and 4, as they stand beside it
     replay.timed = []
     assert not replay.failed("latency")
 

@@ -21,6 +21,7 @@ import pytest
 
 from policies.tiny import ACTIONS, CHUNK, HEIGHT, STEPS, WIDTH, picture, write_export
 
+from .exports import write_tiny
 from .harness import Answer, Server, encode, parse_answers, read_all
 
 POSE = [1.5, -0.5]
@@ -131,6 +132,22 @@ def test_h1_what_is_missing_is_named(server: Server, missing: str, named: str | 
 def test_h1_every_priority_and_a_deadline_are_taken(server: Server) -> None:
     for priority in ("urgent", "default", "background"):
         good(server.post(fields(priority=priority, deadline_ms=60_000, robot_id="r", episode_id="e")))
+
+
+def test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted(server: Server, tmp_path: Path) -> None:
+    before = server.metrics()("reflex_request_warnings_total", kind="instruction_unknown")
+    assert good(server.post(fields()))["warnings"] == []
+    assert good(server.post(fields(instruction="fold the towel")))["warnings"] == []  # it knows one of them
+    for text in ("fold my towel", "Tür öffnen"):
+        answer = good(server.post(fields(instruction=text)))
+        assert answer["warnings"] == ["instruction: the policy knows none of its words"]
+    assert server.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == before + 2
+    with Server(write_tiny(tmp_path / "tiny")) as blind:
+        assert good(blind.act())["warnings"] == []
+        (told,) = good(blind.act(instruction="open the door"))["warnings"]
+        assert told == "instruction: this policy reads no text; it changes nothing"
+        assert blind.metrics()("reflex_request_warnings_total", kind="instruction_ignored") == 1
+        assert blind.metrics()("reflex_request_warnings_total", kind="instruction_unknown") == 0
 
 
 def test_images_the_policy_does_not_look_at_are_named_with_those_it_does(server: Server) -> None:

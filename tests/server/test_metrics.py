@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from policies.tiny import write_export
-from reflex_runtime.core.batch import Batch, Cause, Done, FlushReason
+from reflex_runtime.core.batch import Batch, Cause, Done
 from reflex_runtime.core.events import BatchFinished, BatchScheduled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.telemetry.metrics import OUTCOMES, Metrics
@@ -30,6 +30,7 @@ HISTOGRAMS = {
 COUNTERS = {
     "reflex_batch_flush_total",
     "reflex_requests_total",
+    "reflex_request_warnings_total",
     "reflex_cache_hit_total",
     "reflex_cache_miss_total",
     "reflex_denoise_steps_total",
@@ -55,6 +56,7 @@ MOVED: dict[str, str] = {
     "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_flushes",
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",
     "reflex_in_flight_requests": "test_b14_the_queue_depth_is_read_live",
+    "reflex_request_warnings_total": "test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted",
     "reflex_prepare_seconds": "test_a_request_waits_for_its_pictures_and_the_time_is_counted",
     "reflex_queue_wait_seconds": "test_b15_waits_and_latencies_are_seconds",
     "reflex_request_latency_seconds": "test_b15_every_outcome_is_counted",
@@ -107,8 +109,8 @@ def test_b14_every_series_exists_from_the_start_with_prod(fresh: tuple[Server, R
         edges = {dict(found)["le"] for (n, found) in seen.samples if n == f"{name}_bucket"}
         if buckets is not None:
             assert {float(e) for e in edges} == {*map(float, buckets), float("inf")}
-    for reason in FlushReason:
-        assert seen("reflex_batch_flush_total", reason=reason.value) == 0.0
+    for cause in Cause:
+        assert seen("reflex_batch_flush_total", reason=cause.reason.value, cause=cause.value) == 0.0
     for outcome in OUTCOMES:
         assert seen("reflex_requests_total", outcome=outcome) == 0.0
         assert seen("reflex_request_latency_seconds_count", outcome=outcome) == 0.0
@@ -127,7 +129,7 @@ def test_b14_a_flush_moves_cost_size_and_reason(tiny: Path) -> None:
         for _ in range(8):
             server.act()
         seen = server.metrics()
-        assert seen("reflex_batch_flush_total", reason="timeout") >= 1
+        assert seen("reflex_batch_flush_total", reason="timeout", cause="idle") >= 1
         assert seen("reflex_batch_flush_total", reason="single_request_over_budget") >= 1
         assert seen("reflex_batch_size_per_flush_count") == seen("reflex_batch_flush_total") == 8
         assert seen("reflex_batch_size_per_flush_sum") == 8
@@ -136,7 +138,7 @@ def test_b14_a_flush_moves_cost_size_and_reason(tiny: Path) -> None:
     with Server(tiny, "--max-batch-size", "4", "--inject-latency-ms", "300") as server, busy(server):
         server.at_once(numbered(8))
         seen = server.reach(lambda m: m("reflex_batch_flush_total") == 3)
-        assert seen("reflex_batch_flush_total", reason="budget_reached") >= 1  # four, the size cap
+        assert seen("reflex_batch_flush_total", reason="budget_reached", cause="size_reached") >= 1  # four, the cap
         assert seen("reflex_batch_size_per_flush_bucket", le="2.0") == 1
 
 

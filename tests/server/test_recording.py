@@ -26,13 +26,15 @@ import PIL.Image
 import pytest
 
 from policies.tiny import EMBODIMENT, picture, write_export
+from reflex_runtime.cli import main
 from reflex_runtime.policies import Export, seed_of
 from reflex_runtime.telemetry.recording import Recorded, Recording, RecordingError, read_recording
 from reflex_runtime.telemetry.trace import read_trace
 from reflex_runtime.version import __version__
 
-from .exports import write_tiny
+from .exports import WEIGHTS, write_tiny
 from .harness import PATIENCE, STATE, Answer, Server
+from .pair import admin
 
 PACKED = {"Content-Type": "application/msgpack", "Accept": "application/json"}
 
@@ -634,3 +636,37 @@ def test_t6_denoise_steps_deadlines_and_hang_ups_are_the_same_again(
     assert reflex("replay", only(there), "--schedule", "--output", out).returncode == 0
     told = json.loads(out.read_text())["measured"]
     assert (told["same"], told["same_cause"], told["early"]) == (told["batches"], told["batches"], 0)
+
+
+def test_t5_answers_of_the_policies_before_and_after_an_exchange_are_not_mixed(
+    there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A recording over `/admin/load`: the model is compared with what itself answered, or with what is chosen."""
+    old, new, other = (
+        write_tiny(tmp_path / name, weights=(times * WEIGHTS).astype(np.float32))
+        for name, times in (("v1", 1), ("v2", 2), ("v3", 3))
+    )
+    with Server(old, "--record", str(there)) as server:
+        for i in range(5):
+            if i == 3:
+                assert admin(server, "load", slot="prod", path=str(new)).status == 200
+            assert server.act(request_id=str(i)).status == 200
+        found = recording(server, there)
+    hashes = [Export.load(path).model_hash for path in (old, new)]
+    assert [line.model_hash for line in found.requests] == [hashes[0]] * 3 + [hashes[1]] * 2
+    for path, n in ((old, 3), (new, 2)):
+        for how in ("alone", "recorded"):
+            out = tmp_path / "out.json"
+            command = ["replay", str(only(there)), "--model", str(path), "--compose", how, "--output", str(out)]
+            assert main([*command, "--fail-on", "actions"]) == 0
+            told = json.loads(out.read_text())
+            assert (told["all"]["requests"], told["all"]["actions"]["close"]) == (n, n)
+            assert told["left_out"] == {"answered by another model": 5 - n}
+    capsys.readouterr()
+    assert main(["replay", str(only(there)), "--model", str(other)]) == 2
+    line = capsys.readouterr().err
+    assert "--recorded-by" in line
+    assert all(f"{found} (" in line for found in hashes)
+    command = ["replay", str(only(there)), "--model", str(other), "--recorded-by", hashes[1]]
+    assert main([*command, "--fail-on", "actions"]) == 3
+    assert "2 replayed" in capsys.readouterr().out

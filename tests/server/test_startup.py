@@ -97,7 +97,12 @@ def test_b2_any_wrong_option_is_one_line(
 
 
 def test_a_missing_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nowhere: not found, expected an export directory" in said(capsys, str(tmp_path / "nowhere"))
+    nowhere = said(capsys, str(tmp_path / "nowhere"))
+    assert "nowhere: not found, expected an export directory" in nowhere
+    assert "hub" not in nowhere
+    hub = said(capsys, "Qwen/Qwen3-0.6B")
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in hub
+    assert "reflex serve ./Qwen3-0.6B" in hub
 
 
 def test_a_missing_provider_is_refused_before_the_port_opens(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

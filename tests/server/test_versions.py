@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
+import reflex_runtime.policies.export as export_module
 import reflex_runtime.policies.memory as memory
 import reflex_runtime.server.serve as serving
 from policies.tiny import write_export
@@ -144,6 +145,14 @@ def test_v8_two_policies_that_do_not_fit_the_memory_are_refused(
     monkeypatch.delenv("REFLEX_SKIP_2POLICY_MEMORY_CHECK")
     with pytest.raises(AssertionError, match="the port was opened"):  # one policy is never refused
         refused(pair.v1)
+
+
+def test_v8_the_sizes_are_compared_before_a_byte_of_a_model_is_read(
+    refused: Refusals, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "host_memory", lambda: 100)
+    monkeypatch.setattr(export_module, "model_hash", lambda root: pytest.fail(f"{root} was read"))
+    assert "2-policy mode requires" in refused("--policy-a", pair.v1, "--policy-b", pair.v2, "--no-rtc")
 
 
 def test_v8_a_real_process_refuses_by_the_memory_of_the_machine(pair: Pair, tmp_path: Path) -> None:

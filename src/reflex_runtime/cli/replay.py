@@ -59,6 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add = model.add_argument
     add("--model", type=Path, metavar="DIR", help="the export to run")
     add("--slot", metavar="SLOT", help="only what this slot answered (default: all, told apart in the output)")
+    add("--recorded-by", metavar="HASH", help="only what the model of this hash answered, where it was exchanged")
     add("--diff", default="all", metavar="WHAT", help="what is told: actions, latency, cache or all (default all)")
     add(
         "--compose",
@@ -138,6 +139,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         make,
         compose=args.compose,
         slots=() if args.slot is None else (args.slot,),
+        recorded_by=args.recorded_by or "",
         limit=limit,
         progress=_Progress("requests"),
     )
@@ -210,8 +212,9 @@ def _tell_latency(told: dict[str, Any], same: bool, compose: str) -> None:
 
 def _tell_other_model(recording: Recording, slot: str | None, found: str, model: Path) -> None:
     asked = [slot] if slot is not None else recording.slots
-    recorded = {recording.header.hash_of(name) for name in asked} - {"", found}
-    if recorded:
+    hashes = {line.model_hash for line in recording.requests if line.slot in asked} - {""}
+    recorded = (hashes or {recording.header.hash_of(name) for name in asked}) - {""}
+    if recorded and found not in recorded:
         print(f"reflex replay: note: {model} is {found}, recorded was {', '.join(sorted(recorded))}", file=sys.stderr)
 
 

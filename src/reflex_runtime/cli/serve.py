@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
     paths = slots_of(config, args.export)
+    _check_memory(config, paths)
     exports = {slot: Export.load(path) for slot, path in paths.items()}
     check_needs(config, places, _missing(exports))
     _check(config)
@@ -126,10 +127,19 @@ def _missing(exports: Mapping[str, Export]) -> dict[str, str]:
     return {"a decomposed export": f"{', '.join(str(export.path) for export in exports.values())} is monolithic"}
 
 
+def _check_memory(config: ServeConfig, paths: Mapping[str, Path]) -> None:
+    """Whether two policies fit, by the sizes of their files: nothing of them has been read yet."""
+    from reflex_runtime.policies.memory import Weight, check_two_policies
+    from reflex_runtime.server.slots import PROVIDERS
+
+    if len(paths) > 1:
+        provider = PROVIDERS.get(config.provider, config.provider)
+        check_two_policies([Weight.of(path) for path in paths.values()], environment(), provider)
+
+
 def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
     """What the exports allow, before anything is loaded."""
-    from reflex_runtime.policies.memory import check_two_policies
-    from reflex_runtime.server.slots import PROVIDERS, check_alike, faults_of
+    from reflex_runtime.server.slots import check_alike, faults_of
 
     faults_of(config.inject_fault, tuple(exports), "--inject-fault")
     check_alike(exports)
@@ -138,8 +148,6 @@ def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
         for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
             if given and export.export_kind == "monolithic":
                 raise ConfigError(f"{flag}: {export.path} is monolithic; only decomposed exports denoise step by step")
-    if len(exports) > 1:
-        check_two_policies(list(exports.values()), environment(), PROVIDERS.get(config.provider, config.provider))
 
 
 def _check_files(export: Export) -> None:

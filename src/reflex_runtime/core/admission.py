@@ -41,13 +41,19 @@ def admit(
         )
     if config.resources is not None and not config.resources.fits(request):
         raise TooLarge("the request needs more than this server has")
-    if request.time_limit is not None:
+    in_time(group, ticket, now)
+
+
+def in_time(group: Group, ticket: Ticket, now: float) -> None:
+    """Raise when the estimate says that its deadline cannot be met."""
+    if ticket.deadline < inf:
         needed = group.cost.remaining(ticket)
         if now + needed > ticket.deadline:
+            left = ticket.deadline - now
             raise TooLate(
-                f"needs about {needed * 1e3:.1f} ms, the deadline allows {request.time_limit * 1e3:.1f} ms",
+                f"needs about {needed * 1e3:.1f} ms, the deadline allows {left * 1e3:.1f} ms",
                 needed_ms=round(needed * 1e3, 3),
-                deadline_ms=round(request.time_limit * 1e3, 3),
+                deadline_ms=round(left * 1e3, 3),
             )
 
 

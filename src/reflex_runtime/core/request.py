@@ -123,8 +123,8 @@ class Admission(NamedTuple):
 class Ticket:
     """The scheduler's record of one request. Only the scheduler writes to it.
 
-    seq: order in which tickets could first run (given anew by `prepared`).   arrived, deadline: absolute times
-    (deadline inf when none).   ready_at: when it could first run; inf until it is prepared.
+    seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
+    ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew.
     tier: the tier it is served in; differs from the request's priority once aged.
     stage, wants: what a resident does next and how many units of it are left.
     granted, cached, recomputed: units granted in all, found already done, and granted but lost to preemption;

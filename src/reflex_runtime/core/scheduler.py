@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import inf, log
 from typing import Any
 
-from reflex_runtime.core.admission import admit
+from reflex_runtime.core.admission import admit, in_time
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
@@ -146,7 +147,8 @@ class Scheduler:
         """A ticket that was not ready now is, or never will be. No effect on one that has settled meanwhile.
 
         made: the request as it turned out (payload, shape, class, stage, what it wants; group, client and priority as
-        admitted), or the error it ends with. Its deadline stays.
+        admitted), or the error it ends with. From now on it waits, and this is its arrival. Its deadline stays; one
+        that cannot be met as it turned out ends it.
         """
         self._input(now)
         if ticket.state is not PREPARING:
@@ -155,11 +157,17 @@ class Scheduler:
             self._drop(ticket, made)
             return
         group = self._groups[ticket.request.group]
-        group.end_preparing(ticket)
-        self._unready.discard(ticket)
-        self._move(ticket, WAITING)
+        self._end_preparing(group, ticket)
+        if ticket.deadline < inf:  # what is left of it: all of the ticket is as if it came now
+            made = replace(made, time_limit=max(0.0, ticket.deadline - now))
         ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
-        ticket.ready_at, ticket.seq = now, self._tickets
+        try:
+            in_time(group, ticket, now)
+        except Rejected as error:
+            self._end_unready(ticket, error)
+            return
+        self._move(ticket, WAITING)
+        ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
         self._tickets += 1
         self._enter(group, ticket, now)
 
@@ -566,14 +574,20 @@ class Scheduler:
         """The end of a ticket that does not run."""
         group = self._groups[ticket.request.group]
         if ticket.state is PREPARING:
-            group.end_preparing(ticket)
-            self._move(ticket, SETTLED)
-            ticket.outcome = Failed(error)
-            self.settled += 1
-            self._unready.discard(ticket)
-            self._events.append(_event(RequestSettled, (self._now, ticket)))
+            self._end_preparing(group, ticket)
+            self._end_unready(ticket, error)
             return
         self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
+
+    def _end_preparing(self, group: Group, ticket: Ticket) -> None:
+        group.end_preparing(ticket)
+        self._unready.discard(ticket)
+
+    def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
+        self._move(ticket, SETTLED)
+        ticket.outcome = Failed(error)
+        self.settled += 1
+        self._events.append(_event(RequestSettled, (self._now, ticket)))
 
     def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
         """The end of tickets of one partition, of each exactly once."""

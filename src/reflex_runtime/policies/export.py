@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -116,7 +117,7 @@ class Export:
         """Read and check the directory. The graphs themselves are opened, and checked against it, by the policy."""
         root = Path(path)
         if not root.is_dir():
-            raise ConfigError(f"{root}: not found, expected an export directory")
+            raise ConfigError(f"{root}: not found, expected an export directory{_hint(root)}")
         return _load(root)
 
     @property
@@ -128,6 +129,18 @@ class Export:
     def takes_text(self) -> bool:
         """Whether the model reads an instruction."""
         return any("tokens" in graph.inputs for graph in self.graphs.values())
+
+
+def _hint(path: Path) -> str:
+    """What to do where the name of a model on a hub was given."""
+    name = path.as_posix()
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or path.parent.exists():
+        return ""
+    there = path.name
+    return (
+        f" or the directory of a language model. If {name} is the name of a model on a hub, download it first (pip "
+        f"install huggingface_hub; hf download {name} --local-dir {there}), then: reflex serve ./{there}"
+    )
 
 
 def model_hash(root: Path) -> str:
@@ -142,6 +155,11 @@ def model_hash(root: Path) -> str:
             while block := stream.read(1 << 20):
                 sha.update(block)
     return sha.hexdigest()[:16]
+
+
+def model_bytes(root: Path) -> int:
+    """Total size of the files behind `model_hash`, without reading them; 0 where there is no such directory."""
+    return sum(file.stat().st_size for _, file in _model_files(root))
 
 
 def config_hash(root: Path) -> str:
@@ -376,7 +394,7 @@ def _load(root: Path) -> Export:
         prefix_takes_state=kind == "decomposed" and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
         config_hash=config_hash(root),
-        model_bytes=sum(f.stat().st_size for _, f in _model_files(root)),
+        model_bytes=model_bytes(root),
     )
 
 

@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export import Export
+from reflex_runtime.policies.export import model_bytes
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 SHARE: Final = 0.7
@@ -28,6 +28,28 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 _NVML: Final = "libnvidia-ml.so.1"
 
 log = logging.getLogger("reflex.policies")
+
+
+class Sized(Protocol):
+    """What counts of an export."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def model_bytes(self) -> int: ...
+
+
+class Weight(NamedTuple):
+    """An export by the sizes of its files: hashing gigabytes first would only delay the refusal."""
+
+    path: Path
+    model_bytes: int
+
+    @staticmethod
+    def of(path: Path) -> Weight:
+        """Of the files under a path."""
+        return Weight(path, model_bytes(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +86,7 @@ class Room:
 
 
 def check_two_policies(
-    exports: Sequence[Export],
+    exports: Sequence[Sized],
     environ: Mapping[str, str],
     provider: str = CPU,
     total: Callable[[str], int] | None = None,
@@ -72,8 +94,8 @@ def check_two_policies(
 ) -> None:
     """ConfigError when two policies of the larger export's size do not fit; to be called before either is loaded.
 
-    exports: the two (or more) that would be loaded; of each only `path` and `model_bytes` count. policies: how many
-    are in memory at a time, more than two while one is exchanged. environ: where
+    exports: the two (or more) that would be loaded; a `Weight` says what it takes before anything of it is read.
+    policies: how many are in memory at a time, more than two while one is exchanged. environ: where
     REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes of memory by provider,
     default `total_memory`; where that cannot tell, its ConfigError says what is missing.
     """

@@ -6,7 +6,7 @@ import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,16 @@ class InvalidRequest(Rejected):
         return (InvalidRequest, (self.message, self.details["field"]))
 
 
+class Doubt(NamedTuple):
+    """Something in a request that changes nothing, although its sender may think so. kind: for counting."""
+
+    kind: Literal["instruction_ignored", "instruction_unknown"]
+    message: str
+
+
+DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
+
+
 @dataclass(slots=True, eq=False)  # nobody writes to one; freezing it would cost as much as the rest of `prepare`
 class Observation:
     """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
@@ -49,6 +59,7 @@ class Observation:
     prefix_key: what its keys and values are cached under, or None.
     cache, prefix: set by `Policy.request`: how the cache answered, and the keys and values it had. The reference keeps
         them in memory until the request is settled, whatever the cache evicts.
+    doubts: what the answer warns of.
     executed: actions of the episode's last chunk executed when this was seen, or None. anchor: set by `Policy.request`:
         what the new chunk is to continue.
     """
@@ -64,6 +75,7 @@ class Observation:
     prefix: Prefix | None = None
     executed: int | None = None
     anchor: Anchor | None = None
+    doubts: tuple[Doubt, ...] = ()
 
     def row(self, role: str) -> NDArray[Any]:
         """What it holds for a role of the export: "tokens", "state" or the name of an image."""

@@ -21,6 +21,7 @@ from reflex_runtime.policies.observation import (
     MAX_REQUEST_PIXELS,
     ActionChunk,
     CacheUse,
+    Doubt,
     Image,
     InvalidRequest,
     Observation,
@@ -119,6 +120,8 @@ class Policy(BaseProcessor):
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
         seen = {name: self._image(name, *found) for name, found in sent.items()}
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
+        if instruction:
+            observation.doubts = self._doubts(instruction)
         return self._prepared(observation, instruction or "")
 
     def _prepared(self, observation: Observation, instruction: str) -> Observation:
@@ -142,6 +145,14 @@ class Policy(BaseProcessor):
             return decode_image(bytes(sent), field, (height, width))
         pixels_of(sent, field)
         return resize_image(sent, height, width)
+
+    def _doubts(self, instruction: str) -> tuple[Doubt, ...]:
+        tokenizer = self.export.tokenizer
+        if tokenizer is None:
+            return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)
+        if not tokenizer.knows(instruction):
+            return (Doubt("instruction_unknown", "instruction: the policy knows none of its words"),)
+        return ()
 
     def _tokens(self, instruction: str | None) -> NDArray[np.int64] | None:
         tokenizer = self.export.tokenizer

@@ -98,9 +98,11 @@ class ModelReplay:
         return same_hardware and ratio is not None and abs(ratio - 1.0) > LATENCY
 
     def latency_ratio(self, slot: str | None = None) -> float | None:
-        """Median of replayed ÷ recorded batch times; None when no batch ran in the same company both times."""
-        ratios = [t.replayed / t.recorded for t in self.timed if t.recorded > 0.0 and slot in (None, t.slot)]
-        return median(ratios) if ratios else None
+        """Median of the replayed ÷ median of the recorded batch times; None when no batch ran in the same company both
+        times."""
+        timed = [t for t in self.timed if slot in (None, t.slot)]
+        recorded = median([t.recorded for t in timed]) if timed else 0.0
+        return median([t.replayed for t in timed]) / recorded if recorded > 0.0 else None
 
     def summary(self, slot: str | None = None) -> dict[str, Any]:
         """Figures of one slot, or of all, JSON-safe."""
@@ -138,13 +140,16 @@ def replay_model(
     *,
     compose: Compose = "alone",
     slots: Sequence[str] = (),
+    recorded_by: str = "",
     limit: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelReplay:
     """Run recorded requests again and compare.
 
-    make: the model for a slot. slots: only these; empty for all. limit: only the first so many answered requests.
+    make: the model for a slot. slots: only these; empty for all. recorded_by: only what the model of this hash
+    answered; "" where a slot's policy was exchanged: what the model itself answered. limit: only the first so many
+    answered requests.
     progress: called with (requests done, requests to do).
 
     ConfigError when the model sees images and the recording has none, naming `--record-images full`; a request the
@@ -156,15 +161,35 @@ def replay_model(
     answered = [line for line in wanted if line.response is not None]
     replay = ModelReplay(compose)
     replay.left_out.update(line.outcome for line in wanted if line.response is None)
+    models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
+    for slot, (policy, _) in models.items():
+        chosen = recorded_by or _one_model(recording, slot, policy.export.model_hash)
+        others = [line for line in answered if line.slot == slot and chosen and line.model_hash not in ("", chosen)]
+        replay.left_out["answered by another model"] += len(others)
+        answered = [line for line in answered if line not in others]
+    replay.left_out = +replay.left_out
     if limit is not None:
         answered = answered[:limit]
-    models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
     for slot, (policy, _) in models.items():
         _need_images(recording, policy, [line for line in answered if line.slot == slot])
     runner = _Alone if compose == "alone" else _Composed
     runner(recording, models, replay, clock, progress).run(answered)
     replay.items.sort(key=lambda item: item.seq)
     return replay
+
+
+def _one_model(recording: Recording, slot: str, model_hash: str) -> str:
+    """Whose answers to compare with; "" where all of the slot are one model's."""
+    hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
+    if len(hashes) < 2:
+        return ""
+    if model_hash in hashes:
+        return model_hash
+    there = ", ".join(f"{found} ({n} requests)" for found, n in hashes.most_common())
+    raise ConfigError(
+        f"{recording.path}: slot {slot}: its policy was exchanged while this was recorded, and none of them is "
+        f"{model_hash}; choose one with --recorded-by: {there}"
+    )
 
 
 def _need_images(recording: Recording, policy: Policy, lines: Iterable[Recorded]) -> None:
@@ -350,7 +375,12 @@ class _Composed(_Runner):
     def _in_order(self, answered: Sequence[Recorded]) -> list[Recorded]:
         """All requests that may share a batch with these, last arrival first."""
         slots = {line.slot for line in answered}
-        mine = [r for r in self._recording.requests if r.slot in slots and r.schedule and r.schedule.ticket is not None]
+        hashes = {line.model_hash for line in answered}
+        mine = [
+            line
+            for line in self._recording.requests
+            if line.slot in slots and line.model_hash in hashes and line.schedule and line.schedule.ticket is not None
+        ]
         for line in mine:
             assert line.schedule is not None
             assert line.schedule.ticket is not None

@@ -21,6 +21,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
         """int64 [max_tokens]: cut where the text is longer, padded where it is shorter."""
 
+    def knows(self, text: str) -> bool:
+        """Whether it tells anything of the text from an unknown word."""
+
 
 class WordTokenizer:
     """A fixed vocabulary.
@@ -41,9 +44,14 @@ class WordTokenizer:
         self._pattern = re.compile(pattern) if pattern else None
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
+        return _row([self._words.get(word, self._unknown) for word in self._split(text)], max_tokens, self._padding)
+
+    def knows(self, text: str) -> bool:
+        return any(self._words.get(word, self._unknown) != self._unknown for word in self._split(text))
+
+    def _split(self, text: str) -> list[str]:
         text = text.lower() if self._lower else text
-        words = self._pattern.findall(text) if self._pattern else text.split()
-        return _row([self._words.get(word, self._unknown) for word in words], max_tokens, self._padding)
+        return self._pattern.findall(text) if self._pattern else text.split()
 
 
 class PackagedTokenizer:
@@ -56,6 +64,11 @@ class PackagedTokenizer:
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
         return _row(self._tokenizer.encode(text).ids, max_tokens, self._padding)
+
+    def knows(self, text: str) -> bool:
+        word = getattr(self._tokenizer.model, "unk_token", None)
+        unknown = None if word is None else self._tokenizer.token_to_id(word)
+        return any(i != unknown for i in self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class _NotSimple(Exception):

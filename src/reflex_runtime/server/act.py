@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from functools import partial
-from math import inf
 from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
@@ -169,12 +168,9 @@ class Act:
             return
         made: Request | ReflexError
         if observation is not None:
-            now, admitted = time.monotonic(), ticket.request
-            left = None if ticket.deadline == inf else max(0.0, ticket.deadline - now)
-            made = version.policy.request(
-                observation, client=admitted.client, priority=admitted.priority, time_limit=left
-            )
-            self.runtime.metrics.prepared(admitted.group, now - ticket.arrived)
+            admitted = ticket.request
+            made = version.policy.request(observation, client=admitted.client, priority=admitted.priority)
+            self.runtime.metrics.prepared(admitted.group, time.monotonic() - ticket.arrived)
         elif isinstance(error, ReflexError):
             made = error
         else:
@@ -241,14 +237,21 @@ class Act:
             config_hash=config_hash,
             reflex_version=__version__,
             request_id=exchange.request_id,
-            timing=wire.Timing(_ms(started - ticket.ready_at), _ms(now - started), spent, _ms(now - exchange.started)),
+            timing=wire.Timing(_ms(started - ticket.arrived), _ms(now - started), spent, _ms(now - exchange.started)),
             batch=self._told[1],
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
             rtc=chunk.rtc,
             policy_changed=changed,
             injected={"latency_ms": latency} if latency else None,
+            warnings=self._warnings(ticket),
         )
+
+    def _warnings(self, ticket: Ticket) -> list[str]:
+        doubts = ticket.request.payload.doubts
+        for doubt in doubts:
+            self.runtime.metrics.warned(ticket.request.group, doubt.kind)
+        return [doubt.message for doubt in doubts]
 
     def _count(
         self,

@@ -46,10 +46,12 @@ def asked_and_answered(
         slot=slot,
         total_s=now - exchange.received,
     )
+    if exchange.version is not None:
+        found.model_hash = exchange.version.policy.export.model_hash
     if ticket is not None:
         started = ticket.started
         found.arrived = ticket.arrived
-        found.queue_s = max(0.0, (now if started is None else started) - ticket.ready_at)
+        found.queue_s = (now if started is None else started) - ticket.arrived
         found.batch_s = 0.0 if started is None else now - started
         found.measured_ms = ticket.shared * 1e3
         found.batch = ticket.admission

@@ -27,7 +27,7 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.breaker import Breaker
 from reflex_runtime.policies.comparison import Comparison
-from reflex_runtime.policies.memory import check_two_policies
+from reflex_runtime.policies.memory import Weight, check_two_policies
 from reflex_runtime.policies.policy import WarmUp
 from reflex_runtime.policies.ramp import Ramp, RampGuard
 from reflex_runtime.policies.shadow import Difference
@@ -231,8 +231,9 @@ class PolicyRuntime:
         if self.config.captured_sizes:
             raise Conflict("with --cuda-graphs no policy can be exchanged: graphs belong to the thread that made them")
         self.rollout.may_exchange()
-        export = await _in_thread(lambda: Export.load(path))
         holder = self.slots[slot]
+        await _in_thread(lambda: self._has_room(path))
+        export = await _in_thread(lambda: Export.load(path))
         self._fits(holder, export)
         self._loading += 1  # of one that is given up, the thread goes on
         try:
@@ -266,9 +267,13 @@ class PolicyRuntime:
                 f"{export.path}: export_kind: found {export.export_kind!r}, expected "
                 f"{holder.policy.export.export_kind!r} as in slot {holder.name}: what its batches cost was learned so"
             )
+
+    def _has_room(self, path: Path) -> None:
+        """ConfigError when the policies would not fit the memory with the one of this path, by the sizes of files."""
         provider = PROVIDERS.get(self.config.provider, self.config.provider)
-        loaded = sum(held.loaded for held in self.slots.values())
-        check_two_policies([*others.values(), export], environment(), provider, policies=loaded + 1)
+        loaded = [held.policy.export for held in self.slots.values()]
+        there = sum(held.loaded for held in self.slots.values())
+        check_two_policies([*loaded, Weight.of(path)], environment(), provider, policies=there + 1)
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 

@@ -163,8 +163,8 @@ class Shadowing:
         elif isinstance(event, BatchScheduled) and event.batch.group != SHADOW:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
-                if begun < ticket.ready_at < ended:
-                    self._metrics.delayed(SHADOW, ended - ticket.ready_at)
+                if begun < ticket.arrived < ended:
+                    self._metrics.delayed(SHADOW, ended - ticket.arrived)
 
     @property
     def verdict(self) -> str:

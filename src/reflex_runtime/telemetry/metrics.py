@@ -13,12 +13,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from reflex_runtime.core.batch import Done, FlushReason
+from reflex_runtime.core.batch import Cause, Done
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
 from reflex_runtime.telemetry.series import Counter, CounterChild, Histogram
 
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
+WARNINGS = ("instruction_ignored", "instruction_unknown")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _LABELS = ("embodiment", "policy_slot")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -43,7 +44,9 @@ class Metrics:
         self._size = Histogram(
             "reflex_batch_size_per_flush", "Requests per flush", _LABELS, buckets=(1, 2, 4, 8, 16, 32), registry=r
         )
-        self._flush = Counter("reflex_batch_flush_total", "Flushes by reason", (*_LABELS, "reason"), registry=r)
+        self._flush = Counter(
+            "reflex_batch_flush_total", "Flushes by reason and finer cause", (*_LABELS, "reason", "cause"), registry=r
+        )
         self._graph = Gauge(
             "reflex_captured_graph_hit_rate", "Share of the last 100 flushes at a captured size", _LABELS, registry=r
         )
@@ -65,6 +68,10 @@ class Metrics:
             "reflex_act_latency_seconds", "Served answers, queue and model", _LABELS, buckets=_SECONDS, registry=r
         )
         self._requests = Counter("reflex_requests_total", "Answers by outcome", (*_LABELS, "outcome"), registry=r)
+        self._warnings = Counter(
+            "reflex_request_warnings_total", "Answers that warn of something in the request", (*_LABELS, "kind"),
+            registry=r,
+        )
         self._error = Histogram(
             "reflex_batch_cost_error_ratio", "Predicted over measured batch time", _LABELS,
             buckets=(0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0), registry=r,
@@ -136,6 +143,10 @@ class Metrics:
         """An episode of the slot ended."""
         self._slots[slot].episodes[success].inc()
 
+    def warned(self, slot: str, kind: str) -> None:
+        """An answer of the slot warns of something: one of `WARNINGS`."""
+        self._slots[slot].warnings[kind].inc()
+
     def prepared(self, slot: str, seconds: float) -> None:
         """A request of the slot was ready to run so long after it had been admitted."""
         self._slots[slot].prepare.observe(seconds)
@@ -163,13 +174,14 @@ class _Slot:
         self.labels = labels
         self.cost = metrics._cost.labels(*labels)
         self.size = metrics._size.labels(*labels)
-        self.flush = {reason: metrics._flush.labels(*labels, reason.value) for reason in FlushReason}
+        self.flush = {cause: metrics._flush.labels(*labels, cause.reason.value, cause.value) for cause in Cause}
         self.graph = metrics._graph.labels(*labels)
         self.wait = metrics._wait.labels(*labels)
         self.prepare = metrics._prepare.labels(*labels)
         self.latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
         self.requests = {o: metrics._requests.labels(*labels, o) for o in OUTCOMES}
         self.act = metrics._act.labels(*labels)
+        self.warnings = {kind: metrics._warnings.labels(*labels, kind) for kind in WARNINGS}
         self.error = metrics._error.labels(*labels)
         self.hit = metrics._hit.labels(*labels)
         self.miss = metrics._miss.labels(*labels)
@@ -192,9 +204,9 @@ class _Slot:
             return
         self.cost.observe(batch.cost * 1e3)
         self.size.observe(len(batch.admitted))
-        self.flush[batch.reason].inc()
+        self.flush[batch.cause].inc()
         for ticket in batch.admitted:
-            self.wait.observe(batch.scheduled_at - ticket.ready_at)
+            self.wait.observe(batch.scheduled_at - ticket.arrived)
 
     def finished(self, event: BatchFinished) -> None:
         batch = event.batch
@@ -221,7 +233,7 @@ class _Slot:
         ticket = event.ticket
         if ticket is None or not isinstance(ticket.outcome, Done):
             return
-        self.act.observe(event.at - ticket.ready_at)
+        self.act.observe(event.at - ticket.arrived)
         if ticket.request.stage == "":  # in one call: its steps were no batches of their own
             self.steps.inc(getattr(ticket.outcome.value, "denoising_steps", 0))
         cache = getattr(ticket.outcome.value, "cache", "off")

@@ -205,7 +205,7 @@ class Recorder:
             taken = _Taken(answered, event.outcome, event.status, None, 0.0, None)
         else:
             facts = _facts(ticket.request)
-            taken = _Taken(answered, event.outcome, event.status, ticket.seq, ticket.ready_at, facts)
+            taken = _Taken(answered, event.outcome, event.status, ticket.seq, ticket.arrived, facts)
         if self._put(taken):
             self._waiting_bytes += size
 
@@ -318,6 +318,7 @@ class Recorder:
             batch=batch,
             cost=Cost(estimate, round(a.measured_ms, 6)),
             schedule=None if taken.request is None else _scheduled(taken.ticket, taken.arrived, taken.request),
+            model_hash=a.model_hash,
         )
 
     def _finish(self) -> bytes:

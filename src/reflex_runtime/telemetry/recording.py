@@ -57,7 +57,8 @@ class Answered:
     actions: [num_actions, action_dim] as answered, None without an answer. cache: `hit`, `hit_stale`, `miss`, `off`.
     total_s, queue_s, batch_s: as in the answer. batch: None when it never ran.
     measured_ms: its share of measured device time. error: (slug, message). routing: {slot, routing_key, degraded,
-    cached} where two policies are served. steps: denoising steps it had run, where that differs from `denoising_steps`.
+    cached} where two policies are served. model_hash: of the policy it was asked of. steps: denoising steps it had run,
+    where that differs from `denoising_steps`.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class Answered:
     error: tuple[str, str] | None = None
     routing: dict[str, Any] | None = None
     slot: str = "prod"
+    model_hash: str = ""
 
 
 # -- the lines ---------------------------------------------------------------------------------------------------------
@@ -235,7 +237,8 @@ class Recorded(msgspec.Struct, tag_field="kind", tag="request"):
     """One request and its end. seq: order of the answers, from 0 by 1. arrival: seconds from the header's origin.
 
     denoise: steps. mode: inference mode. deadline: milliseconds it was given. schedule: None when it never came to the
-    scheduler. What it refused has it once the whole file is read: see `Refused`.
+    scheduler. What it refused has it once the whole file is read: see `Refused`. model_hash: of the policy it was asked
+    of, which another may replace while the server runs; "" in older files, whose header knows.
     """
 
     seq: int
@@ -258,6 +261,7 @@ class Recorded(msgspec.Struct, tag_field="kind", tag="request"):
     batch: AdmittedIn | None = None
     cost: Cost = msgspec.field(default_factory=Cost)
     schedule: Scheduled | None = None
+    model_hash: str = ""
 
 
 class RanBatch(msgspec.Struct, tag_field="kind", tag="batch"):

@@ -283,6 +283,7 @@ class ActAnswer(msgspec.Struct, omit_defaults=False):
     rtc: Mapping[str, Any] | None = None
     policy_changed: bool = False
     injected: dict[str, Any] | None = None
+    warnings: list[str] = []
 
 
 def encode_json(value: Any) -> bytes:
