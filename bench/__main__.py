@@ -17,7 +17,7 @@ from pathlib import Path
 from bench import core, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
+CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("hostile", "pictures", "soak", "versions")
 USUAL = CASES[:-4]  # the others are asked for by name
 
@@ -41,6 +41,7 @@ def main() -> int:
         heavy = models.write_export(Path(root, "heavy"), heavy=True)
         cases: dict[str, Callable[[], list[Row]]] = {
             "core": lambda: core.core(scale),
+            "scaling": lambda: core.scaling(scale),
             "feeds": lambda: feeds.feeds(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "workers": lambda: ipc.workers(Path(root), scale),

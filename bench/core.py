@@ -142,6 +142,49 @@ def _run(scheduler: Scheduler, now: float) -> float:
     return now
 
 
+def _among(waiting: int, partitions: int, batches: int) -> float:
+    """Seconds per request while so many wait in so many partitions, each of another client; batches of at most 8."""
+    flush = FlushPolicy.window(10.0, 0.0, 8)
+    scheduler = Scheduler([GroupConfig(flush=flush, capacity=waiting + 1, promote_after=1e9)])
+    for i in range(waiting):
+        scheduler.submit(Request(partition=i % partitions, client=i), 0.0)
+    scheduler.take_events()
+    gc.collect()
+    gc.freeze()  # what waits is not looked through again and again, as it is not in a server either
+    now, asked = 0.0, waiting
+    began = time.thread_time()
+    for _ in range(batches):
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        elapsed = FIXED + MARGINAL * len(batch)
+        now += elapsed
+        scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+        for ticket in batch.grants:
+            scheduler.submit(Request(partition=ticket.request.partition, client=asked), now)
+            asked += 1
+        scheduler.take_events()
+    spent = time.thread_time() - began
+    gc.unfreeze()
+    return spent / (asked - waiting)
+
+
+def scaling(scale: float) -> list[Row]:
+    """What a request costs the scheduler when many wait, and in many partitions, against 100 in one."""
+    cases = [(n, 1) for n in (100, 1_000, 10_000, 100_000)] + [(8 * n, n) for n in (10, 100, 1_000, 10_000)]
+    times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    batches = int(1500 * scale) + 100
+    for i in range(rounds := max(3, int(5 * scale))):
+        say(f"  scaling: round {i + 1} of {rounds}")
+        for case in cases:
+            times[case].append(_among(*case, batches) * 1e6)
+    rows = [row("scaling", f"per request, {n} waiting in {p} partition(s)", t, "us") for (n, p), t in times.items()]
+    for case, of in (((100_000, 1), (100, 1)), ((80_000, 10_000), (80, 10)), ((80_000, 10_000), (100_000, 1))):
+        ratios = [mine / other for mine, other in zip(times[case], times[of], strict=True)]
+        name = f"{case[0]} waiting in {case[1]} ÷ {of[0]} in {of[1]}"
+        rows.append(row("scaling", name, ratios, "×", most=1.3))
+    return rows
+
+
 def core(scale: float) -> list[Row]:
     """Microseconds of the scheduler's own work. Rounds of all kinds take turns."""
     requests: list[float] = []

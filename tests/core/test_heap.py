@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.heap import FEW, LazyHeap
 
 
 def test_the_heap_is_a_sorted_list_that_can_forget() -> None:
     random = Random(31)
-    heap: LazyHeap[int] = LazyHeap()
+    heap: LazyHeap[int, float] = LazyHeap()
     entries: dict[int, tuple[float, int]] = {}
     for serial in range(4000):
         item = random.randrange(60)
@@ -33,10 +33,20 @@ def test_the_heap_is_a_sorted_list_that_can_forget() -> None:
 
 
 def test_looking_ahead_changes_nothing_even_when_it_stops_early() -> None:
-    heap: LazyHeap[str] = LazyHeap()
+    heap: LazyHeap[str, float] = LazyHeap()
     for key, item in ((3.0, "c"), (1.0, "a"), (2.0, "b")):
         heap.push(key, item)
     ahead = heap.ascending()
     assert [next(ahead), next(ahead)] == ["a", "b"]
     ahead.close()
     assert [heap.pop(), heap.pop(), heap.pop(), heap.pop()] == [(1.0, "a"), (2.0, "b"), (3.0, "c"), None]
+
+
+def test_what_is_forgotten_without_anything_new_leaves_the_heap_too() -> None:
+    heap: LazyHeap[int, float] = LazyHeap()
+    for i in range(1000):
+        heap.push(float(i), i)
+    for i in range(999, 4, -1):
+        heap.discard(i)
+    assert len(heap) == 5
+    assert len(heap._heap) <= 2 * 5 + FEW

@@ -225,10 +225,7 @@ class Former:
         if self._line is not None:
             return self._fill_line(self._line)
         cursor = Cursor(self.partition)
-        try:
-            return self._fill(base, iter(cursor.next, None), inf, cursor)
-        finally:
-            cursor.close()
+        return self._fill(base, iter(cursor.next, None), inf, cursor)
 
     def _fill(self, base: Filled, candidates: Iterable[Ticket], limit: float, cursor: Cursor | None = None) -> Filled:
         """Beside the residents, candidates in order while the cost stays within the budget and the time in `limit`."""
@@ -336,15 +333,12 @@ class Former:
             return found, [t for t in some if ends > t.deadline]
         cursor = Cursor(self.partition)
         found, hopeless = [], []
-        try:
-            for ticket in islice(iter(cursor.next, None), most):
-                cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
-                if now + cost.remaining(ticket) > ticket.deadline:
-                    hopeless.append(ticket)
-                elif not ticket.held:
-                    found.append(ticket)
-        finally:
-            cursor.close()
+        for ticket in islice(iter(cursor.next, None), most):
+            cursor.take(cost.marginal(ticket, 1.0) / ticket.request.weight)
+            if now + cost.remaining(ticket) > ticket.deadline:
+                hopeless.append(ticket)
+            elif not ticket.held:
+                found.append(ticket)
         return found, hopeless
 
     def _alike(self, candidates: Sequence[Ticket]) -> bool:

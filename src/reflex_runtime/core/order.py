@@ -22,7 +22,7 @@ from reflex_runtime.core.shares import Shares
 
 IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
-LINED_UP = 256  # queues up to which a walk sorts them all: cheaper than taking each off the heap and putting it back
+LINED_UP = 256  # waiting tickets up to which all of them are sorted for one batch
 
 
 class Client:
@@ -102,6 +102,9 @@ class ClientQueue:
         self.client = client
         self.tickets: OrderedDict[Ticket, None] = OrderedDict()
         self.entry: Entry | None = None
+
+    def __lt__(self, other: ClientQueue) -> bool:
+        return False  # entries that agree up to here are of one ticket, and all but one of them garbage
 
     @property
     def head(self) -> Ticket:
@@ -223,30 +226,28 @@ class Tier:
                 heappop(heap)
         return None
 
-    def line_up(self) -> list[Entry] | None:
-        """Its queues in serving order, the first at the end; None when they are too many to sort for one batch."""
-        if len(self._queues) > LINED_UP:
-            return None
-        return sorted([(q.client.counter, next(iter(q.tickets)).seq, q) for q in self._queues.values()], reverse=True)
-
-    def pop(self) -> None:
-        """Take the first entry off the heap; `open` its queue again afterwards."""
-        heappop(self._heap)[2].entry = None
+    def entries(self) -> list[Entry]:
+        """The heap, whose first entry is valid; of the others some may be garbage or have a counter too small."""
+        self.first()
+        return self._heap
 
 
 class Cursor:
     """Walks a partition's waiting tickets in serving order while a batch is filled.
 
     What a client was provisionally granted moves it back at once, so that one fill is already fair. Nothing changes in
-    the partition until the scheduler takes tickets out; `close` puts the heap entries back.
+    the partition: only the part of a tier's heap is read that is needed, so a walk over k tickets costs O(k log k)
+    however many wait.
     """
 
     def __init__(self, partition: Partition) -> None:
         self._tiers = partition.tiers
         self._index = 0
-        self._line = self._tiers[0].line_up()  # of the tier at hand; None: its heap is walked instead
-        self._opened: list[ClientQueue] = []  # off their tier's heap for now
-        self._ahead: list[tuple[float, int, ClientQueue, Ticket, Iterator[Ticket]]] = []
+        # What may come next, as a heap of (counter, seq, its queue, where the heap of the tier has it or -1, its ticket
+        # if its queue was looked into, those behind it).
+        self._ahead: list[_Step] = []
+        self._entries: list[Entry] = self._tiers[0].entries()
+        self._see(0)
         self._charged: dict[Client, float] = {}
         self._blocked: set[Client] = set()
         self._current: tuple[ClientQueue, Iterator[Ticket]] | None = None
@@ -269,34 +270,38 @@ class Cursor:
         ]
 
     def next(self) -> Ticket | None:
-        """The next ticket in order, or None at the end: the first of those still in the tier's line or heap and those
-        already moved back in this fill."""
-        line, ahead, charged = self._line, self._ahead, self._charged
+        """The next ticket in order, or None at the end."""
+        ahead, charged = self._ahead, self._charged
         while True:
-            top = self._tiers[self._index].first() if line is None else line[-1] if line else None
-            if ahead and (top is None or ahead[0] < top):
-                counter, seq, queue, ticket, rest = heappop(ahead)
-                moved = queue.client.counter + charged.get(queue.client, 0.0)
-                if counter < moved:  # its client has another queue in this tier
-                    heappush(ahead, (moved, seq, queue, ticket, rest))
-                    continue
-            elif top is not None:
-                queue = self._pop(top)
+            while not ahead:
+                if self._index + 1 >= len(self._tiers):
+                    return None
+                self._index += 1
+                self._entries = self._tiers[self._index].entries()
+                self._see(0)
+            counter, seq, queue, at, ticket, rest = heappop(ahead)
+            if at >= 0:
+                self._see(2 * at + 1)
+                self._see(2 * at + 2)
+                if queue.entry is not self._entries[at]:
+                    continue  # garbage
+            if queue.client in self._blocked:
+                continue
+            if ticket is None:
                 rest = iter(queue.tickets)
                 ticket = next(rest)
-                if queue.client in charged:
-                    heappush(ahead, (queue.client.counter + charged[queue.client], ticket.seq, queue, ticket, rest))
-                    continue
-            elif self._index + 1 < len(self._tiers):
-                self.close()
-                self._index += 1
-                line = self._line = self._tiers[self._index].line_up()
+            moved = queue.client.counter + charged.get(queue.client, 0.0)
+            if counter < moved or seq < ticket.seq:  # it was charged, or its first ticket left: it comes later
+                heappush(ahead, (moved, ticket.seq, queue, -1, ticket, rest))
                 continue
-            else:
-                return None
-            if queue.client not in self._blocked:
-                self._current = queue, rest
-                return ticket
+            self._current = queue, rest
+            return ticket
+
+    def _see(self, at: int) -> None:
+        """One more entry of the tier's heap may come next: its parent has come."""
+        if at < len(self._entries):
+            counter, seq, queue = self._entries[at]
+            heappush(self._ahead, (counter, seq, queue, at, None, _NOTHING))
 
     def take(self, charge: float) -> None:
         """The ticket returned last is granted: its client moves back by `charge`."""
@@ -306,30 +311,16 @@ class Cursor:
         charged = self._charged[client] = self._charged.get(client, 0.0) + charge
         follower = next(rest, None)
         if follower is not None:
-            heappush(self._ahead, (client.counter + charged, follower.seq, queue, follower, rest))
+            heappush(self._ahead, (client.counter + charged, follower.seq, queue, -1, follower, rest))
 
     def skip(self) -> None:
         """The ticket returned last does not fit: its client's later tickets may not overtake it."""
         assert self._current is not None
         self._blocked.add(self._current[0].client)
 
-    def close(self) -> None:
-        """Put everything back."""
-        for queue in self._opened:
-            if queue.tickets:
-                self._tiers[self._index].open(queue)
-        self._opened.clear()
-        self._ahead.clear()
 
-    def _pop(self, top: Entry) -> ClientQueue:
-        """Take the tier's first queue out of its line, or off its heap until `close`."""
-        queue = top[2]
-        if self._line is None:
-            self._tiers[self._index].pop()
-            self._opened.append(queue)
-        else:
-            self._line.pop()
-        return queue
+_NOTHING: Iterator[Ticket] = iter(())
+_Step = tuple[float, int, ClientQueue, int, Ticket | None, Iterator[Ticket]]
 
 
 class Partition:

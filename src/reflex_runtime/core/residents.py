@@ -99,14 +99,11 @@ class Step:
         for ticket in self._partition.residents:
             self._present[ticket.tier] += ticket.state is RESIDENT
         cursor = Cursor(self._partition)
-        try:
-            for ticket in iter(cursor.next, None):
-                if ticket.held:  # thrown out while held: it waits for its resume and holds up nobody
-                    cursor.take(0.0)
-                elif not self._next(ticket, cursor):
-                    break
-        finally:
-            cursor.close()
+        for ticket in iter(cursor.next, None):
+            if ticket.held:  # preempted while held: skipped until its resume
+                cursor.take(0.0)
+            elif not self._next(ticket, cursor):
+                break
 
     def _next(self, ticket: Ticket, cursor: Cursor) -> bool:
         """Let the next in serving order enter, or pass it over. False: nobody after it enters either."""
