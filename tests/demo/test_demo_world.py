@@ -95,7 +95,7 @@ def test_a_missing_package_names_the_extra(missing: str, module: str) -> None:
     script = f"import sys; sys.modules[{missing!r}] = None; import reflex_runtime.demo.{module}"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "pip install 'reflex-runtime[demo]'" in ended.stderr
+    assert "in a clone, pip install '.[demo]'" in ended.stderr
 
 
 def test_unknown_task_lists_the_known_ones() -> None:

@@ -159,6 +159,17 @@ def test_f14_restarts_is_how_often_a_camera_is_tried_again(tmp_path: Path) -> No
     feeds.wait_log("a: given up: rtsp://127.0.0.1:")
 
 
+def test_f14_a_camera_that_never_connected_is_no_success(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as unused:
+        url = f"rtsp://127.0.0.1:{unused.getsockname()[1]}/x"
+    with Feeds("b=markers:feed=1,fps=20", f"a={url}", *SIZES, cwd=scratch(tmp_path)) as feeds:
+        feeds.wait_log("trying again in")
+        feeds.stop()
+        assert feeds.wait() == 1
+        assert f"a: never connected to {url}: " in "\n".join(feeds.log)
+        assert "b: never" not in "\n".join(feeds.log)
+
+
 def test_f14_read_timeout_s_is_how_long_a_camera_may_be_silent(tmp_path: Path) -> None:
     with RtspCamera([picture(i) for i in range(30)], fps=25) as camera:
         arguments = (f"a={camera.url}", *SIZES, "--read-timeout-s", "0.4", "--results", "-")

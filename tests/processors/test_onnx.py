@@ -242,3 +242,9 @@ def test_onnxruntime_is_imported_only_when_a_session_is_opened() -> None:
 
     code = "import sys, reflex_runtime.policies; sys.exit('onnxruntime' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_path_may_be_a_text(tmp_path: Path) -> None:
+    assert OnnxProcessor(str(write(tmp_path))).session.path == write(tmp_path)
+    with pytest.raises(ConfigError, match=r"nowhere\.onnx: not found"):
+        OnnxProcessor("nowhere.onnx")

@@ -447,6 +447,9 @@ def test_t3_a_disk_error_ends_the_recording_and_nothing_else(tiny: Path, there: 
             return bool(server.get("/health").json["recording"]["error"])
 
         wait(failed)
+        line = server.wait_log("nothing more is written")
+        assert ("File too large" if how == "full" else "No such file") in line
+        assert f"ERROR reflex.telemetry reflex-record: {there}" in line
         told = server.get("/health")
         assert (told.status, told.json["state"]) == (200, "ready")
         assert ("File too large" if how == "full" else "No such file") in told.json["recording"]["error"]

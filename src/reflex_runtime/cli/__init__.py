@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
+from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 VERBS = ("serve", "status", "feeds", "demo", "demo_export", "trace", "simulate", "replay", "report", "doctor", "worker")
 
@@ -36,18 +42,40 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb; returns its exit status."""
-    telemetry_off()  # also that of libraries which a processor of the user's imports
-    args = build_parser().parse_args(argv)
+    """Run a verb; returns its exit status. What a user can mend is one line on standard error, without a traceback."""
+    told = "reflex"
     try:
-        return int(args.run(args))
+        telemetry_off()  # also that of libraries which a processor of the user's imports
+        args = build_parser().parse_args(argv)
+        told = f"reflex {args.verb}"
+        status = int(args.run(args))
+        sys.stdout.flush()  # here, where what is wrong with it can still be told
+        return status
     except ReflexError as error:
-        print(f"reflex {args.verb}: {error.message}", file=sys.stderr)
+        print(f"{told}: {error.message}", file=sys.stderr)
         return 2
-    except PermissionError as error:
-        print(f"reflex {args.verb}: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 141  # the reader of our output left, as with `reflex trace FILE | head`
+    except BrokenPipeError:  # the reader of our output has what it wanted, as with `reflex trace FILE | head`
+        return 0
+    except OSError as error:
+        full = error.errno in _FULL
+        if not full and error.filename is None:
+            raise
+        where = f"{one_line(error.filename)}: " if error.filename is not None else ""
+        print(f"{told}: {where}{error.strerror}", file=sys.stderr)
+        return 1 if full else 2
     except KeyboardInterrupt:
+        print(f"{told}: interrupted", file=sys.stderr)
         return 130
+    finally:
+        _let_go()
+
+
+def _let_go() -> None:
+    """What standard output could not take is dropped: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with suppress(OSError, ValueError):  # ValueError: it is no file
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)

@@ -51,13 +51,13 @@ cameras.toml:
 
 Every option also stands in the file's table [feeds] and in the environment (REFLEX_MAX_BATCH_SIZE=8).
 Ctrl-C stops in order: what is in the processor is still answered and written. A second one does not wait.
-Exit status: 0 when every feed came to its end or was stopped by you; 1 when something is missing: a feed was given up,
-the processor was lost, a file is damaged or has frames without an answer, or results could not be written; 2 for a
-wrong option or a processor that does not start; 130 for a second Ctrl-C, or one during the start. See docs/feeds.md.
+Exit status: 0 when every feed came to its end or was stopped by you; 1 when something is missing: a feed was given up
+or never connected, the processor was lost, a file is damaged or has frames without an answer, or results could not be
+written; 2 for a wrong option or a processor that does not start; 130 for a second Ctrl-C, or one during the start. See
+docs/feeds.md.
 """
 
 _LOST, _READER_GONE = "lost", "reader gone"
-_BROKEN_PIPE = 141  # what a shell says of a program whose reader left
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -169,12 +169,14 @@ class _Session:
                 raise
             report = self._runtime.stop()
             watcher.join(2.0)
-        if why in signal.Signals.__members__:
+        if why == _READER_GONE:
+            logging.info("stopped: the reader of standard output has left")
+        elif why in signal.Signals.__members__:
             logging.info("stopped by %s", why)
         self._board.summary()
         complete = self._complete(coordinator, report)
         self._say_what_was_written()
-        return (_BROKEN_PIPE if why == _READER_GONE else 0 if complete else 1), not report.detached
+        return (0 if complete or why == _READER_GONE else 1), not report.detached
 
     # -- building ------------------------------------------------------------------------------------------------------
 
@@ -306,6 +308,10 @@ class _Session:
 
         complete = not self._faults and coordinator.lost is None and report.clean
         for name, feed in self._runtime.snapshot().feeds.items():
+            if feed.mode == "live" and feed.state == "stopped" and not feed.frames:
+                why = f": {feed.error}" if feed.error else ""
+                logging.error("%s: never connected to %s%s", name, feed.source, why)
+                complete = False
             failed = feed.drops.get("failed", 0)
             if failed and coordinator.lost is None and (feed.mode == "file" or not feed.processed):
                 logging.error("%s: %d of %d frames have no answer: %s", name, failed, feed.frames, feed.error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import add_options, load, option, validate
+from reflex_runtime.config import add_options, load, one_line, option, validate
 from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,6 +117,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate one rule, or compare them."""
     config = load(SimulateConfig, "simulate", None, {}, vars(args))
+    if config.picture and not Path(config.picture).absolute().parent.is_dir():  # said now, not after minutes
+        raise ConfigError(f"--picture={one_line(config.picture)}: its directory does not exist")
     if config.stages:
         return _stages(config)
     return _compare(config) if config.compare else _one(config)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 try:
     import cv2
 except ImportError as error:
-    raise ImportError("the demo camera draws with OpenCV: pip install 'reflex-runtime[demo]'") from error
+    raise ImportError("the demo camera draws with OpenCV: in a clone, pip install '.[demo]'") from error
 
 SIZE: Final = 64
 """Height and width of the picture in pixels."""

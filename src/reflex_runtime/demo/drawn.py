@@ -91,7 +91,7 @@ def write_video(path: Path, pictures: Iterable[Image], fps: float, bit_rate: int
     try:
         import av
     except ImportError as error:
-        raise ConfigError("PyAV is not installed: pip install 'reflex-runtime[feeds]'") from error
+        raise ConfigError("PyAV is not installed: in a clone, pip install '.[feeds]'") from error
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     with av.open(str(path), "w") as container:
         stream: Any = None

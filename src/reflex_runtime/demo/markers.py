@@ -187,5 +187,5 @@ def _cv2() -> Any:
     try:
         import cv2
     except ImportError as error:
-        raise ConfigError("OpenCV is not installed: pip install 'reflex-runtime[demo]'") from error
+        raise ConfigError("OpenCV is not installed: in a clone, pip install '.[demo]'") from error
     return cv2

@@ -158,7 +158,7 @@ def run_demo(
     if not tasks or not set(tasks) <= set(INSTRUCTIONS):
         raise ConfigError(f"tasks: {', '.join(tasks) or 'nothing'}; expected some of {', '.join(INSTRUCTIONS)}")
     if not all(find_spec(package) for package in ("metaworld", "cv2")):
-        raise ConfigError("robots: their simulator is not installed: pip install 'reflex-runtime[demo]'")
+        raise ConfigError("robots: their simulator is not installed: in a clone, pip install '.[demo]'")
     with ExitStack() as stack:
         url = stack.enter_context(nullcontext(server) if isinstance(server, str) else server())
         began = time.monotonic()

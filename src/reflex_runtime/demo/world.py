@@ -22,7 +22,7 @@ try:
     from metaworld.env_dict import ENV_CLS_MAP
     from metaworld.types import Task
 except ImportError as error:
-    raise ImportError("the simulated robots need Meta-World: pip install 'reflex-runtime[demo]'") from error
+    raise ImportError("the simulated robots need Meta-World: in a clone, pip install '.[demo]'") from error
 
 from reflex_runtime.demo.camera import SchematicCamera
 

@@ -263,7 +263,7 @@ def _av() -> Any:
     try:
         import av
     except ImportError:
-        raise ConfigError("AnnotatedVideo: writing video needs PyAV: pip install 'reflex-runtime[feeds]'") from None
+        raise ConfigError("AnnotatedVideo: writing video needs PyAV: in a clone, pip install '.[feeds]'") from None
     return av
 
 

@@ -327,7 +327,7 @@ def _load() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ConfigError("reading video needs PyAV: pip install 'reflex-runtime[feeds]'") from error
+        raise ConfigError("reading video needs PyAV: in a clone, pip install '.[feeds]'") from error
     core = sys.modules.get("av.container.core")
     if getattr(core, "time", None) is time:
         core.time = _Clock()  # type: ignore[union-attr]

@@ -144,7 +144,7 @@ def _library() -> Any:
     try:
         import openvino
     except ImportError as error:
-        raise ConfigError("OpenVinoRunner needs openvino: pip install 'reflex-runtime[llm]'") from error
+        raise ConfigError("OpenVinoRunner needs openvino: in a clone, pip install '.[llm]'") from error
     return openvino
 
 

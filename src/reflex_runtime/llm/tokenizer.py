@@ -144,7 +144,7 @@ def _read_core(file: Path) -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ConfigError(f"{file}: needs the library tokenizers: pip install 'reflex-runtime[llm]'") from error
+        raise ConfigError(f"{file}: needs the library tokenizers: in a clone, pip install '.[llm]'") from error
     if not file.is_file():
         raise ConfigError(f"{file}: not found, expected the model's tokenizer")
     try:
@@ -182,7 +182,7 @@ def _compile(file: Path, source: str) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise ConfigError(f"{file}: its template needs jinja2: pip install 'reflex-runtime[llm]'") from error
+        raise ConfigError(f"{file}: its template needs jinja2: in a clone, pip install '.[llm]'") from error
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

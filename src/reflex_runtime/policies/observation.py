@@ -179,6 +179,17 @@ def decode_image(data: bytes, field: str = "image", size: tuple[int, int] | None
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
 
 
+def warm_decoders() -> None:
+    """Decode a small PNG and JPEG: the first ones import Pillow, which takes longer than many a deadline."""
+    import PIL.Image
+
+    for kind in ("PNG", "JPEG"):
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (32, 32)).save(file, kind)
+        pixels_of(file.getvalue())
+        decode_image(file.getvalue(), size=(8, 8))
+
+
 def _opened(data: bytes, field: str) -> Any:
     """The picture with its header read and nothing decompressed."""
     import PIL.Image  # here, so that a runtime whose callers send arrays never loads it

@@ -271,8 +271,8 @@ class OnnxProcessor(BaseProcessor):
     several symbolic axes need partitions by shape: rows of one batch must have equal shapes, or the odd ones fail.
     """
 
-    def __init__(self, path: Path, provider: str = CPU, threads: int = 1) -> None:
-        self.session = OnnxSession(path, provider=provider, threads=threads)
+    def __init__(self, path: str | Path, provider: str = CPU, threads: int = 1) -> None:
+        self.session = OnnxSession(Path(path), provider=provider, threads=threads)
 
     def run(self, batch: Batch) -> Sequence[Any]:
         results: list[Any] = []

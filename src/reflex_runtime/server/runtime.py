@@ -28,6 +28,7 @@ from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.breaker import Breaker
 from reflex_runtime.policies.comparison import Comparison
 from reflex_runtime.policies.memory import Weight, check_two_policies
+from reflex_runtime.policies.observation import warm_decoders
 from reflex_runtime.policies.policy import WarmUp
 from reflex_runtime.policies.ramp import Ramp, RampGuard
 from reflex_runtime.policies.shadow import Difference
@@ -300,6 +301,8 @@ class PolicyRuntime:
 
     def _load(self) -> dict[str, Policy]:
         check_alike(self.exports)
+        if any(export.images for export in self.exports.values()):
+            warm_decoders()
         return {slot: load(self.config, slot, export) for slot, export in self.exports.items()}
 
     def _build(self, policies: Mapping[str, Policy]) -> Batcher:

@@ -182,8 +182,12 @@ class LineWriter(Generic[T]):
                 self.cpu = time.thread_time()
             self._end()
         except Exception as error:
-            if not isinstance(error, OSError):
-                log.exception("%s ended", threading.current_thread().name)
+            name = threading.current_thread().name
+            if isinstance(error, OSError):
+                where = self._file.path if self._file is not None else error.filename
+                log.error("%s: %s: %s; nothing more is written", name, where, error.strerror or error)
+            else:
+                log.exception("%s ended", name)
             self.error = error if isinstance(error, OSError) else OSError(0, f"{type(error).__name__}: {error}")
             self._odd += len(self._queue)
             self._queue.clear()

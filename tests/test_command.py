@@ -1,0 +1,98 @@
+"""The command as a shell sees it: what a user can mend is one line, a reader that leaves is no failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reflex_runtime
+from reflex_runtime import cli
+
+REFLEX = [sys.executable, "-m", "reflex_runtime"]
+
+
+def run(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as a shell has it
+    return subprocess.run(
+        [*REFLEX, *arguments], stderr=subprocess.PIPE, text=True, timeout=100, check=False, env=env,
+        **({"stdout": subprocess.PIPE} | more),
+    )  # fmt: skip
+
+
+def one_line(done: subprocess.CompletedProcess[str]) -> str:
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("demo-export {file}/x", "reflex demo-export: {file}/x: Not a directory"),
+        ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: its dir"),
+        ("simulate --duration-s 3 --picture /nowhere/x", "reflex simulate: --picture=/nowhere/x: its dir"),
+        ("demo --out {file}/x", "reflex demo: {file}/x: Not a directory"),
+        ("trace {file}/x", "reflex trace: {file}/x"),
+        ("replay {file}/x --schedule", "reflex replay: "),
+    ],
+)
+def test_a_bad_path_is_one_line(arguments: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = run(*(word.format(file=file) for word in arguments.split()))
+    assert one_line(done).startswith(says.format(file=file))
+    assert done.returncode != 0
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    done = run(
+        "demo-export", str(tmp_path / "export"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert one_line(done).endswith(os.strerror(errno.EFBIG))
+    with open("/dev/full", "w") as full:
+        done = run("simulate", "--duration-s", "3", stdout=full)
+    assert (done.returncode, one_line(done)) == (1, "reflex simulate: No space left on device")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--duration-s", "3"]])
+def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run(*arguments, stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_while_the_command_is_still_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["--version"]) == 130
+    assert capsys.readouterr().err == "reflex: interrupted\n"
+
+
+def test_importing_the_package_imports_nothing_but_its_version() -> None:
+    seen = "import sys, reflex_runtime; print(sorted(m for m in sys.modules if m.startswith('reflex_runtime')))"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['reflex_runtime', 'reflex_runtime.version']"
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    for name in reflex_runtime.__all__:
+        assert getattr(reflex_runtime, name) is not None
+    assert dir(reflex_runtime) == sorted(reflex_runtime.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = reflex_runtime.Nothing
