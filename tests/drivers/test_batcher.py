@@ -29,7 +29,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQue
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.drivers.batcher import SLICE, Batcher
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.function import FunctionProcessor
 
@@ -97,6 +97,85 @@ def test_b13_a_refusal_is_raised_at_once_and_told_to_the_sinks() -> None:
             assert [e.request.payload for e in log.of(RequestRejected)] == ["too many"]
             gate.gate.set()
             await asyncio.gather(running.waiter, waiting.waiter)
+
+    run(main())
+
+
+def test_b16_thousands_that_are_cancelled_together_are_taken_back_in_slices() -> None:
+    """So that whoever else needs the loop gets its turn between two of them."""
+
+    async def main() -> None:
+        gate, turn = Gate(), 0
+        cancelled: Counter[int] = Counter()
+        many = [GroupConfig(capacity=5000, flush=FlushPolicy.by_size(64, 0.0))]
+        async with Batcher({"default": gate}, many) as batcher:
+            running = batcher.submit(Request("running"))
+            await gate.busy()
+            left: list[Ticket] = []
+
+            def settled(ticket: Ticket) -> None:
+                assert isinstance(ticket.outcome.error, Cancelled)  # type: ignore[union-attr]
+                left.append(ticket)
+                cancelled[turn] += 1
+
+            tickets = [batcher.submit(Request(i), settled) for i in range(3000)]
+            for ticket in tickets:
+                batcher.cancel(ticket)
+            while len(left) < 3000:
+                turn += 1
+                before = batcher.scheduler.queued("default")
+                await asyncio.sleep(0)
+                assert before - batcher.scheduler.queued("default") <= 2 * SLICE
+            assert left == tickets
+            assert max(cancelled.values()) <= 2 * SLICE
+            gate.gate.set()
+            await running.waiter
+        assert gate.calls == [["running"]]
+
+    run(main())
+
+
+def test_b16_a_few_that_are_cancelled_are_taken_back_at_once_and_all_when_it_closes() -> None:
+    async def main() -> None:
+        gate = Gate()
+        async with Batcher({"default": gate}, [GroupConfig(capacity=5000)]) as batcher:
+            running = batcher.submit(Request("running"))
+            await gate.busy()
+            few = [batcher.submit(Request(i)) for i in range(SLICE)]
+            for ticket in few:
+                batcher.cancel(ticket)
+            assert batcher.scheduler.queued("default") == 0
+            ended: list[Ticket] = []
+            many = [batcher.submit(Request(i), ended.append) for i in range(1000)]
+            for ticket in many:
+                batcher.cancel(ticket)
+            gate.gate.set()
+            assert await batcher.close()
+            assert set(ended) == set(many)
+            assert await running.waiter == "running"
+            assert [type(await outcome(ticket.waiter)) for ticket in few] == [Cancelled] * SLICE
+
+    run(main())
+
+
+def test_answers_by_the_thousand_are_told_in_slices_and_in_order() -> None:
+    async def main() -> None:
+        gate, log = Gate(), Log()
+        everyone = [GroupConfig(capacity=5000, flush=FlushPolicy.by_size(4000, 0.0))]
+        async with Batcher({"default": gate}, everyone, [log]) as batcher:
+            first = batcher.submit(Request("first"))
+            await gate.busy()
+            tickets = [batcher.submit(Request(i)) for i in range(1000)]
+            gate.gate.set()
+            await first.waiter
+            seen, most = 0, 0
+            while seen < 1001:
+                await asyncio.sleep(0)
+                now = len(log.of(RequestSettled))
+                seen, most = now, max(most, now - seen)
+            assert most <= 2 * SLICE
+            assert [e.ticket for e in log.of(RequestSettled)] == [first, *tickets]
+            assert [t.waiter.result() for t in tickets] == list(range(1000))
 
     run(main())
 

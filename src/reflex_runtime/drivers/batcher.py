@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
 from typing import Any, Self
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
+from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -23,6 +25,8 @@ from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.audience import Sink as Sink
 from reflex_runtime.drivers.device import Clock, Device
 from reflex_runtime.processors.base import Processor
+
+SLICE = 64  # requests cancelled, and events told, in one turn of the loop: a few milliseconds
 
 
 class Batcher:
@@ -64,6 +68,9 @@ class Batcher:
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_due = self._pump_due = False
+        self._untold: deque[Event] = deque()
+        self._cancelled = 0  # tickets cancelled in this turn of the loop
+        self._to_cancel: deque[Ticket] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._idle: asyncio.Event | None = None
@@ -147,15 +154,26 @@ class Batcher:
         try:
             return await ticket.waiter
         except asyncio.CancelledError:
-            self.device.cancel(ticket)
+            self.cancel(ticket)
             raise
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take a request back. Its future ends with `Cancelled` unless it is already done."""
-        self.device.cancel(ticket)
+        """Take a request back. Its future ends with `Cancelled` unless it is already done. Only on the loop.
+
+        At once, or in one of the loop's next turns where many are cancelled together: others need the loop, too.
+        """
+        assert self._loop is not None
+        if not self._cancelled:
+            self._loop.call_soon(self._cancel_more)
+        if self._cancelled < SLICE and not self._to_cancel:
+            self.device.cancel(ticket)
+        else:
+            self._to_cancel.append(ticket)
+        self._cancelled += 1
 
     def flush(self) -> None:
-        """Hand the sinks every event so far: those nobody waits for otherwise come with the next answer."""
+        """Hand the sinks the events so far, as many as fit in a turn of the loop: those nobody waits for otherwise come
+        with the next answer."""
         self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
@@ -175,14 +193,14 @@ class Batcher:
                 except TimeoutError:
                     pass
             self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
-            self._pump()
+            self._pump(all=True)
             stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
             ended = await asyncio.shield(stop)
         except asyncio.CancelledError:  # in a hurry: nobody may be left waiting all the same
             self.device.stop(0.0)
             raise
         finally:
-            self._pump()
+            self._pump(all=True)
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer, self._timer_at = None, inf
@@ -217,14 +235,44 @@ class Batcher:
             self._pump_due = True
             self._loop.call_soon(self._pump)
 
-    def _pump(self) -> None:
-        """Call the sinks, resolve the futures, keep the timer right."""
+    def _cancel_more(self) -> None:
+        self._cancelled = min(SLICE, len(self._to_cancel))
+        if not self._cancelled:
+            return
+        tickets = [self._to_cancel.popleft() for _ in range(self._cancelled)]
+
+        def cancel(scheduler: Scheduler, now: float) -> None:
+            for ticket in tickets:
+                scheduler.cancel(ticket, now)
+
+        self.device.input(cancel)
+        assert self._loop is not None
+        self._loop.call_soon(self._cancel_more)
+
+    def _pump(self, all: bool = False) -> None:
+        """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""
         self._pump_due = False  # first: what comes from now on asks for another turn
-        self._audience.tell(self.device.take_events())
+        self._untold.extend(self.device.take_events())
+        while self._untold:
+            self._audience.tell(self._slice())
+            if not all:
+                break
+        if self._untold:
+            self._pump_soon()
         if self._idle is not None and self.scheduler.idle:
             self._idle.set()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self._due())
+
+    def _slice(self) -> Iterator[Event]:
+        """As many events as one turn of the loop tells: answers cost much more than others."""
+        answers = 0
+        for _ in range(16 * SLICE):
+            if not self._untold or answers == SLICE:
+                return
+            event = self._untold.popleft()
+            answers += isinstance(event, RequestSettled)
+            yield event
 
     # -- the timer -----------------------------------------------------------------------------------------------------
 
