@@ -331,7 +331,7 @@ class FeedsConfig:
     # batching
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096)
     max_latency_ms: float = option(
-        50.0, "longest that a frame waits for company on a free processor; not at all once every live feed is in",
+        50.0, "longest that a frame waits on a free processor for feeds that are due, and only where that pays",
         low=0, high=60_000, unit="ms",
     )
     queue_capacity: int = option(

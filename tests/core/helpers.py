@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
+from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.events import RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
@@ -58,7 +59,7 @@ def ids(tickets: Iterable[Ticket]) -> list[str]:
 
 
 def measure(
-    model: TimeCost, classes: Sequence[Any], seconds: float, shape: Any = "", stage: str = "", wants: float = 1.0
+    model: CostModel, classes: Sequence[Any], seconds: float, shape: Any = "", stage: str = "", wants: float = 1.0
 ) -> list[Ticket]:
     """Show a cost model one measured batch whose members have these cost classes."""
     tickets = [

@@ -446,8 +446,26 @@ STEPS = FlushPolicy.every_step(8, 4)
 SCENARIOS: dict[str, Scenario] = {
     "greedy": Scenario((counted(FlushPolicy(max_batch_size=3)),)),
     "by_size": Scenario((counted(FlushPolicy.by_size(3, 6 * TICK)),)),
-    "by_size_live": Scenario((counted(FlushPolicy.by_size(3, 9 * TICK, live=5 * TICK)),), clients=4),
-    "by_size_live_several": Scenario((counted(FlushPolicy.by_size(3, 9 * TICK, live=4 * TICK)),), max_batches=2),
+    "returns": Scenario(
+        (timed(FlushPolicy(max_batch_size=4, returns=20 * TICK)),),
+        clients=5,
+        limits=(None, None, None, None, None, 90.0),
+        device=lambda b: (9 + len(b)) * TICK,
+    ),
+    "returns_one_partition": Scenario(
+        (timed(FlushPolicy(max_batch_cost=13 * TICK, returns=20 * TICK), share_room=True, cap=1),),
+        clients=5,
+        partitions=1,
+        limits=(None,),
+        device=lambda b: (9 + len(b)) * TICK,
+    ),
+    "returns_several": Scenario(
+        (timed(FlushPolicy(max_batch_size=3, returns=12 * TICK)),),
+        max_batches=2,
+        clients=4,
+        partitions=1,
+        device=lambda b: (9 + len(b)) * TICK,
+    ),
     "by_size_several": Scenario((counted(FlushPolicy.by_size(2, 6 * TICK)),), max_batches=3),
     "by_priority": Scenario(
         (counted(FlushPolicy.by_priority(4, 2, TICK, 4 * TICK, 2 * TICK), promote_after=6 * TICK),)

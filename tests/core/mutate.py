@@ -123,7 +123,7 @@ MUTANTS = [
     M(
         "core/forming.py",
         "holds start again after every batch of others",
-        "since = self.partition.free_from if",
+        "since = partition.free_from if",
         "since = self.free_since if",
     ),
     M(
@@ -308,7 +308,7 @@ MUTANTS = [
     M("core/joining.py", "the slowest answer may become slower", "and max(join) <= max(wait) * (1.0 + _SAME)", ""),
     M("core/joining.py", "the sum may grow", "sum(join) < sum(wait) * (1.0 - _SAME) and ", ""),
     M("core/joining.py", "those that ended still widen the steps", "(len(ordered) - i)", "len(ordered)"),
-    M("core/returns.py", "the irregular take turns", " or ordered[3 * n // 4] - ordered[n // 4] > 0.5 * seconds", ""),
+    M("core/returns.py", "the irregular take turns", " or client.thinks.spread > 0.5 * seconds", ""),
     M("core/returns.py", "they take turns without time for it", "if load > 1.0:", "if load > 2.0:"),
     M("core/returns.py", "those that have gone take turns", "now - client.answered > 2.0 * longest", "False"),
     M(
@@ -340,9 +340,9 @@ MUTANTS = [
         "queue.head for queue in longest",
     ),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
-    M("core/live.py", "only those in the batch are waited for", "if c not in members", "if c in members"),
-    M("core/live.py", "who is gone is waited for", "at + self._span for c", "at + 2 * self._span for c"),
-    M("core/group.py", "an answer does not make a client live", "self.live.seen(client.key, now)", "pass"),
+    M("core/returns.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
+    M("core/returns.py", "other partitions are waited for", "if client.partition == partition:", "if True:"),
+    M("core/group.py", "an answer makes no client absent", "self.returns.answered(client.key, now)", "pass"),
     M("core/flush.py", "the target is one more", "if waiting >= self.target", "if waiting > self.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
     # how much
@@ -409,9 +409,9 @@ MUTANTS = [
     M("core/affine.py", "a guess is an anchor", "guessed = i > 0 and", "guessed = False and"),
     M("core/affine.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value
-    M("core/returns.py", "company costs nothing", "- queued * (h + marginal * e)", "- queued * h"),
-    M("core/returns.py", "waiting is free", "e * batch_time - w -", "e * batch_time -"),
-    M("core/returns.py", "held beyond the limit", "h < longest]", "h < 2 * longest]"),
+    M("core/returns.py", "more come than fit", "(expected if expected < places else places)", "expected"),
+    M("core/returns.py", "waiting is free", "- waits - queued * wait", "- waits"),
+    M("core/returns.py", "held beyond the limit", "min(wait + JUST_LATE, longest), g", "wait + JUST_LATE, g"),
     M("core/select.py", "device time is free", "cost = KAPPA * price * seconds", "cost = 0.0 * price * seconds"),
     M(
         "core/select.py",
@@ -477,7 +477,7 @@ MUTANTS = [
     M("core/forming.py", "equals need no shares", "alike and not self.partition.residents", "alike"),
     M("core/time_cost.py", "equals pass the budget", "n < most and total + slope <= ceiling:", "n < most:"),
     M("core/time_cost.py", "equals are one member", "self._n += n - 1", "pass"),
-    M("core/returns.py", "the wild count as regular", "or ordered[last] > age + grid[-1]:", "or True:"),
+    M("core/returns.py", "the wild count as regular", "if ordered[last - 1] - ordered[first] <= JUST_LATE", "if True"),
     M("core/select.py", "all are worth the same", "alike = min(values.values()) == dearest", "alike = True"),
     M("core/select.py", "gives up too soon", "len(enough) * dearest <= top:", "len(enough) * dearest <= 2.0 * top:"),
     # who gives way
@@ -604,12 +604,12 @@ MUTANTS = [
         "shared if room is None else min(room, shared)",
         "shared",
     ),
-    M("core/group.py", "held although the room is full", " or self.room_in(partition) is not None:", ":"),
+    M("core/group.py", "held although the room is full", " and self.room_in(partition) is None", ""),
     M(
         "core/group.py",
         "held although the group's room is full",
-        "self.room_in(partition) is not None:",
-        "partition.room is not None:",
+        "self.room_in(partition) is None\n",
+        "partition.room is None\n",
     ),
     M(
         "core/residents.py",
@@ -729,6 +729,15 @@ MUTANTS = [
         "if group.unsettled == 0:\n            self._lift(group)",
     ),
     M("core/group.py", "the newcomer is another", "len(partition.unsettled) - 1)", "len(partition.unsettled))"),
+    # two groups or one
+    M("core/returns.py", "two groups stay two", "if freed and now", "if False and now"),
+    M("core/returns.py", "merged again and again", "now + MERGE_EVERY * fixed", "now"),
+    M("core/returns.py", "merged into a longer cycle", "min(fixed, longest)", "longest"),
+    M("core/returns.py", "a merge ends at an input", "max(best, until - now) if merging", "best if merging"),
+    M("core/returns.py", "a group too many for the batch", "0 < thinkers <= places", "0 < thinkers"),
+    M("core/forming.py", "one size tells all", "if not self.group.cost.told_apart(head):", "if False:"),
+    M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
+    M("core/forming.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
 ]
 
 

@@ -2,8 +2,7 @@
 
 Lists, sorting and summing over and over: nothing is kept that can be computed again, nothing is fast. It shares no code
 with the core apart from value types, errors and, for learned time, the cost model (which has its own tests). It knows
-every rule but the window selection and the hold for expected returns; those have slow checks of their own in
-`test_select.py` and `test_returns.py`.
+every rule but the window selection, which has a slow check of its own in `test_select.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.core.time_cost import TimeCost
 
 NEARLY = 1e-9
+LATE = 2.0**-12  # seconds by which a client may be late and still be waited for
+Due = tuple[float, float, float, bool]
 
 
 @dataclass(eq=False)
@@ -47,6 +48,8 @@ class Seen:
     abandoned: bool = False
     cancelled: bool = False
     settled_at: float | None = None
+    ended: int = -1  # how many had ended before it did
+    ended_before: int = 0  # how many had ended before it came
     result: str = ""
 
     @property
@@ -91,6 +94,10 @@ class Units:
 
     def share(self, ticket: Seen, flush: FlushPolicy) -> float:
         return 0.0
+
+    def line(self, ticket: Seen) -> tuple[float | None, float]:
+        """Fixed and marginal seconds of batches of such tickets; no fixed ones until they can be told apart."""
+        return 0.0, 0.0
 
     def learn(self, members: Members, stage: str, elapsed: float) -> None:
         pass
@@ -157,6 +164,11 @@ class Seconds(Units):
         tally = self._tally([], members, budget)
         return tally.seconds, tally.sigma
 
+    def line(self, ticket: Seen) -> tuple[float | None, float]:
+        (one, _), (two, _) = (self.seconds([(ticket, 1.0)] * n, inf) for n in (1, 2))
+        fixed = max(0.0, one - max(0.0, two - one))
+        return (fixed if self.model.told_apart(ticket) else None), max(0.0, two - one)  # type: ignore[arg-type]
+
     def charge(self, ticket: Seen, units: float) -> float:
         return self.model.marginal(ticket, units)  # type: ignore[arg-type]
 
@@ -219,6 +231,20 @@ class Adapting:
         return replace(base, target=self.target(partition))
 
 
+# -- who is waited for -------------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> float:
+    """Interquartile range."""
+    found, n = sorted(values), len(values)
+    return found[3 * n // 4] - found[n // 4] if n else inf
+
+
+def thoughts(waits: Sequence[Due]) -> float:
+    """Expected number of clients, of those predicted by their think times."""
+    return sum(share for _, share, _, by_think in waits if by_think)
+
+
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -249,8 +275,11 @@ class World:
     device_rest: float = 0.0
     rooms: dict[Hashable | None, int | None] = field(default_factory=dict)  # None: of the whole group
     was_held: dict[Hashable, bool] = field(default_factory=dict)
+    free_from: dict[Hashable, float] = field(default_factory=dict)  # of what is held: since when the device was free
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
     left: list[Seen] = field(default_factory=list)
+    merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
+    merge_again: float = -inf
     answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
     suspects: dict[Hashable, list[Trial]] = field(default_factory=dict)
     served: int = 0
@@ -339,6 +368,7 @@ class Oracle:
         self.closed = self.draining = False
         self.quiet = False  # next_batch found nothing and nothing came since
         self.held_until = inf
+        self.free_since = -inf
 
     # -- views, all computed from the list of everything -------------------------------------------------------------
 
@@ -461,6 +491,7 @@ class Oracle:
         if not self.unsettled(w.name, client=request.client):
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
+        ticket.ended_before = sum(t.state == "settled" for t in self.all)
         self.all.append(ticket)
         w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
@@ -532,6 +563,7 @@ class Oracle:
     def complete(self, batch: Expected, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
         self.input(now)
         self.in_flight.remove(batch)
+        self.free_since = now
         w = self.worlds[batch.group]
         w.device_time += (elapsed - batch.expected) / (w.weight or 1.0)
         w.device_times[batch.partition] += elapsed - batch.expected
@@ -647,7 +679,7 @@ class Oracle:
         if ticket.state == "resident" or (ticket.state == "running" and ticket.has_place and result != "ok"):
             w.left.append(ticket)
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
-        ticket.settled_at = self.now
+        ticket.settled_at, ticket.ended = self.now, sum(t.state == "settled" for t in self.all) - 1
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
         if not self.unsettled(w.name, client=ticket.client):
@@ -985,24 +1017,91 @@ class Oracle:
         if w.holds[partition] <= self.now:
             return False
         self.held_until = min(self.held_until, w.holds[partition])
-        w.was_held[partition] = True
+        if not w.was_held.get(partition):
+            w.was_held[partition], w.free_from[partition] = True, self.free_since
         return True
 
     def hold_until(self, w: World, partition: Hashable, members: Members) -> float:
         until = self.due(w, partition, len(members))
-        if w.flush.live > 0 and until > self.now:
-            inside = {t.client for t, _ in members}
-            others = [t for t in self.all if t.request.group == w.name and t.client not in inside]
-            seen = max((t.arrived if t.settled_at is None else t.settled_at for t in others), default=-inf)
-            if seen + w.flush.live <= self.now:
-                w.was_held[partition] = False
-            until = min(until, seen + w.flush.live if seen + w.flush.live > self.now else -inf)
+        if w.flush.returns > 0 and not any(t.tier is Priority.URGENT for t in self.waiting(w.name, partition)):
+            until = max(until, self.now + self.hold_for_returns(w, partition, members))
         deadlines = [t.deadline for t in self.unsettled(w.name, partition) if t.state != "running"]
         seconds, sigma = w.meter.seconds(members, w.flush.max_batch_cost)
         if until > self.now and min(deadlines) < inf and seconds > 0.0:
-            one_more = seconds + w.meter.charge(members[0][0], 1.0)
+            one_more = seconds + w.meter.line(members[0][0])[1]
             until = min(until, min(deadlines) - one_more * (1.0 + 2.0 * sigma))
         return until
+
+    def hold_for_returns(self, w: World, partition: Hashable, members: Members) -> float:
+        """Seconds for which clients that are due are worth waiting for."""
+        budget, n = w.flush.max_batch_cost, len(members)
+        seconds, _ = w.meter.seconds(members, budget)
+        oldest = min(t.arrived for t in self.waiting(w.name, partition))
+        since = w.free_from[partition] if w.was_held.get(partition) else self.free_since
+        longest = max(oldest, since) + w.flush.returns - self.now
+        free, room = self.places(w, partition)
+        places = int(min(free, inf if room is None else room, w.most())) - n
+        fixed, marginal = w.meter.line(members[0][0])
+        if fixed is None:
+            fixed = seconds
+        elif marginal > 0.0 and w.meter.in_seconds:
+            places = int(min(places, (budget - seconds) / marginal + NEARLY))
+        if seconds <= 0.0 or longest <= 0.0 or places <= 0.0 or fixed <= 0.0:
+            return 0.0
+        waits, thinkers = self.due_within(w, partition, longest)
+        best = (0.0, 0.0)  # gain, hold
+        for i, (wait, *_) in enumerate(waits):
+            back, sums = sum(share for _, share, _, _ in waits[: i + 1]), sum(mean for _, _, mean, _ in waits[: i + 1])
+            gain = fixed * min(back, places) - sums - n * wait
+            if gain > best[0] + NEARLY:
+                best = (gain, min(wait + LATE, longest))
+        newest = max(t.arrived for t in self.all if (t.request.group, t.request.partition) == (w.name, partition))
+        if newest <= self.free_since == self.now >= w.merge_again and 0 < thinkers <= places:
+            back = [wait for i, (wait, *_) in enumerate(waits) if thoughts(waits[: i + 1]) >= 0.9 * thinkers]
+            if back and best[1] < back[0] + LATE < min(fixed, longest):
+                w.merging = (partition, self.now + (back[0] + LATE))
+                w.merge_again = self.now + 64 * fixed
+        merging, until = w.merging
+        return max(best[1], until - self.now) if waits and merging == partition else best[1]
+
+    def due_within(self, w: World, partition: Hashable, longest: float) -> tuple[list[Due], int]:
+        """When absent clients may ask: (seconds from now, probability, that times their mean, by think time), in order;
+        and how many of them are predicted by their think time."""
+        found: list[Due] = []
+        thinkers = 0
+        for client in {t.client for t in self.all if t.request.group == w.name}:
+            mine = [t for t in self.all if t.request.group == w.name and t.client == client]
+            last = max(mine, key=lambda t: t.ended)
+            if any(t.state != "settled" for t in mine) or last.result != "ok":
+                continue
+            if mine[-1].request.partition != partition:
+                continue
+            gaps = [after.arrived - before.arrived for before, after in pairwise(mine)][-32:]
+            thinks = self.thinks(mine)[-32:]
+            by_clock = len(gaps) >= 3 and spread(gaps) < spread(thinks) - 0.0001
+            assert last.settled_at is not None
+            age = self.now - (mine[-1].arrived if by_clock else last.settled_at)
+            possible = sorted(x for x in (gaps if by_clock else thinks) if x >= age - LATE)
+            soon = [x for x in possible if x <= age + longest]
+            size = ceil(len(soon) / 3)
+            if soon and soon[-1] - soon[0] <= LATE:
+                size = len(soon)
+            for part in [soon[i : i + size] for i in range(0, len(soon), size)] if soon else []:
+                share = len(part) / len(possible)
+                found.append((max(0.0, part[-1] - age), share, sum(part) / len(possible) - share * age, not by_clock))
+            thinkers += bool(soon) and not by_clock
+        return sorted(found), thinkers
+
+    def thinks(self, mine: list[Seen]) -> list[float]:
+        """Times from an answer that left the client nothing to wait for to its next request."""
+        found = []
+        for i, ticket in enumerate(mine):
+            last = max(mine[:i], key=lambda t: t.ended, default=None)
+            if last is None or last.result != "ok" or not all(0 <= t.ended < ticket.ended_before for t in mine[:i]):
+                continue
+            assert last.settled_at is not None
+            found.append(ticket.arrived - last.settled_at)
+        return found
 
     def due(self, w: World, partition: Hashable, waiting: int) -> float:
         """Until when the clock alone holds what waits."""

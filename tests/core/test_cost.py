@@ -10,7 +10,7 @@ import pytest
 
 from reflex_runtime.core.affine import MAX_CLASSES, AffineFit, solve
 from reflex_runtime.core.batch import Done, Failed
-from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.cost import TimedUnits, UnitCost
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
@@ -404,3 +404,31 @@ def test_counting_knows_nothing_of_time() -> None:
     measure_free = (model.remaining(ticket()), model.tally().seconds, model.fixed(ticket()))
     assert measure_free == (0.0, 0.0, 0.0)
     assert not model.snapshot()
+
+
+def test_timed_units_count_requests_and_predict_times_once_three_were_measured() -> None:
+    model = TimedUnits()
+    assert (model.told_apart(ticket()), model.snapshot()) == (False, [])
+    two = model.tally()
+    two.repeat(ticket(), 2, inf)
+    for _ in range(3):
+        assert two.seconds == 0.0
+        measure(model, [""] * 2, 0.024)
+    assert two.seconds == pytest.approx(0.024, rel=0.1)  # what so many take is known, and no more
+    assert not model.told_apart(ticket())
+    for n in (4, 2, 8, 2) * 8:
+        measure(model, [""] * n, 0.020 + 0.002 * n)
+    assert model.told_apart(ticket())
+    tally = model.tally()
+    tally.repeat(ticket(), 8, inf)
+    assert (tally.cost, tally.dearest, tally.blocks) == (8.0, 1.0, 0.0)
+    assert tally.seconds == pytest.approx(0.036, rel=0.03)
+    assert (model.unit, model.remaining(ticket()), model.marginal(ticket(), 1.0)) == ("requests", 0.0, 1.0)
+    [row] = model.snapshot()
+    assert row["fixed_ms"] == pytest.approx(20.0, rel=0.1)
+    assert row["marginal_ms"] == pytest.approx(2.0, rel=0.3)
+
+
+def test_a_share_of_batches_without_a_budget_is_that_of_the_largest() -> None:
+    model = trained(0.020, 0.002)
+    assert model.share(ticket(), inf, 10) == pytest.approx(0.002 + 0.020 / 10, rel=0.05)

@@ -217,6 +217,25 @@ def test_b6_a_held_batch_that_goes_says_timeout() -> None:
     assert (batch.reason, batch.cause) == (FlushReason.TIMEOUT, Cause.TIMEOUT)
 
 
+def test_b6_nobody_is_waited_for_whom_the_budget_keeps_out() -> None:
+    """Two of 20 + 10 n ms are 40 ms, a third one would be over 45: those that are due are of no use to them."""
+    for budget, held in ((0.045, False), (0.055, True)):
+        scheduler = scheduler_of(flush=FlushPolicy.window(budget, 0.005), cost=lambda: trained(0.020, 0.010))
+        now = 0.0
+        for _ in range(6):
+            for client in range(4):
+                ask(scheduler, now, client=client)
+            for _ in range(2):  # the first two, then the others, or all at once
+                batch = scheduler.next_batch(now + 0.006)
+                if batch is not None:
+                    now += 0.006 + 0.040
+                    finish(scheduler, batch, now, 0.020 + 0.010 * len(batch))
+            now += 0.002
+        ask(scheduler, now, client=0)
+        ask(scheduler, now, client=1)
+        assert (scheduler.next_batch(now) is None) is held
+
+
 def test_b6_a_hold_never_costs_a_deadline() -> None:
     scheduler, now = closed_loop(4, think=0.004)
     needed = 0.022
@@ -241,45 +260,70 @@ def test_f6_a_full_batch_goes_at_once_and_a_partial_one_after_max_latency() -> N
     assert len(take(scheduler, 0.050)) == 2
 
 
-def with_live_feeds(*feeds: str, at: float = 0.0) -> Scheduler:
-    """Every feed has been answered at `at`; a hold is long, a feed counts as live for a second."""
-    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 5.0, live=1.0), cost=UnitCost)
-    for feed in feeds:
-        ask(scheduler, at, client=feed)
-    finish(scheduler, take(scheduler, at), at)
-    return scheduler
+def feeds(*rates: float, fixed: float = 0.020, hold: float = 0.050) -> tuple[Scheduler, float]:
+    """Cameras 0, 1, … of so many frames a second after three seconds on a device of fixed + 2n ms, which answers each
+    frame at once. The next frame of all of them is due at the time returned."""
+    flush = FlushPolicy(max_batch_size=8, returns=hold)
+    scheduler = scheduler_of(flush=flush, cost=lambda: trained(fixed, 0.002), max_in_flight_per_client=1)
+    frames = sorted((k / rate, camera) for camera, rate in enumerate(rates) for k in range(1, int(3 * rate)))
+    for at, camera in frames:
+        ask(scheduler, at, client=camera)
+        batch = scheduler.next_batch(at)
+        now = at
+        while batch is None:
+            now = scheduler.wake_at()
+            batch = scheduler.next_batch(now)
+        finish(scheduler, batch, now, fixed + 0.002 * len(batch))
+    return scheduler, 3.0
 
 
-def test_f6_a_batch_with_every_live_feed_goes_at_once() -> None:
-    scheduler = with_live_feeds("a", "b")
-    ask(scheduler, 0.1, client="b")
-    assert scheduler.next_batch(0.1) is None
-    ask(scheduler, 0.2, client="a")
-    batch = take(scheduler, 0.2)
-    assert (len(batch), batch.cause) == (2, Cause.IDLE)  # not for the time, although it was held
+def test_f6_a_feed_that_is_due_within_the_hold_is_waited_for_if_that_pays() -> None:
+    scheduler, due = feeds(30.0, 10.0)
+    ask(scheduler, due - 0.004, client=0)
+    assert scheduler.next_batch(due - 0.004) is None
+    assert scheduler.wake_at() == pytest.approx(due, abs=0.001)
+    ask(scheduler, due, client=1)
+    batch = take(scheduler, due)
+    assert (len(batch), batch.cause) == (2, Cause.TIMEOUT)
 
 
-def test_f6_a_feed_not_seen_for_the_window_is_not_waited_for() -> None:
-    scheduler = with_live_feeds("a", "b")
-    ask(scheduler, 0.1, client="b")
-    assert scheduler.next_batch(0.1) is None
-    assert scheduler.wake_at() == 1.0  # "a" was answered at 0
-    batch = take(scheduler, 1.0)
-    assert (len(batch), batch.cause) == (1, Cause.TIMEOUT)
-    ask(scheduler, 1.1, client="b")
-    finish(scheduler, batch, 1.1)
-    assert len(take(scheduler, 1.1)) == 1  # nobody else is live
+def test_f6_a_feed_that_is_not_due_within_the_hold_is_not() -> None:
+    scheduler, now = feeds(30.0, 1.0)
+    ask(scheduler, now - 0.060, client=0)
+    assert take(scheduler, now - 0.060).cause is Cause.IDLE
 
 
-def test_f6_the_lone_feed_is_never_held_and_max_latency_still_bounds_the_rest() -> None:
-    scheduler = scheduler_of(flush=FlushPolicy.by_size(8, 0.050, live=1.0), cost=UnitCost)
-    ask(scheduler, 0.0, client="a")
-    finish(scheduler, take(scheduler, 0.0), 0.0)
-    ask(scheduler, 0.1, client="b")
-    assert scheduler.next_batch(0.1) is None
+def test_f6_a_feed_for_which_waiting_does_not_pay_is_not() -> None:
+    """Due in 10 ms, well within the hold; but a batch has only 5 ms to save."""
+    scheduler, now = feeds(30.0, 10.0, fixed=0.005)
+    ask(scheduler, now - 0.010, client=0)
+    assert take(scheduler, now - 0.010).cause is Cause.IDLE
+
+
+def test_f6_a_lone_feed_is_never_held_and_the_hold_bounds_the_rest() -> None:
+    scheduler, now = feeds(30.0, fixed=0.100)
+    ask(scheduler, now, client=0)
+    finish(scheduler, take(scheduler, now), now)
+    scheduler, now = feeds(30.0, 10.0, fixed=0.200, hold=0.020)  # 200 ms to save: all would pay but for the bound
+    ask(scheduler, now - 0.021, client=0)
+    assert take(scheduler, now - 0.021).cause is Cause.IDLE
+    scheduler, now = feeds(30.0, 10.0, fixed=0.200, hold=0.020)
+    ask(scheduler, now - 0.019, client=0)
+    assert scheduler.next_batch(now - 0.019) is None
     due = scheduler.wake_at()
-    assert due == pytest.approx(0.150)
+    assert now - 0.001 <= due <= now + 0.001
     assert len(take(scheduler, due)) == 1
+
+
+def test_f6_nobody_is_waited_for_before_times_were_measured() -> None:
+    scheduler = scheduler_of(flush=FlushPolicy(max_batch_size=8, returns=0.050))
+    for k in range(2):  # fewer than three measurements
+        for feed in ("a", "b"):
+            ask(scheduler, k * 0.1, client=feed)
+        batch = take(scheduler, k * 0.1)
+        finish(scheduler, batch, k * 0.1 + 0.05, 0.05)
+    ask(scheduler, 0.2, client="a")
+    assert take(scheduler, 0.2).cause is Cause.IDLE
 
 
 def test_an_abandoned_ticket_says_so_once() -> None:
@@ -370,7 +414,7 @@ def test_wake_at_is_now_after_an_input_to_a_free_device() -> None:
         ({"target": 0}, "target=0"),
         ({"returns": -0.1}, "returns=-0.1"),
         ({"quiet": -0.1}, r"quiet=-0.1: must be in \[0, 3600\]"),
-        ({"live": -0.1}, r"live=-0.1: must be in \[0, 3600\]"),
+        ({"returns": 60.1}, r"returns=60.1: must be in \[0, 60\]"),
         ({"hold_min": (0.0, -1.0, 0.0)}, "hold_min=-1.0"),
         ({"hold_max": (0.0, 0.0, 3601.0)}, "hold_max=3601.0"),
     ],

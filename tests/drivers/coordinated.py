@@ -6,9 +6,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from drivers.helpers import PATIENCE
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator, BatchHandle
@@ -84,6 +87,13 @@ class Coordinator(BatchCoordinator):
     def asked(self, n: int) -> None:
         for _ in range(n):
             assert self._asked.acquire(timeout=PATIENCE)
+
+
+class Patient(BatchConfig):
+    """Holds whatever is not full for max_latency, due or not: for what happens while frames are held."""
+
+    def group(self, name: str) -> GroupConfig:
+        return replace(super().group(name), flush=FlushPolicy.by_size(self.max_batch_size, self.max_latency))
 
 
 class Stepped:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from drivers.coordinated import Caller, Coordinator, Detector, Stepped, busy_with, echo, end_of, nobody_left
+from drivers.coordinated import Caller, Coordinator, Detector, Patient, Stepped, busy_with, echo, end_of, nobody_left
 from drivers.helpers import PATIENCE, Log
 from reflex_runtime import BatchConfig, BatchCoordinator, BatchEntry
 from reflex_runtime.core.batch import Cause
@@ -38,7 +38,6 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.drivers import batch_processor as processor_module
 from reflex_runtime.drivers import coordinator as module
 from reflex_runtime.drivers.batch_metrics import BatchMetrics, FeedBatchMetrics
 from reflex_runtime.telemetry.health import BatchSubmissionRejected, Health, HealthEvent
@@ -483,51 +482,20 @@ def test_f6_a_lone_feed_does_not_wait_for_company() -> None:
     assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.IDLE] * 5
 
 
-def test_f6_once_every_live_feed_is_in_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "LIVE", 60.0)
-    detector = Detector()
-    coordinator = Coordinator(detector, BatchConfig(max_latency=60.0, max_batch_size=16))
-    handle = coordinator.handle
-    futures = [handle.submit(f"cam{n}", n) for n in range(4)]
-    with coordinator:
-        for _ in range(3):
-            assert [end_of(f) for f in futures] == [(f"cam{n}", n) for n in range(4)]
-            futures = [handle.submit(f"cam{n}", n) for n in range(4)]  # three wait until the fourth comes
-        assert [end_of(f) for f in futures] == [(f"cam{n}", n) for n in range(4)]
-    assert detector.frames == [[0, 1, 2, 3]] * 4
-
-
-def test_f6_a_feed_silent_for_a_second_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert processor_module.LIVE == 1.0
-    monkeypatch.setattr(processor_module, "LIVE", 0.3)
-    log = Log()
-    with Coordinator(Detector(), BatchConfig(max_latency=60.0), sinks=[log]) as handle:
-        handle.submit_and_wait("gone", 0)
-        began = time.monotonic()
-        handle.submit_and_wait("cam", 1)
-        assert 0.2 < time.monotonic() - began < PATIENCE
-    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.IDLE, Cause.TIMEOUT]
-
-
-def test_f6_a_full_batch_goes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "LIVE", 60.0)  # there is always somebody who could still come
+def test_f6_a_full_batch_goes_at_once() -> None:
     log = Log()
     detector = Detector()
-    with Coordinator(detector, BatchConfig(max_batch_size=3, max_latency=60.0), sinks=[log]) as handle:
-        handle.submit_and_wait("live", 0)
+    with Coordinator(detector, Patient(max_batch_size=3, max_latency=60.0), sinks=[log]) as handle:
         futures = [handle.submit(f"cam{n}", n) for n in range(3)]
         assert [end_of(f) for f in futures] == [(f"cam{n}", n) for n in range(3)]
-    assert detector.frames[1:] == [[0, 1, 2]]
-    assert [e.batch.cause for e in log.of(BatchScheduled)][1:] == [Cause.SIZE]
+    assert detector.frames == [[0, 1, 2]]
+    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.SIZE]
 
 
-def test_f6_a_partial_batch_goes_max_latency_after_its_oldest_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "LIVE", 60.0)
+def test_f6_a_held_batch_goes_when_its_hold_is_over() -> None:
     clock, log, detector = Stepped(), Log(), Detector()
-    config = BatchConfig(max_batch_size=8, max_latency=0.5)
-    coordinator = Coordinator(detector, config, sinks=[log], clock=clock)
+    coordinator = Coordinator(detector, Patient(max_batch_size=8, max_latency=0.5), sinks=[log], clock=clock)
     with coordinator as handle:
-        handle.submit_and_wait("live", 0)
         oldest = handle.submit("cam1", 1)
         clock.step(0.25, coordinator)
         youngest = handle.submit("cam2", 2)
@@ -538,8 +506,8 @@ def test_f6_a_partial_batch_goes_max_latency_after_its_oldest_arrived(monkeypatc
         end_of(oldest)
         end_of(youngest)
         assert handle.metrics().formation.p99 == 0.5
-    assert detector.frames[1:] == [[1, 2]]
-    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.IDLE, Cause.TIMEOUT]
+    assert detector.frames == [[1, 2]]
+    assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.TIMEOUT]
 
 
 def test_f6_company_that_waits_while_the_processor_is_busy_goes_together() -> None:
@@ -786,17 +754,15 @@ def test_f9_an_interrupted_caller_takes_its_frame_back() -> None:
 # -- F11: an ordinary stop ---------------------------------------------------------------------------------------------
 
 
-def test_f11_a_batch_being_formed_is_still_processed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor_module, "LIVE", 60.0)
+def test_f11_a_batch_being_formed_is_still_processed() -> None:
     detector = Detector()
-    coordinator = Coordinator(detector, BatchConfig(max_batch_size=4, max_latency=60.0))
+    coordinator = Coordinator(detector, Patient(max_batch_size=4, max_latency=60.0))
     handle = coordinator.start()
-    handle.submit_and_wait("live", 0)
     held = [Caller(handle, f"cam{n}", n) for n in range(3)]
-    coordinator.asked(4)
+    coordinator.asked(3)
     assert coordinator.stop()
     assert [c.end() for c in held] == [(f"cam{n}", n) for n in range(3)]
-    assert detector.methods == ["on_start", "process", "process", "on_stop"]
+    assert detector.methods == ["on_start", "process", "on_stop"]
 
 
 def test_f11_a_running_batch_ends_well_and_who_waits_is_released_before_on_stop() -> None:
@@ -859,19 +825,18 @@ def test_f11_a_last_batch_takes_as_many_as_fit_and_the_rest_is_released_before_i
 
 
 @pytest.mark.parametrize("size", [4, 128])
-def test_f11_stop_is_prompt_with_64_blocked_feeds(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f11_stop_is_prompt_with_64_blocked_feeds(size: int) -> None:
     """size 4: they wait behind a batch that runs. size 128: they are held for company, and all are processed."""
-    monkeypatch.setattr(processor_module, "LIVE", 60.0)
-    took = []
+    kind, took = Patient if size == 128 else BatchConfig, []
     for _ in range(10):
         detector = Detector(is_open=False)
-        coordinator = Coordinator(detector, BatchConfig(size, 60.0, queue_capacity=128, response_timeout=PATIENCE))
+        coordinator = Coordinator(detector, kind(size, 60.0, queue_capacity=128, response_timeout=PATIENCE))
         handle = coordinator.start()
-        busy_with(coordinator, detector, "live")
-        if size == 128:
-            detector.gate.set()
+        if size == 4:
+            busy_with(coordinator, detector)
+            coordinator.asked(1)
         callers = [Caller(handle, f"cam{n}", n) for n in range(64)]
-        coordinator.asked(65)
+        coordinator.asked(64)
         detector.gate.set()
         began = time.monotonic()
         assert coordinator.stop()

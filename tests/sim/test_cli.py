@@ -66,7 +66,7 @@ def test_compare_prints_its_tables_and_draws(tmp_path: Path, capsys: pytest.Capt
     picture = tmp_path / "new" / "rules.png"
     assert call("--compare", "--duration-s", "1", "--warmup-s", "0.5", "--picture", str(picture)) == 0
     out = capsys.readouterr().out
-    for heading in ("on time, offered", "requests/s · p50", "one greedy feed", "urgent in overload"):
+    for heading in ("on time, offered", "requests/s · p50", "lost · p95 ms", "one greedy feed", "urgent in overload"):
         assert heading in out
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["rules.png", "rules.svg"]
 

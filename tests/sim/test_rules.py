@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
 import pytest
 
 from reflex_runtime.core.request import Request
-from reflex_runtime.sim import Affine, Callers, Fixed, Noisy, Open, Poisson, Report, Setting, compare, simulate
+from reflex_runtime.sim import (
+    Affine,
+    Around,
+    Arrival,
+    Callers,
+    Camera,
+    Every,
+    Fixed,
+    Noisy,
+    Open,
+    Poisson,
+    Report,
+    Setting,
+    Source,
+    Stream,
+    Think,
+    compare,
+    simulate,
+)
 from reflex_runtime.sim import rules as named
 from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 
@@ -67,6 +89,110 @@ def test_nobody_waits_for_callers_that_do_not_come_back_soon() -> None:
     assert window.p50 is not None
     assert always.p50 is not None
     assert window.p50 <= always.p50
+
+
+# -- feeds: who is waited for, and whether it pays ---------------------------------------------------------------------
+
+FEEDS = [replace(BENCH, seed=seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def feeds() -> list[compare.Results]:
+    return [compare.feeds(bench) for bench in FEEDS]
+
+
+def lost(report: Report) -> int:
+    return report.outcomes.get("overrun", 0)
+
+
+@pytest.mark.parametrize("case", ["30 + 10 fps", "30 + 30 + 10 + 5 fps", "30 + 1 fps", "60 + 25 + 12 fps"])
+def test_f6_cameras_of_different_rates_lose_no_frame_and_no_time(feeds: list[compare.Results], case: str) -> None:
+    for results in feeds:
+        by_rule = next(by_rule for name, by_rule in results.items() if name.startswith(case))
+        held, at_once, always = by_rule["feeds"], by_rule["greedy"], by_rule["by_size"]
+        assert lost(held) == lost(at_once) == 0
+        assert lost(always) > 0.2 * sum(always.outcomes.values())  # what a hold for everybody costs
+        assert held.p95 is not None
+        assert held.p95 <= 1.05 * (at_once.p95 or 0.0) + 0.001
+        assert held.busy <= at_once.busy + 0.005
+
+
+def test_f6_cameras_of_equal_rates_share_batches(feeds: list[compare.Results]) -> None:
+    for results in feeds:
+        for case, saved in (("4 × 30 fps, 10 + 2n ms", 0.03), ("12 × 5 fps, 30 + 3n ms", 0.10)):
+            held, at_once = results[case]["feeds"], results[case]["greedy"]
+            assert lost(held) == lost(at_once) == 0
+            assert held.busy <= at_once.busy - saved
+        in_step = results["4 × 30 fps in step, 10 + 2n ms"]
+        assert lost(in_step["feeds"]) == 0
+        assert in_step["feeds"].batch_size == pytest.approx(4.0, abs=0.1)
+        assert (in_step["greedy"].batch_size or 0.0) < 2.5
+
+
+def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once(feeds: list[compare.Results]) -> None:
+    for results in feeds:
+        by_rule = results["16 files, 120 ms whatever n"]
+        assert by_rule["feeds"].batch_size == pytest.approx(16.0, abs=0.2)
+        assert by_rule["greedy"].batch_size == pytest.approx(8.0, abs=0.5)
+        assert by_rule["feeds"].throughput > 1.8 * by_rule["greedy"].throughput
+
+
+def test_f6_waiting_loses_no_frame_that_starting_at_once_would_have_saved() -> None:
+    """Cameras and devices by chance, from idle to overloaded: what a hold costs some feed it must bring in for all."""
+    random, at_once, held = Random(7), 0, 0
+    for _ in range(16):
+        device = Affine(random.choice([0.005, 0.010, 0.020, 0.040]), random.choice([0.0005, 0.001, 0.002]))
+        setting = Setting(batch_timeout=0.050, max_batch_size=8)
+        bench = compare.Bench(device=device, duration=8.0, warmup=2.0, seed=random.randrange(100), setting=setting)
+        periods = [1.0 / random.choice([1, 5, 10, 12, 15, 25, 30, 60]) for _ in range(random.randint(2, 8))]
+        jitter = random.choice([0.0, 0.1, 0.3])
+        cameras = [Camera(Every(p, jitter * p), Request(client=i)) for i, p in enumerate(periods)]
+        greedy, feeds = (bench.run(rule, cameras, noise=0.03) for rule in (named.GREEDY, named.FEEDS))
+        assert lost(feeds) <= 1.03 * lost(greedy) + 2, (device, periods, jitter)
+        at_once, held = at_once + lost(greedy), held + lost(feeds)
+    assert at_once > 1000  # some were overloaded
+    assert held < 0.8 * at_once
+
+
+@pytest.mark.parametrize(
+    ("device", "think"),
+    [
+        (Affine(0.120, 0.0), Fixed(0.002)),  # shipped otherwise: eight in turn with eight
+        (Affine(0.020, 0.002), Around(0.003, 0.001)),
+        (Affine(0.008, 0.0005), Around(0.0045, 0.0003)),  # back after half of a
+    ],
+)
+def test_b6_two_groups_that_alternate_become_one(device: Affine, think: Think) -> None:
+    """Sixteen callers, eight of whom began half a batch later, so that two groups take turns at first."""
+    half = device.of(8) / 2.0
+    groups = [Callers(8, think, name="first"), Delayed(Callers(8, think, name="second"), half)]
+    for rule, most in ((named.WINDOW, 0.005), (named.FEEDS, 0.050)):
+        setting = Setting(max_batch_cost=1.0, batch_timeout=most, max_batch_size=16)
+        run = simulate(rule.make(setting), groups, Noisy(device, 0.03), duration=12.0, warmup=6.0)
+        assert Report.of(run).batch_size == pytest.approx(16.0, abs=0.6), rule.name
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """A source whose streams all begin at one time."""
+
+    inner: Source
+    at: float
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        return [DelayedStream(stream, self.at) for stream in self.inner.streams(seed)]
+
+
+class DelayedStream:
+    waits = True
+
+    def __init__(self, inner: Stream, at: float) -> None:
+        self._inner, self._at = inner, at
+
+    def next(self, now: float) -> Arrival | None:
+        found = self._inner.next(now)
+        at, self._at = self._at, 0.0
+        return found._replace(at=at) if found is not None and at else found
 
 
 def test_f7_b21_a_greedy_client_does_not_starve_the_modest() -> None:

@@ -10,12 +10,15 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import (
+    Affine,
     Around,
     Arrival,
     Arrivals,
     Bursty,
     Callers,
+    Camera,
     Diurnal,
     Every,
     Exponential,
@@ -26,7 +29,9 @@ from reflex_runtime.sim import (
     Open,
     Poisson,
     Recorded,
+    Report,
     Think,
+    simulate,
 )
 
 
@@ -107,6 +112,37 @@ def test_what_was_recorded_is_made_again_at_the_same_times() -> None:
     early, late = Arrival(1.0, Request()), Arrival(2.0, Request())
     stream = Recorded([late, early]).streams("s")[0]
     assert [stream.next(0.0), stream.next(0.0), stream.next(0.0)] == [early, late, None]
+
+
+def test_a_camera_keeps_its_newest_frame_while_one_is_out() -> None:
+    """Frames at 0.1, 0.2, 0.3 …: the next one asked is the last made by the answer, as old as it is."""
+    request = Request()
+    stream = Camera(Every(0.1, phase=0.1), request).streams("s")[0]
+    assert stream.waits
+    found = [stream.next(now) for now in (0.0, 0.15, 0.25, 0.68)]
+    assert found == [
+        Arrival(pytest.approx(0.1), request, pytest.approx(0.1), 0),
+        Arrival(pytest.approx(0.2), request, pytest.approx(0.2), 0),
+        Arrival(pytest.approx(0.3), request, pytest.approx(0.3), 0),
+        Arrival(0.68, request, pytest.approx(0.6), 2),  # 0.4 and 0.5 were overrun
+    ]
+
+
+def test_frames_that_were_overrun_count_as_such_and_age_from_their_making() -> None:
+    """A frame every 100 ms on a device of 250 ms: three frames in five are never asked."""
+    camera = Camera(Every(0.1, phase=0.05))
+    report = Report.of(simulate(Scheduler(), camera, Affine(0.250, 0.0), duration=50.0))
+    made = sum(report.outcomes.values())
+    assert made == pytest.approx(500, abs=5)
+    assert report.outcomes["overrun"] == pytest.approx(0.6 * made, abs=5)
+    assert report.p50 is not None
+    assert 0.250 < report.p50 <= 0.350  # up to 100 ms old when asked
+
+
+def test_cameras_that_are_answered_in_time_lose_nothing() -> None:
+    report = Report.of(simulate(Scheduler(), Camera(Every(0.1)), Affine(0.090, 0.0), duration=20.0))
+    assert report.outcomes == {"ok": 200}
+    assert report.p99 == pytest.approx(0.090)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def _compare(config: SimulateConfig) -> int:
     overload = compare.overload(bench, _progress)
     _show(compare.overload_table(overload, compare.overload_bounds(bench, _progress)) + "\n")
     _show(compare.closed_table(compare.closed_loop(bench, _progress)) + "\n")
+    _show(compare.feeds_table(compare.feeds(bench, _progress)) + "\n")
     _show(compare.fairness_table(compare.fairness(bench, _progress)) + "\n")
     _show(compare.priority_table(compare.priority(bench, _progress)))
     if config.picture:

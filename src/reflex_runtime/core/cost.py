@@ -1,9 +1,10 @@
 """How much fits: what a request costs, and how much of it a batch may take.
 
 A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
-adds those it takes; the tally keeps the running total, so nothing is ever summed again. Three models, one protocol:
+adds those it takes; the tally keeps the running total, so nothing is ever summed again. Four models, one protocol:
 
     UnitCost    every request costs 1: a batch size
+    TimedUnits  the same, and learns how long batches take, to know when waiting for company pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps (`time_cost.py`)
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 from math import inf
 from typing import Any, Protocol
 
+from reflex_runtime.core.affine import AffineFit
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
+
+WARM_SAMPLES = 3  # measurements before a prediction counts
 
 
 class Tally(Protocol):
@@ -82,6 +86,9 @@ class CostModel(Protocol):
     def fixed(self, ticket: Ticket) -> float:
         """What a batch of the ticket's shape and stage costs apart from its members; shared equally by them."""
 
+    def told_apart(self, ticket: Ticket) -> bool:
+        """Whether batches of more than one size were measured, so that fixed and marginal seconds are known apart."""
+
     def observe(self, batch: Batch, elapsed: float) -> None:
         """Learn from a batch that ran without a fault. elapsed: seconds."""
 
@@ -139,6 +146,9 @@ class UnitCost:
     def fixed(self, ticket: Ticket) -> float:
         return 0.0
 
+    def told_apart(self, ticket: Ticket) -> bool:
+        return True
+
     def observe(self, batch: Batch, elapsed: float) -> None:
         return
 
@@ -147,6 +157,47 @@ class UnitCost:
 
     def snapshot(self) -> list[dict[str, Any]]:
         return []
+
+
+class _TimedTally(_UnitTally):
+    """Counts requests and predicts what so many take."""
+
+    __slots__ = ("_fit",)
+
+    def __init__(self, fit: AffineFit) -> None:
+        super().__init__()
+        self._fit = fit
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return self._fit.predict({"": self.cost}) if self._fit.samples >= WARM_SAMPLES else 0.0
+
+    @property
+    def sigma(self) -> float:  # type: ignore[override]
+        return self._fit.sigma
+
+
+class TimedUnits(UnitCost):
+    """Every request costs 1 a batch, and clients share requests, not time. How long a batch takes is learned all the
+    same: it decides whether waiting for company pays, and nothing else. No request is refused by it."""
+
+    def __init__(self) -> None:
+        self._fit = AffineFit()
+
+    def tally(self) -> Tally:
+        return _TimedTally(self._fit)
+
+    def told_apart(self, ticket: Ticket) -> bool:
+        return self._fit.ready
+
+    def observe(self, batch: Batch, elapsed: float) -> None:
+        self._fit.observe({"": float(len(batch))}, elapsed)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        fit = self._fit
+        marginal = fit.slope("") or 0.0
+        times = {"fixed_ms": round(fit.fixed * 1e3, 4), "marginal_ms": round(marginal * 1e3, 4)}
+        return [{"samples": fit.samples, "ready": fit.ready, **times}] if fit.samples else []
 
 
 class _TokenTally:

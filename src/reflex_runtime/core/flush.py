@@ -1,8 +1,8 @@
 """When a batch leaves, and how large it may be.
 
 A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, what ends them, and two ceilings express every
-documented rule. `due_at` is the whole decision for the simple rules; the hold for expected returns (`returns.py`) is
-the only other thing that may postpone a batch.
+documented rule. `due_at` is the whole decision for the simple rules; the hold for clients that are due (`returns.py`)
+is the only other thing that may postpone a batch.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ class FlushPolicy:
         target then ends once its hold_min is over. Not while a batch of the partition is in flight; 0 switches it off.
     group_commit: while a batch of the partition is in flight, whoever waits is held up to hold_max, also at the target:
         that batch's return decides anew, so company costs little then. A full batch goes all the same.
-    live: seconds since it last asked or was answered for which a client counts as live. A batch that holds every live
-        client has nobody to wait for and goes at once. 0 knows nobody: holds end by the clock alone.
-    returns: longest hold, in seconds, for clients that were answered a moment ago and are expected back; counted from
-        max(oldest arrival, device free). 0 switches it off.
+    returns: longest hold, in seconds, for clients whose next request is due, where that pays (`returns.py`); counted
+        from max(oldest arrival, device free). 0 switches it off.
     shed: refuse before they run those requests with a deadline that cannot be met any more, and choose the set of
         largest expected value when deadlines are at risk.
     """
@@ -46,7 +44,6 @@ class FlushPolicy:
     hold_min: Tiers = (0.0, 0.0, 0.0)
     hold_max: Tiers = (0.0, 0.0, 0.0)
     target: int = 1
-    live: float = 0.0
     returns: float = 0.0
     shed: bool = False
     quiet: float = 0.0
@@ -56,7 +53,6 @@ class FlushPolicy:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
         _check("max_batch_size", self.max_batch_size, 1, 1_000_000)
         _check("target", self.target, 1, 1_000_000)
-        _check("live", self.live, 0.0, 3600.0)
         _check("returns", self.returns, 0.0, 60.0)
         _check("quiet", self.quiet, 0.0, 3600.0)
         for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
@@ -77,10 +73,10 @@ class FlushPolicy:
         )
 
     @classmethod
-    def by_size(cls, max_batch_size: int, max_latency: float, live: float = 0.0) -> Self:
-        """Send at a count, or when the oldest has waited `max_latency` seconds, or when every live client is in."""
+    def by_size(cls, max_batch_size: int, max_latency: float) -> Self:
+        """Send at a count, or when the oldest has waited `max_latency` seconds."""
         hold = (0.0, max_latency, max_latency)
-        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, live=live)
+        return cls(max_batch_size=max_batch_size, hold_min=hold, hold_max=hold)
 
     @classmethod
     def by_priority(

@@ -421,25 +421,36 @@ class Former:
         partition = self.partition
         heads = partition.heads()
         until = self.policy.due_at(heads, len(filled.grants), partition.arrivals.last, partition.in_flight > 0)
-        if self.policy.live > 0.0 and until > self.now:
-            others = self.group.live.others_until({t.request.client for t in filled.grants})
-            if others <= self.now:  # nobody is left to wait for: it leaves for that, and not for the time
-                partition.was_held = False
-            until = min(until, others)
         if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:
             until = max(until, self._expected_returns(filled, heads))
         tightest = partition.deadlines.first()
         if until > self.now and tightest is not None and filled.tally.seconds > 0.0:
-            head = next(iter(filled.grants))
-            next_one = filled.tally.seconds + self.group.cost.marginal(head, 1.0)
+            next_one = filled.tally.seconds + self._affine(next(iter(filled.grants)))[1]
             until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
         return until
 
     def _expected_returns(self, filled: Filled, heads: Sequence[float | None]) -> float:
+        """The time up to which clients that are due are worth waiting for; now when none is."""
+        seconds, partition = filled.tally.seconds, self.partition
+        if seconds <= 0.0:
+            return self.now
+        head = next(iter(filled.grants))
+        fixed, marginal, _ = self._affine(head)
+        places = self._places() - len(filled.grants)
+        if not self.group.cost.told_apart(head):
+            fixed = seconds  # more members are taken to cost nothing until that was tried
+        elif marginal > 0.0 and self.group.cost.unit == "seconds":
+            places = int(min(places, (self.policy.max_batch_cost - seconds) / marginal + 1e-9))
         oldest = min(h for h in heads if h is not None)
         # From when it could have gone first: other partitions' batches in between do not start its hold again.
-        since = self.partition.free_from if self.partition.was_held else self.free_since
-        longest = max(oldest, since) + self.policy.returns - self.now
-        head = next(iter(filled.grants))
-        marginal = self.group.cost.marginal(head, 1.0)
-        return self.now + self.group.returns.hold(self.now, longest, len(filled.grants), filled.tally.seconds, marginal)
+        since = partition.free_from if partition.was_held else self.free_since
+        hold = self.group.returns.hold(
+            partition.key,
+            self.now,
+            longest=max(oldest, since) + self.policy.returns - self.now,
+            queued=len(filled.grants),
+            places=places,
+            fixed=fixed,
+            freed=partition.arrivals.last <= self.free_since == self.now,
+        )
+        return self.now + hold

@@ -13,7 +13,6 @@ from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.isolation import Offenders
-from reflex_runtime.core.live import Live
 from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
@@ -93,7 +92,6 @@ class Group:
         self.cost = config.cost()
         self.clients = Clients()
         self.returns = Returns()
-        self.live = Live(config.flush.live)
         self.offenders = Offenders()
         flush = config.flush
         self._counts_only = (  # batches leave by size and time alone
@@ -144,8 +142,7 @@ class Group:
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
         self.turns.touch(partition)
-        self.returns.arrived(request.client, now)
-        self.live.seen(request.client, now)
+        self.returns.arrived(request.client, request.partition, now)
         partition.unsettled[ticket] = None
         partition.tiers[ticket.tier].append(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
@@ -202,12 +199,7 @@ class Group:
         if ticket.request.client in self.offenders:
             return False
         most = min(policy.max_batch_size, self.offenders.limit)
-        if partition.waiting >= most or partition.residents or self.room_in(partition) is not None:
-            return False
-        if policy.live <= 0.0:
-            return True
-        members = {queue.client.key for tier in partition.tiers for queue in tier.queues()}
-        return self.live.others_until(members) >= until
+        return partition.waiting < most and not partition.residents and self.room_in(partition) is None
 
     def to_displace(self, request: Request, now: float) -> Ticket | None:
         """With the queue full: the waiting ticket that gives its place to this request, if any does."""
@@ -268,7 +260,6 @@ class Group:
         client: Client = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
-        self.live.seen(client.key, now)
         if answered and client.unsettled == 0:
             self.returns.answered(client.key, now)
 

@@ -1,106 +1,153 @@
-"""The hold for expected returns: the one thing that may postpone a batch on a free device.
+"""Who is waited for on a free device: clients whose next request is due, and only if waiting pays.
 
-Callers that act and then ask again come back a think time after their answer. Without a hold they split into two
-alternating half-size groups; a fixed hold taxes everyone else. So each client's last think times are kept, and with n
-queued the batch waits for the h that maximises
+Cameras ask by the clock; robots and files ask some time after their answer. Two habits of each client are kept: the
+last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
+predicts its next request. With n waiting and a batch whose fixed part takes a seconds, the batch is held for the h
+that maximises
 
-    G(h) = E(h) · T(n) − W(h) − n · (h + b · E(h))
+    G(h) = a · E(h) − W(h) − n · h
 
-where E(h) is the expected number of clients back within h and W(h) their summed expected waits. If no G(h) > 0, nothing
-is held.
+where E(h) is the expected number of absent clients back within h, at most as many as the batch has places for, and
+W(h) the sum of their expected times until then. If no G(h) > 0, nothing is held. (With T(n) = a + b·n this is
+E·T(n) − W − n·(h + b·E): who comes now saves itself a whole batch, and lengthens this one for n others.)
+
+G weighs one batch, and two groups that take turns cost a more in every cycle than one group that waits for its last
+member. So a group that is found complete when the device gets free waits for the other one, once, if that takes less
+than a.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Sequence
-from itertools import accumulate
+from collections.abc import Hashable
+from math import inf
 
-RECENT = 64  # clients looked at per decision
-REMEMBERED = 1024  # clients whose think times are kept
-HISTORY = 32  # think times per client
-_REGULAR = 8  # think times without which a client is not called regular
-_GRID = (0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005)
+RECENT = 64  # absent clients looked at per decision: those answered last
+REMEMBERED = 1024  # clients whose habits are kept
+HISTORY = 32  # values of each habit
+REGULAR = 3  # gaps before they may predict
+APART = 8  # think times without which a client is not taken to be regular
+PARTS = 3  # steps by which a habit's distribution is summed
+JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
+CLEARLY = 0.0001  # seconds by which gaps must be more regular than thinks
+A_TIE = 1e-9  # seconds of gain below which the shorter hold wins
+MERGE_EVERY = 64.0  # times a, at least: seconds between two attempts to merge two groups
+NEARLY_ALL = 0.9  # of a group: as many are waited for
+
+_Due = tuple[float, float, float, bool]  # seconds from now, probability, probability · mean seconds, by think time
 
 
-class _Thinker:
-    """One client: its last answer, its think times in order of arrival, and sorted with prefix sums."""
+class _Habit:
+    """How long something took, the last HISTORY times."""
 
-    __slots__ = ("_sums", "answered", "history", "ordered")
+    __slots__ = ("_latest", "ordered")
 
     def __init__(self) -> None:
-        self.answered: float | None = None
-        self.history: deque[float] = deque()
+        self._latest: deque[float] = deque()
         self.ordered: list[float] = []
-        self._sums: list[float] | None = None
 
-    def add(self, think: float) -> None:
-        if len(self.history) == HISTORY:
-            self.ordered.remove(self.history.popleft())
-        self.history.append(think)
-        insort(self.ordered, think)
-        self._sums = None
+    def add(self, seconds: float) -> None:
+        if len(self._latest) == HISTORY:
+            del self.ordered[bisect_left(self.ordered, self._latest.popleft())]
+        self._latest.append(seconds)
+        insort(self.ordered, seconds)
 
-    def back(self, now: float, grid: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
-        """E(h) and W(h) of this client for every h of the grid; None when it is back within none of them."""
-        assert self.answered is not None
-        ordered = self.ordered
-        age = now - self.answered
-        # Just late is still due: clients that come back together reach the scheduler one by one, and without this the
-        # first of them would send the batch away from the rest.
-        first = bisect_left(ordered, age - _GRID[0])
+    @property
+    def spread(self) -> float:
+        """Interquartile range; inf without values."""
+        n = len(self.ordered)
+        return self.ordered[3 * n // 4] - self.ordered[n // 4] if n else inf
+
+
+class _Client:
+    """One client. since, ordered: when what predicts its next request began, and how long that took so far."""
+
+    __slots__ = ("answered", "asked", "gaps", "ordered", "partition", "since", "thinks")
+
+    def __init__(self) -> None:
+        self.partition: Hashable = None
+        self.asked: float | None = None
+        self.answered: float | None = None
+        self.gaps, self.thinks = _Habit(), _Habit()
+        self.since = 0.0
+        self.ordered: list[float] = []
+
+    def ask(self, partition: Hashable, now: float) -> None:
+        if self.asked is not None:
+            self.gaps.add(now - self.asked)
+        if self.answered is not None:
+            self.thinks.add(now - self.answered)
+        self.partition, self.asked, self.answered = partition, now, None
+
+    def answer(self, now: float) -> None:
+        assert self.asked is not None
+        self.answered = now
+        gaps, thinks = self.gaps, self.thinks
+        if len(gaps.ordered) >= REGULAR and gaps.spread < thinks.spread - CLEARLY:
+            self.since, self.ordered = self.asked, gaps.ordered
+        else:
+            self.since, self.ordered = now, thinks.ordered
+
+    @property
+    def was_answered(self) -> bool:
+        """Whether it ever was."""
+        return self.answered is not None or bool(self.thinks.ordered)
+
+    def due(self, now: float, longest: float, found: list[_Due]) -> int:
+        """Add when it may ask within `longest`, given that it has not asked yet. 1 if it thinks and may, else 0."""
+        ordered, age = self.ordered, now - self.since
+        first = bisect_left(ordered, age - JUST_LATE)
         left = len(ordered) - first
-        if not left or ordered[first] > age + grid[-1]:
-            return None
-        last = bisect_right(ordered, age + grid[0], first)
-        if last == len(ordered) or ordered[last] > age + grid[-1]:  # whoever is as regular as a robot
-            wait = max(0.0, sum(ordered[first:last]) - (last - first) * age)
-            return ((last - first) / left,) * len(grid), (wait / left,) * len(grid)
-        if self._sums is None:
-            self._sums = [0.0, *accumulate(ordered)]
-        sums = self._sums
-        start = sums[first]
-        counts = [bisect_right(ordered, age + h, first) - first for h in grid]
-        return (
-            [n / left for n in counts],
-            [max(0.0, sums[first + n] - start - n * age) / left for n in counts],
-        )
+        if not left or ordered[first] > age + longest:
+            return 0
+        thinks = self.since == self.answered
+        last = bisect_right(ordered, age + longest, first)
+        step = 1 + (last - first - 1) // PARTS
+        if ordered[last - 1] - ordered[first] <= JUST_LATE:
+            step = last - first
+        while first < last:
+            part = ordered[first : first + step if first + step < last else last]
+            share, wait = len(part) / left, part[-1] - age
+            found.append((wait if wait > 0.0 else 0.0, share, sum(part) / left - share * age, thinks))
+            first += step
+        return int(thinks)
 
 
 class Returns:
-    """Think times of a group's clients and the hold they justify."""
+    """The habits of a group's clients and the hold they justify. Times in seconds."""
 
     def __init__(self) -> None:
-        self._clients: OrderedDict[Hashable, _Thinker] = OrderedDict()
-        self._away: OrderedDict[Hashable, _Thinker] = OrderedDict()  # answered and not back, most recent last
+        self._clients: OrderedDict[Hashable, _Client] = OrderedDict()
+        self._absent: OrderedDict[Hashable, _Client] = OrderedDict()  # answered and not back, most recent last
+        self._merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
+        self._merge_again = -inf
 
     @property
     def expected(self) -> bool:
-        """Whether anybody is away who may come back."""
-        return bool(self._away)
+        """Whether any client is absent that may come back."""
+        return bool(self._absent)
 
-    def arrived(self, client: Hashable, now: float) -> None:
-        """The client is back."""
-        thinker = self._clients.get(client)
-        if thinker is not None and thinker.answered is not None:
-            thinker.add(now - thinker.answered)
-            thinker.answered = None
-            self._away.pop(client, None)
+    def arrived(self, client: Hashable, partition: Hashable, now: float) -> None:
+        """The client asks."""
+        known = self._clients.get(client)
+        if known is None:
+            known = self._clients[client] = _Client()
+            if len(self._clients) > REMEMBERED:
+                self._absent.pop(self._clients.popitem(last=False)[0], None)
+        known.ask(partition, now)
+        self._absent.pop(client, None)
 
     def answered(self, client: Hashable, now: float) -> None:
         """The client has its last answer and nothing else in the system."""
-        thinker = self._clients.get(client)
-        if thinker is None:
-            thinker = self._clients[client] = _Thinker()
-            if len(self._clients) > REMEMBERED:
-                self._away.pop(self._clients.popitem(last=False)[0], None)
-        thinker.answered = now
+        known = self._clients.get(client)
+        if known is None:
+            return
+        known.answer(now)
         self._clients.move_to_end(client)
-        self._away[client] = thinker
-        self._away.move_to_end(client)
-        if len(self._away) > RECENT:
-            self._away.popitem(last=False)
+        self._absent[client] = known
+        if len(self._absent) > RECENT:
+            self._absent.popitem(last=False)
 
     def take_turns(self, seconds: float, now: float) -> bool:
         """Whether the active clients could each have the device to themselves for `seconds` per cycle, and come back so
@@ -109,45 +156,61 @@ class Returns:
         Looks at the most recently answered clients until one that has gone; False for more than `RECENT`.
         """
         load = longest = 0.0
-        for count, client in enumerate(reversed(self._clients.values())):
-            ordered = client.ordered
+        known = (client for client in reversed(self._clients.values()) if client.was_answered)
+        for count, client in enumerate(known):
+            ordered = client.thinks.ordered
             n = len(ordered)
             longest = max(longest, ordered[-1] if ordered else 0.0)
             if client.answered is not None and now - client.answered > 2.0 * longest:
                 break
-            if count == RECENT or n < _REGULAR or ordered[3 * n // 4] - ordered[n // 4] > 0.5 * seconds:
+            if count == RECENT or n < APART or client.thinks.spread > 0.5 * seconds:
                 return False
             load += seconds / (seconds + ordered[n // 2])
             if load > 1.0:
                 return False
         return load > 0.0
 
-    def hold(self, now: float, longest: float, queued: int, batch_time: float, marginal: float) -> float:
-        """Seconds to hold, at most `longest`; 0.0 to send at once.
+    def hold(
+        self, partition: Hashable, now: float, longest: float, queued: int, places: int, fixed: float, freed: bool
+    ) -> float:
+        """Seconds to hold a batch of the partition, at most `longest`; 0.0 to send at once.
 
-        queued: n. batch_time: T(n) in seconds. marginal: b, seconds one more member costs.
+        queued: n. places: how many more may join. fixed: a. freed: whether the device got free just now, after all of
+        the n had come.
         """
-        if longest <= 0.0 or batch_time <= 0.0:
+        worth = min(len(self._absent), places) * fixed  # G is not above it, whenever they come
+        if longest <= 0.0 or worth <= 0.0:
             return 0.0
-        grid = [h for h in _GRID if h < longest]
-        h = _GRID[-1] * 2.0
-        while h < longest and len(grid) < 16:  # timeouts beyond the usual 5 ms
-            grid.append(h)
-            h *= 2.0
-        grid.append(longest)
-        # Were all of them certain to be back at once: a hold for which even that is not worth its price needs no sums.
-        most = len(self._away) * (batch_time - queued * marginal)
-        grid = [h for h in grid if queued * h < most]
-        if not grid:
+        found: list[_Due] = []
+        thinkers = 0
+        for client in self._absent.values():
+            if client.partition == partition:
+                thinkers += client.due(now, longest, found)
+        if not found:
             return 0.0
-        rows = [row for thinker in self._away.values() if (row := thinker.back(now, grid)) is not None]
-        if not rows:
-            return 0.0
-        expected = [sum(column) for column in zip(*[e for e, _ in rows], strict=True)]
-        waits = [sum(column) for column in zip(*[w for _, w in rows], strict=True)]
-        best, gain = 0.0, 0.0
-        for h, e, w in zip(grid, expected, waits, strict=True):
-            g = e * batch_time - w - queued * (h + marginal * e)
-            if g > gain:
-                best, gain = h, g
-        return best
+        found.sort()
+        best = gain = expected = waits = 0.0
+        for wait, share, seconds, _ in found:
+            if queued * wait >= worth:
+                break
+            expected += share
+            waits += seconds
+            g = fixed * (expected if expected < places else places) - waits - queued * wait
+            if g > gain + A_TIE:
+                best, gain = min(wait + JUST_LATE, longest), g
+        if freed and now >= self._merge_again and 0 < thinkers <= places:
+            together = _until_nearly_all(found, thinkers)
+            if best < together < min(fixed, longest):
+                self._merging, self._merge_again = (partition, now + together), now + MERGE_EVERY * fixed
+        merging, until = self._merging
+        return max(best, until - now) if merging == partition else best
+
+
+def _until_nearly_all(found: list[_Due], thinkers: int) -> float:
+    """Seconds until nearly all of those that think are back, just late included; inf when that cannot be told."""
+    expected = 0.0
+    for wait, share, _, thinks in found:
+        expected += share * thinks
+        if expected >= NEARLY_ALL * thinkers:
+            return wait + JUST_LATE
+    return inf

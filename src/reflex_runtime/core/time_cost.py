@@ -140,7 +140,7 @@ class TimeCost:
         tally.add(ticket, 1.0)
         each = max(tally.with_ticket(ticket) - alone, 0.0)
         ceiling = max(budget, NEARLY_FREE * alone)
-        size = most if each == 0.0 else min(most, 1 + int((ceiling - alone) / each * _SLACK))
+        size = most if each == 0.0 else int(min(most, 1.0 + (ceiling - alone) / each * _SLACK))
         return each + (alone - each) / size
 
     def measured(self, ticket: Ticket) -> bool:
@@ -169,6 +169,9 @@ class TimeCost:
     def fixed(self, ticket: Ticket) -> float:
         fit = self._fits.get((ticket.request.shape, ticket.stage))
         return fit.fixed if fit is not None and fit.ready and self.affine else 0.0
+
+    def told_apart(self, ticket: Ticket) -> bool:
+        return not self.affine or self.fits(ticket.request.shape) is not None
 
     # -- what it learns from -----------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Failed
-from reflex_runtime.core.cost import UnitCost
+from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -19,15 +19,14 @@ from reflex_runtime.processors.base import BaseProcessor
 
 log = logging.getLogger("reflex.coordinator")
 
-LIVE = 1.0  # seconds for which a feed that submitted, or was answered, counts as live
-
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig:
     """How a coordinator batches. All times in seconds.
 
-    max_batch_size: most frames in a call. max_latency: longest that a frame waits for company on a free processor,
-        counted from its arrival; not waited at all once every live feed has a frame in the batch.
+    max_batch_size: most frames in a call. max_latency: longest that a frame waits on a free processor, counted from
+        its arrival or from when the processor got free, whichever is later; it waits only for feeds whose next frame
+        is due within that time, and only if their sharing the call saves more than the waiting costs.
     queue_capacity: most waiting frames, by default four batches; beyond it a submission is refused.
     response_timeout: what `submit_and_wait` waits beyond max_latency.
     max_in_flight_per_feed: most frames of a feed from submission to answer; 0 for no cap.
@@ -66,11 +65,11 @@ class BatchConfig:
         """The same in the scheduler's terms."""
         return GroupConfig(
             name=name,
-            flush=FlushPolicy.by_size(self.max_batch_size, self.max_latency, LIVE),
+            flush=FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency),
             capacity=self.capacity,
             max_in_flight_per_client=self.max_in_flight_per_feed,
             share_room=True,
-            cost=UnitCost,
+            cost=TimedUnits,
         )
 
 

@@ -17,7 +17,9 @@ from reflex_runtime.sim.workload import (
     Arrivals,
     Bursty,
     Callers,
+    Camera,
     Diurnal,
+    Every,
     Exponential,
     Fixed,
     Heavy,
@@ -42,6 +44,7 @@ OVERLOAD_RULES = (
     rules.WINDOW,
 )
 CLOSED_RULES = (rules.UNHELD, rules.HOLD_ALWAYS, rules.WINDOW)
+FEED_RULES = (rules.BY_SIZE, rules.GREEDY, rules.FEEDS)
 FAIR_RULES = (rules.GREEDY, rules.ONE_IN_FLIGHT, rules.UNPLANNED, rules.WINDOW)
 PRIORITY_RULES = (rules.GREEDY, rules.UNPLANNED, rules.WINDOW)
 
@@ -144,6 +147,47 @@ def closed_loop(bench: Bench, progress: Progress = lambda _: None) -> Results:
     return results
 
 
+def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """Cameras of equal and of different rates, and files that ask at once, on one processor; holds up to 50 ms.
+
+    Batches of at most 8, of 16 for files. Each camera keeps its newest frame.
+    """
+    ms, usual = 0.001, Affine(0.005, 0.001)
+    in_step = [Camera(Every(1.0 / 30.0, phase=c * ms), Request(client=c)) for c in range(4)]
+    cases: list[tuple[str, Affine, Sequence[Source]]] = [
+        ("30 + 10 fps, 5 + 1n ms", usual, _cameras((1, 30.0), (1, 10.0))),
+        ("30 + 30 + 10 + 5 fps, 5 + 1n ms", usual, _cameras((2, 30.0), (1, 10.0), (1, 5.0))),
+        ("30 + 1 fps, 5 + 1n ms", usual, _cameras((1, 30.0), (1, 1.0))),
+        (
+            "60 + 25 + 12 fps with jitter, 6 + 2n ms",
+            Affine(6 * ms, 2 * ms),
+            _cameras((1, 60.0), (1, 25.0), (1, 12.0), jitter=0.1),
+        ),
+        ("4 × 30 fps, 10 + 2n ms", Affine(10 * ms, 2 * ms), _cameras((4, 30.0))),
+        ("4 × 30 fps in step, 10 + 2n ms", Affine(10 * ms, 2 * ms), in_step),
+        ("12 × 5 fps, 30 + 3n ms", Affine(30 * ms, 3 * ms), _cameras((12, 5.0))),
+        ("16 files, 120 ms whatever n", Affine(120 * ms, 0.0), [Callers(16, Around(3 * ms, 1 * ms))]),
+    ]
+    results: Results = {}
+    for name, device, workload in cases:
+        size = 16 if "files" in name else 8
+        setting = replace(bench.setting, batch_timeout=0.050, max_batch_size=size)
+        here = replace(bench, device=device, setting=setting)
+        for rule in FEED_RULES:
+            progress(f"feeds: {name}, {rule.name}")
+            results.setdefault(name, {})[rule.name] = here.run(rule, workload, noise=min(bench.noise, 0.03))
+    return results
+
+
+def _cameras(*kinds: tuple[int, float], jitter: float = 0.0) -> list[Source]:
+    """So many cameras of so many frames a second, in phases of their own. jitter: as a share of the period."""
+    return [
+        Camera(Every(1.0 / fps, jitter / fps), Request(client=(i, k)))
+        for k, (count, fps) in enumerate(kinds)
+        for i in range(count)
+    ]
+
+
 def fairness(bench: Bench, progress: Progress = lambda _: None) -> Results:
     """One greedy feed of twice the lossless rate beside seven modest ones of 1/15 of it; time limit 1.5 × the SLO."""
     limit = 1.5 * bench.slo
@@ -188,6 +232,13 @@ def closed_table(results: Results) -> str:
     return columns(header, rows)
 
 
+def feeds_table(results: Results) -> str:
+    """Frames lost · 95th percentile of the frames' age · share of the time the processor ran · mean batch."""
+    header = ["lost · p95 ms · busy · batch", *next(iter(results.values()))]
+    rows = [[case, *(_feeds_cell(r) for r in by_rule.values())] for case, by_rule in results.items()]
+    return columns(header, rows)
+
+
 def fairness_table(results: Results) -> str:
     """On time per second, Jain's index, and what the two kinds of feed got of what they asked."""
     header = ["one greedy feed, seven modest", "on time/s", "Jain", "greedy on time", "modest on time"]
@@ -207,6 +258,12 @@ def priority_table(results: Results) -> str:
     shares = {rule: by[""].on_time_by for rule, by in results.items()}
     rows = [[rule, f"{by['urgent']:.3f}", f"{by['default']:.3f}"] for rule, by in shares.items()]
     return columns(["urgent in overload", "urgent on time", "default on time"], rows)
+
+
+def _feeds_cell(report: Report) -> str:
+    lost = report.outcomes.get("overrun", 0) / sum(report.outcomes.values())
+    age, size = (report.p95 or 0.0) * 1e3, report.batch_size or 0.0
+    return f"{lost:.1%} · {age:.0f} · {report.busy:.2f} · {size:.1f}"
 
 
 def _closed_cell(report: Report) -> str:

@@ -12,6 +12,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.sim.rivals import EarlyDrop, HoldAlways, MarginalWait
 from reflex_runtime.sim.run import Decider
 from reflex_runtime.sim.service import Affine
@@ -68,6 +69,11 @@ def _greedy(s: Setting, cap: int = 0) -> Decider:
     return Scheduler([GroupConfig(flush=flush, cost=UnitCost, max_in_flight_per_client=cap)])
 
 
+def _feeds(s: Setting) -> Decider:
+    config = BatchConfig(max_batch_size=s.max_batch_size, max_latency=s.batch_timeout)
+    return Scheduler([config.group("default")])
+
+
 WINDOW = Rule("window", _window, blind=False)
 BY_COST = Rule("by_cost", _by_cost)
 BY_SIZE = Rule("by_size", _by_size)
@@ -81,4 +87,5 @@ UNHELD = Rule("no hold", _unheld, blind=False)
 UNPLANNED = Rule("window without planner", partial(_window, planned=False), blind=False)
 EARLY_DROP = Rule("early drop (Nexus)", lambda s: EarlyDrop(s.device.of), blind=False)
 MARGINAL_WAIT = Rule("marginal wait (BentoML)", lambda s: MarginalWait(s.device.of, s.goal), blind=False)
+FEEDS = Rule("feeds", _feeds)  # a coordinator's
 HOLD_ALWAYS = Rule("hold always", lambda s: HoldAlways(s.batch_timeout))

@@ -47,7 +47,7 @@ class Decider(Protocol):
 class Answer(NamedTuple):
     """How one request ended.
 
-    arrived, ended: seconds. outcome: ok, or what the error counts as (rejected, expired, shed, …).
+    arrived, ended: seconds. outcome: ok, overrun, or what the error counts as (rejected, expired, shed, …).
     limit: the time limit it was made with, inf for none; a rule that was not shown it is measured by it all the same.
     device: its share of measured device seconds.
     """
@@ -175,6 +175,8 @@ class _Loop:
 
     def _arrive(self, stream: Stream, arrival: Arrival) -> None:
         now, request = self._clock.now(), arrival.request
+        for _ in range(arrival.overrun):
+            self._ended(arrival, now, "overrun", 0.0)
         try:
             ticket = self._scheduler.submit(self._as_shown(request), now)
         except Rejected as error:
@@ -219,8 +221,12 @@ class _Loop:
             outcome = "ok"
         else:
             outcome = error.outcome if isinstance(error, ReflexError) else "failed"
+        self._ended(arrival, now, outcome, device)
+
+    def _ended(self, arrival: Arrival, now: float, outcome: str, device: float) -> None:
         limit = inf if arrival.request.time_limit is None else arrival.request.time_limit
-        self._run.answers.append(Answer(arrival.request, arrival.at, now, outcome, limit, device))
+        since = arrival.at if arrival.since is None else arrival.since
+        self._run.answers.append(Answer(arrival.request, since, now, outcome, limit, device))
 
     def _as_shown(self, request: Request) -> Request:
         if not self._blind or request.time_limit is None:

@@ -17,10 +17,16 @@ from reflex_runtime.core.request import Request
 
 
 class Arrival(NamedTuple):
-    """A request and the time it is made, in seconds."""
+    """A request and the time it is made, in seconds.
+
+    since: from when its latency counts, if that is earlier. overrun: older frames that it replaced before they were
+    asked.
+    """
 
     at: float
     request: Request
+    since: float | None = None
+    overrun: int = 0
 
 
 class Stream(Protocol):
@@ -145,10 +151,14 @@ class Heavy:
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """A camera: one arrival per period, each late by up to `jitter` seconds."""
+    """A camera: one arrival per period, each late by up to `jitter` seconds.
+
+    phase: when the first is due, in seconds; None: drawn from the period.
+    """
 
     period: float
     jitter: float = 0.0
+    phase: float | None = None
 
     def __post_init__(self) -> None:
         _positive("Every.period", self.period)
@@ -156,7 +166,7 @@ class Every:
             raise ConfigError(f"Every.jitter={self.jitter!r}: must be in [0, period] seconds")
 
     def times(self, rng: Random) -> Iterator[float]:
-        tick = rng.random() * self.period
+        tick = rng.random() * self.period if self.phase is None else self.phase
         while True:
             yield tick + rng.random() * self.jitter
             tick += self.period
@@ -304,6 +314,33 @@ class _Caller:
             self._started = True
             after *= self._rng.random()
         return Arrival(now + after, self._request)
+
+
+@dataclass(frozen=True, slots=True)
+class Camera:
+    """A feed with one frame in flight that keeps its newest: of the frames made until the answer, the last is asked
+    next and the others count as overrun. Latency counts from when a frame was made."""
+
+    frames: Arrivals
+    request: Request = field(default_factory=Request)
+
+    def streams(self, seed: str) -> Sequence[Stream]:
+        return (_CameraStream(self.frames.times(Random(seed)), self.request),)
+
+
+class _CameraStream:
+    waits = True
+
+    def __init__(self, times: Iterator[float], request: Request) -> None:
+        self._times, self._request = times, request
+        self._next = next(times, inf)
+
+    def next(self, now: float) -> Arrival | None:
+        since, made = inf, 0
+        while self._next <= now or made == 0:
+            since, self._next = self._next, next(self._times, inf)
+            made += 1
+        return None if since == inf else Arrival(max(since, now), self._request, since, made - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,84 @@
+"""Who is waited for, on the real coordinator: its thread, its lock, a processor that declares its time, a clock that
+jumps. The same cases as `compare.feeds` in the simulator (contract F6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+import pytest
+
+from drivers.coordinated import nobody_left
+from drivers.virtual import played
+from reflex_runtime import BatchConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.returns import JUST_LATE
+from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, Recorded, Source
+
+USUAL = Affine(0.005, 0.001)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_left() -> Iterator[None]:
+    yield from nobody_left()
+
+
+def cameras(*rates: float, jitter: float = 0.0) -> Sequence[Source]:
+    return [Camera(Every(1.0 / fps, jitter / fps)) for fps in rates]
+
+
+@pytest.mark.parametrize(
+    ("feeds", "device"),
+    [
+        (cameras(30.0, 10.0), USUAL),
+        (cameras(30.0, 30.0, 10.0, 5.0), USUAL),
+        (cameras(30.0, 1.0), USUAL),
+        (cameras(60.0, 25.0, 12.0, jitter=0.1), Affine(0.006, 0.002)),
+    ],
+    ids=["30+10", "30+30+10+5", "30+1", "60+25+12 with jitter"],
+)
+def test_f6_cameras_of_different_rates_lose_no_frame_at_the_defaults(feeds: Sequence[Source], device: Affine) -> None:
+    outcome = played(feeds, device.of, BatchConfig(), 20.0)
+    assert outcome.lost == 0
+    assert outcome.answered > 20.0 * 30.0
+    assert max(outcome.ages) < 0.033
+
+
+def test_f6_cameras_in_step_share_full_batches_at_the_defaults() -> None:
+    feeds = [Camera(Every(1.0 / 30.0, phase=0.010 + 0.001 * i)) for i in range(4)]
+    outcome = played(feeds, Affine(0.010, 0.002).of, BatchConfig(), 10.0)
+    assert outcome.lost == 0
+    assert set(outcome.sizes) == {4}
+
+
+def test_f6_cameras_of_one_rate_out_of_step_share_batches() -> None:
+    """Twelve of 5 fps, three by three within 10 ms, on a processor that is busy without a pause if it takes each batch
+    as it is."""
+    feeds = [Camera(Every(0.2, phase=0.010 + 0.050 * (i // 3) + 0.005 * (i % 3))) for i in range(12)]
+    at_once, held = (
+        played(feeds, Affine(0.030, 0.003).of, BatchConfig(max_batch_size=8, max_latency=most), 20.0)
+        for most in (0.0, 0.050)
+    )
+    assert at_once.lost == held.lost == 0
+    assert fmean(held.sizes) > 1.25 * fmean(at_once.sizes)
+    assert fmean(held.ages) < fmean(at_once.ages)
+
+
+def test_f6_a_feed_is_waited_for_until_it_is_due_and_no_longer() -> None:
+    """Two cameras in step, 2 ms apart, until the second is silent: it is waited for once in vain, and then no more."""
+    first = Camera(Every(1.0 / 30.0, phase=0.010))
+    second = Recorded([Arrival(0.012 + i / 30.0, Request()) for i in range(150)])  # for five seconds
+    outcome = played([first, second], Affine(0.010, 0.002).of, BatchConfig(), 10.0)
+    together, in_vain, alone = 0.002 + 0.014, 0.002 + JUST_LATE + 0.012, 0.012
+    ages = [age for age in outcome.ages if age == pytest.approx(together)]
+    assert len(ages) > 140
+    assert [age for age in outcome.ages if age == pytest.approx(in_vain)] == pytest.approx([in_vain])
+    assert outcome.ages[-140:] == pytest.approx([alone] * 140)
+    assert outcome.lost == 0
+
+
+def test_f6_sixteen_files_on_a_flat_processor_go_sixteen_at_once() -> None:
+    """120 ms whatever n, 3 ± 1 ms to decode the next picture. Two groups of eight in turn would be half as fast."""
+    files = [Callers(16, Around(0.003, 0.001))]
+    outcome = played(files, lambda n: 0.120, BatchConfig(max_batch_size=16), 12.0)
+    assert fmean(outcome.sizes) > 15.7
