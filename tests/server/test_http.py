@@ -416,7 +416,7 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     assert set(document["paths"]) == {
         "/act", "/health", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
         "/diagnostics/shadow", "/admin/split", "/admin/rollback", "/admin/reset", "/admin/load", "/admin/faults",
-        "/episodes/{id}/outcome",
+        "/episodes/{id}/outcome", "/openapi.json", "/docs",
     }  # fmt: skip
     act = document["paths"]["/act"]["post"]
     known = act["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -424,7 +424,8 @@ def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
         "image", "image_wrist", "images", "instruction", "state", "episode_id", "request_id", "robot_id", "seed",
         "priority", "deadline_ms", "executed",
     }  # fmt: skip
-    assert set(act["responses"]) == {"200", "400", "401", "403", "408", "409", "413", "422", "429", "500", "503", "504"}
+    failures = {"400", "401", "403", "405", "408", "409", "413", "422", "429", "500", "503", "504"}
+    assert set(act["responses"]) == {"200"} | failures
     page = server.get("/docs")
     assert page.status == 200
     assert all(path.encode() in page.body for path in document["paths"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
-from reflex_runtime.server.errors import Conflict, InvalidJson
+from reflex_runtime.server.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.server.exchange import Exchange
 from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.slots import SHADOW
@@ -31,7 +32,7 @@ T = TypeVar("T")
 class Split(msgspec.Struct, forbid_unknown_fields=True):
     """a's percent of new episodes."""
 
-    split: int
+    split: wire.Whole
 
 
 class SlotName(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,11 +75,11 @@ class Admin:
 
     def split(self, exchange: Exchange, body: bytes) -> None:
         """Another split for new episodes."""
-        asked = _decode(body, Split)
-        if not 0 <= asked.split <= 100:
-            raise wire.invalid("split", f"split={asked.split}: must be in [0, 100]")
-        self.runtime.rollout.set_split(asked.split, time.monotonic())
-        _answer(exchange, {"split": asked.split})
+        split = wire.whole("split", _decode(body, Split).split)
+        if not 0 <= split <= 100:
+            raise wire.invalid("split", f"split={split}: must be in [0, 100]")
+        self.runtime.rollout.set_split(split, time.monotonic())
+        _answer(exchange, {"split": split})
 
     def rollback(self, exchange: Exchange, body: bytes) -> None:
         """Everything to a, running episodes too."""
@@ -119,6 +120,8 @@ class Admin:
         asked = _decode(body, Load)
         if not asked.path or "\0" in asked.path:
             raise wire.invalid("path", f"path={asked.path[:200]!r}: must be an export directory")
+        if not os.path.isdir(asked.path):
+            raise NotFound(wire.printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
         if self._loading:
             raise Conflict("another policy is being loaded")
         self._loading = True

@@ -15,12 +15,13 @@ import contextlib
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
 
 from reflex_runtime.config import settings
 from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.policies import Export
 from reflex_runtime.server import openapi
 from reflex_runtime.server.act import Act
 from reflex_runtime.server.admin import Admin, is_outcome
@@ -73,6 +74,7 @@ class App:
         self.act = Act(runtime, self.door)
         self._key = self.config.api_key.encode()
         self._trust = Trust(self.config.host, self.config.allow_host)
+        self._document: tuple[Mapping[str, Export], bytes] | None = None  # of these exports
         self._reading: set[asyncio.Task[Any]] = set()
         self.admin = Admin(runtime)
         self._get: dict[str, Callable[[Exchange], None]] = {
@@ -337,11 +339,18 @@ class App:
 
     def openapi(self, exchange: Exchange) -> None:
         """The machine-readable description."""
-        exchange.answer(200, openapi.document())
+        exchange.answer(200, self._described())
 
     def docs(self, exchange: Exchange) -> None:
         """The same for people."""
-        exchange.answer(200, openapi.page(), b"text/html; charset=utf-8")
+        exchange.answer(200, openapi.page(self._described()), b"text/html; charset=utf-8")
+
+    def _described(self) -> bytes:
+        slots = self.runtime.slots
+        exports = {slot: holder.policy.export for slot, holder in slots.items()} or self.runtime.exports
+        if self._document is None or self._document[0] != exports:
+            self._document = (exports, openapi.document(exports, bool(self._key)))
+        return self._document[1]
 
 
 def _set_answer(future: asyncio.Future[_Answer], status: int, headers: Headers, body: bytes) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64
 MAX_VALUES = 40_000  # commas in a body; all fields at their bounds have fewer
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
-_LARGE = 3.4e38  # a little below the largest float32
+LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
 
@@ -48,6 +48,10 @@ def _says(description: str) -> msgspec.Meta:
 
 
 Text = str | None
+if TYPE_CHECKING:
+    Whole = int
+else:
+    Whole = int | float  # in JSON 3.0 is a whole number too; `whole` makes an int of it
 Numbers = Annotated[list[float], msgspec.Meta(max_length=MAX_STATE)]
 Instruction = Annotated[str, msgspec.Meta(max_length=MAX_INSTRUCTION)]
 _MANY = msgspec.Meta(max_length=MAX_IMAGES)
@@ -58,13 +62,13 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     episode_id: Annotated[Text, _says("what cached prefixes and held actions belong to")] = None
     request_id: Annotated[Text, _says("comes back in the answer and as X-Request-Id; made when absent")] = None
     robot_id: Annotated[Text, _says("whose fair share it takes; else the episode's, else the connection's")] = None
-    seed: Annotated[int | None, _says("of the noise; else the first 8 bytes of SHA-256 of request_id")] = None
+    seed: Annotated[Whole | None, _says("of the noise; else the first 8 bytes of SHA-256 of request_id")] = None
     priority: Annotated[
         Literal["urgent", "default", "background"], _says("urgent goes first and at once, background fills free places")
     ] = "default"
     deadline_ms: Annotated[float | None, _says("refused before it runs when it cannot be answered within this")] = None
     executed: Annotated[
-        int | None, _says("actions of the episode's last chunk executed when this was seen; for --rtc")
+        Whole | None, _says("actions of the episode's last chunk executed when this was seen; for --rtc")
     ] = None
 
 
@@ -112,6 +116,7 @@ def decode(body: bytes, packed: bool) -> ActFields:
         check_id("robot_id", fields.robot_id)
     if fields.instruction is not None and not _encodable(fields.instruction):
         raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
+    fields.seed, fields.executed = whole("seed", fields.seed), whole("executed", fields.executed)
     if fields.seed is not None and not 0 <= fields.seed < 2**64:
         raise invalid("seed", f"seed={fields.seed}: must be in [0, 2^64)")
     if fields.executed is not None and not 0 <= fields.executed <= 1_000_000:
@@ -144,6 +149,21 @@ def _decode_json(body: bytes) -> ActJson:
         raise invalid_field(error) from None
     except UnicodeEncodeError:
         raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
+
+
+@overload
+def whole(name: str, value: int) -> int: ...
+@overload
+def whole(name: str, value: None) -> None: ...
+@overload
+def whole(name: str, value: int | None) -> int | None: ...
+def whole(name: str, value: Any) -> int | None:
+    """A whole number as an int, also where it came as 3.0; the 422 for any other."""
+    if type(value) is not float:
+        return value  # type: ignore[no-any-return]
+    if not value.is_integer():
+        raise invalid(name, f"{name}={value}: must be a whole number")
+    return int(value)
 
 
 def is_json(body: bytes) -> bool:
@@ -226,14 +246,12 @@ def state_of(fields: ActFields) -> NDArray[np.float32] | None:
             raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
         wide = values.astype(np.float64)
     else:
-        if sum(map(abs, state)) < _LARGE:  # all finite, and each within float32: the usual case, in a tenth of the time
+        if sum(map(abs, state)) <= LARGEST:  # all finite, each within the bound: the usual case, in a tenth of the time
             return np.array(state, np.float32)
         wide = np.asarray(state, dtype=np.float64)
-    with np.errstate(over="ignore"):
-        narrow = wide.astype(np.float32)
-    if not np.isfinite(narrow).all():
-        raise invalid("state", "state: holds NaN or infinity (or a number beyond float32)")
-    return narrow
+    if not (np.abs(wide) <= LARGEST).all():
+        raise invalid("state", f"state: holds NaN, infinity or a number beyond {LARGEST:g}")
+    return wide.astype(np.float32)
 
 
 def array_of(array: Array, field: str) -> NDArray[Any]:
@@ -308,10 +326,14 @@ def schema_of(kind: type) -> dict[str, Any]:
     return found
 
 
-def json_schema() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Schemas of the JSON request and the answer, for /openapi.json."""
-    (request, answer), components = msgspec.json.schema_components(
-        [ActJson, ActAnswer], ref_template="#/components/schemas/{name}"
-    )
-    del request, answer
-    return components["ActJson"], components["ActAnswer"]
+def request_schema() -> dict[str, Any]:
+    """The schema of a JSON body, whatever the policy."""
+    return schema_of(ActJson)
+
+
+def answer_schema() -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the schema of a 200, those it refers to)."""
+    _, components = msgspec.json.schema_components([ActAnswer], ref_template="#/components/schemas/{name}")
+    answer = components.pop(ActAnswer.__name__)
+    answer["properties"]["actions"] = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+    return answer, components
