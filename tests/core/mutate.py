@@ -68,7 +68,7 @@ MUTANTS = [
         "            blocked.add(client)\n            if cursor is not None:\n                cursor.skip()\n",
         "            if cursor is not None:\n                cursor.take(0.0)\n",
     ),
-    M("core/order.py", "shares within a fill are stale", "if counter < moved:", "if False:"),
+    M("core/order.py", "shares within a fill are stale", "if counter < moved or seq", "if seq"),
     M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and seq", "if seq"),
     M("core/order.py", "preempted tickets go last", "if youngest.seq > ticket.seq:", "if False:"),
     M(
@@ -180,8 +180,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "crashed steps are committed",
-        "resources.rollback(batch) if crashed",
-        "resources.commit(batch) if crashed",
+        "resources.rollback(batch) if void",
+        "resources.commit(batch) if void",
     ),
     M(
         "core/scheduler.py",
@@ -718,8 +718,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "latest-only spares what is prepared",
-        "found = list(group.preparing.get(request.client, ()))",
-        "found: list[Ticket] = []",
+        "return [*group.preparing.get(request.client, ()), *waiting]",
+        "return waiting",
     ),
     M("core/scheduler.py", "closing forgets what is prepared", "return iter(preparing + [", "return iter([] + ["),
     M(

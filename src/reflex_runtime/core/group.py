@@ -155,17 +155,13 @@ class Group:
             partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
         if self.config.controller is not None:
             self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
-        self.queued += 1
-        self.queued_units += request.wants
-        self.backlog.add(ticket, self.seconds_of(ticket))
+        self._count(ticket)
         self.unsettled += 1
 
     def prepare(self, ticket: Ticket) -> None:
         """An admitted ticket that cannot run yet: it takes its place, and nothing else is known of it."""
         self.preparing.setdefault(ticket.request.client, {})[ticket] = None
-        self.queued += 1
-        self.queued_units += ticket.wants
-        self.backlog.add(ticket, self.seconds_of(ticket))
+        self._count(ticket)
         self.unsettled += 1
 
     def end_preparing(self, ticket: Ticket) -> None:
@@ -270,6 +266,10 @@ class Group:
         self.turns.touch(partition)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
+        self._count(ticket)
+
+    def _count(self, ticket: Ticket) -> None:
+        """One more ticket waits."""
         self.queued += 1
         self.queued_units += ticket.wants
         self.backlog.add(ticket, self.seconds_of(ticket))
