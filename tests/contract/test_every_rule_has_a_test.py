@@ -47,6 +47,7 @@ EFFECT = {
     "idle_timeout_s": "test_h10_idle_timeout_s_closes_without_a_word",
     "head_timeout_s": "test_h10_head_timeout_s_ends_half_a_head",
     "body_timeout_s": "test_h10_body_timeout_s_ends_half_a_body",
+    "supervise": "test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back",
     "watchdog_s": "test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1",
     "max_consecutive_crashes": "test_h6_after_so_many_crashed_batches_in_a_row_it_is_degraded",
     "probe_cooldown_s": "test_h6_a_probe_finds_out_that_it_works_again",

@@ -23,6 +23,8 @@ from typing import Any, Self
 
 import psutil
 
+from reflex_runtime.cli.serve_llm import names_model
+
 PATIENCE = 20.0  # seconds until a test gives up; nothing waits this long unless it is broken
 STATE = [0.1, -0.2]
 
@@ -55,9 +57,12 @@ class Server:
         env: Mapping[str, str] | None = None,
         until: str = "ready on",
         before: str = "",
+        supervised: bool = False,
     ) -> None:
-        """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside)."""
-        arguments = ["serve", str(export), "--port", "0", *options]
+        """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside).
+        supervised: whether a policy's server runs below a supervisor; otherwise `process` is the server itself."""
+        alone = [] if supervised or names_model([str(export)]) else ["--no-supervise"]
+        arguments = ["serve", str(export), "--port", "0", *alone, *options]
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
         self.process = subprocess.Popen(
@@ -120,6 +125,20 @@ class Server:
         while not any(text in line for line in self.log):
             assert time.monotonic() < end, "\n".join(self.log)
             action()
+
+    def wait_log_while_fewer(self, text: str, times: int) -> None:
+        """Wait until so many lines hold `text`; fails when the log ends before."""
+        with self.told:
+            while sum(text in line for line in self.log) < times:
+                if self.log[-1:] == ["<end>"] or not self.told.wait(PATIENCE):
+                    raise AssertionError(f"fewer than {times} times {text!r} in the log:\n" + "\n".join(self.log))
+
+    def wait_until(self, what: Callable[[], bool]) -> None:
+        """Ask the server for its health until something is so."""
+        end = time.monotonic() + PATIENCE
+        while not what():
+            assert time.monotonic() < end, "\n".join(self.log)
+            self.get("/health")
 
     def kill(self) -> None:
         """Kill it without a word, as a test does on purpose: on the way out this is no surprise."""

@@ -21,8 +21,9 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.listen import bind
 from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.serve import bind, loop_factory
+from reflex_runtime.server.serve import loop_factory
 from reflex_runtime.server.serve_model import serving
 from reflex_runtime.server.served_model import Open, ServedModel
 

@@ -25,7 +25,7 @@ RANGED = [f for f in fields(ServeConfig) if f.metadata["low"] is not None]
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line a start that must fail prints, in this process; nothing of it gets as far as a port."""
     try:
-        status = main(["serve", *arguments])
+        status = main(["serve", "--no-supervise", *arguments])
     except SystemExit as exit:
         status = int(exit.code or 0)
     out, err = capsys.readouterr()

@@ -15,11 +15,11 @@ import pytest
 
 import reflex_runtime.policies.export as export_module
 import reflex_runtime.policies.memory as memory
-import reflex_runtime.server.serve as serving
 from policies.tiny import write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import load_policy
 from reflex_runtime.policies.router import bucket
+from reflex_runtime.server import listen
 
 from .exports import write_tiny
 from .harness import PATIENCE, STATE, Server
@@ -40,12 +40,12 @@ class Refusals:
         def bind(host: str, port: int) -> Any:
             raise AssertionError("the port was opened")
 
-        monkeypatch.setattr(serving, "bind", bind)
+        monkeypatch.setattr(listen, "bind", bind)
         self._capsys = capsys
 
     def __call__(self, *arguments: str | Path) -> str:
         """The one line on stderr."""
-        assert main(["serve", *map(str, arguments)]) == 2
+        assert main(["serve", "--no-supervise", *map(str, arguments)]) == 2
         told = self._capsys.readouterr()
         lines = told.err.splitlines()
         assert len(lines) == 1, lines

@@ -6,7 +6,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
@@ -43,16 +43,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb; returns its exit status. What a user can mend is one line on standard error, without a traceback."""
-    told = "reflex"
-    try:
+    told = ["reflex"]
+
+    def run() -> int:
         telemetry_off()  # also that of libraries which a processor of the user's imports
         args = build_parser().parse_args(argv)
-        told = f"reflex {args.verb}"
-        status = int(args.run(args))
+        told.append(args.verb)
+        return int(args.run(args))
+
+    return status_of(run, told)
+
+
+def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
+    """The exit status of a command, and one line for what it raises. told: the words before it, read then."""
+    try:
+        status = run()
         sys.stdout.flush()  # here, where what is wrong with it can still be told
         return status
     except ReflexError as error:
-        print(f"{told}: {error.message}", file=sys.stderr)
+        print(f"{' '.join(told)}: {error.message}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output has what it wanted, as with `reflex trace FILE | head`
         return 0
@@ -61,10 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not full and error.filename is None:
             raise
         where = f"{one_line(error.filename)}: " if error.filename is not None else ""
-        print(f"{told}: {where}{error.strerror}", file=sys.stderr)
+        print(f"{' '.join(told)}: {where}{error.strerror}", file=sys.stderr)
         return 1 if full else 2
     except KeyboardInterrupt:
-        print(f"{told}: interrupted", file=sys.stderr)
+        print(f"{' '.join(told)}: interrupted", file=sys.stderr)
         return 130
     finally:
         _let_go()

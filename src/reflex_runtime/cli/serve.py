@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from reflex_runtime.policies import Export
+    from reflex_runtime.server.supervisor import Parent
 
 _EPILOG = """\
 examples:
@@ -30,7 +33,8 @@ A directory with a config.json and no reflex_config.json is a language model: re
 OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
 
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
-Exit status: 0 after a drain, 1 when the policy or the device was lost, 2 for a wrong option or export.
+Exit status: 0 after a drain, 1 when the policy could not be started or was lost again and again (with
+--no-supervise: when the device was lost), 2 for a wrong option or export.
 """
 
 
@@ -65,18 +69,38 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
-    from reflex_runtime.policies import Export
-    from reflex_runtime.server.serve import bind, serve
+    from reflex_runtime.cli import status_of
+    from reflex_runtime.server import listen
+    from reflex_runtime.server.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
     paths = slots_of(config, args.export)
+    serve = partial(_serve, config, places, paths)
+    if not config.supervise:
+        return serve()
+    sock = listen.bind(config.host, config.port)
+    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), ("reflex", "serve")))
+
+
+def _serve(
+    config: ServeConfig,
+    places: Mapping[str, str],
+    paths: Mapping[str, Path],
+    sock: socket.socket | None = None,
+    parent: Parent | None = None,
+) -> int:
+    """The server itself: alone, or below a supervisor that has bound its socket."""
+    from reflex_runtime.policies import Export
+    from reflex_runtime.server import listen
+    from reflex_runtime.server.serve import serve
+
     _check_memory(config, paths)
     exports = {slot: Export.load(path) for slot, path in paths.items()}
     check_needs(config, places, _missing(exports))
     _check(config)
     _check_exports(config, exports)
-    sock = bind(config.host, config.port)
+    sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
     _announce(config, ", ".join(dict.fromkeys(export.model_id for export in exports.values())), address)
     status, clean = serve(
@@ -85,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         sock,
         lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(map(str, paths.values()))),
         lambda runtime: _ready(runtime, address),
+        parent,
     )
     if not clean:
         logging.warning("a batch is still running; leaving without it")

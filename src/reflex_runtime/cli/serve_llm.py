@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.checkpoint import Checkpoint
     from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.server.listen import bind
     from reflex_runtime.server.local_model import opened
-    from reflex_runtime.server.serve import bind
     from reflex_runtime.server.serve_model import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)

@@ -279,6 +279,8 @@ class App:
             body["slots"]["shadow"] = {"verdict": runtime.shadow.verdict, "why": runtime.shadow.stopped or None}
         if runtime.error:
             body["error"] = runtime.error
+        if runtime.lives is not None:
+            body |= {"restarts": runtime.lives.restarts, "last_exit": runtime.lives.last_exit}
         if runtime.loaded:
             body["hung_batches"] = runtime.batcher.device.hung
         if runtime.faults or self.config.inject_latency_ms:

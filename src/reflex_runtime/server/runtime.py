@@ -42,6 +42,7 @@ from reflex_runtime.server.rollout import Change, Placement, Rollout
 from reflex_runtime.server.shadowing import Shadowing
 from reflex_runtime.server.slo import Objective, SloTracker
 from reflex_runtime.server.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.server.supervisor import Lives
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.recorder import Recorder
 from reflex_runtime.telemetry.recording import warmed
@@ -82,6 +83,7 @@ class PolicyRuntime:
         self.served = tuple(slot for slot in exports if slot != SHADOW)
         self.state = "initializing"
         self.error = ""
+        self.lives: Lives | None = None  # what its supervisor knows, where there is one
         self.unusable = False  # an export itself is wrong: there is nothing to wait for
         self.metrics = Metrics()
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None

@@ -1,4 +1,4 @@
-"""Runs the server: binds the port, starts the runtime, drains on SIGTERM or SIGINT, and says how it ended.
+"""Runs the server: opens the port, starts the runtime, drains on SIGTERM or SIGINT, and says how it ended.
 
 uvicorn speaks HTTP; signals are ours, because a drain has to finish what was received before a connection is closed.
 """
@@ -17,12 +17,13 @@ from typing import Any, Protocol
 import uvicorn
 from prometheus_client import disable_created_metrics
 
-from reflex_runtime.config import ServeConfig, one_line
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
 from reflex_runtime.server.app import App
 from reflex_runtime.server.http import HttpProtocol
+from reflex_runtime.server.listen import BACKLOG
 from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.server.supervisor import Parent
 from reflex_runtime.telemetry.lines import turn_all
 
 log = logging.getLogger("reflex.server")
@@ -50,23 +51,6 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the address cannot be had."""
-    sock = None
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        if sock is not None:
-            sock.close()
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"--host={one_line(host)} --port={port}: cannot be bound: {why}") from error
-    sock.set_inheritable(True)
-    return sock
-
-
 def listening(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Server:
     """uvicorn for an application of ours. protocol: what speaks HTTP on a connection."""
     return _Uvicorn(
@@ -80,7 +64,7 @@ def listening(app: Any, protocol: type[asyncio.Protocol]) -> uvicorn.Server:
             server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=2,  # for connections that do not read their answer
-            backlog=4096,
+            backlog=BACKLOG,
         )
     )
 
@@ -100,17 +84,18 @@ def serve(
     sock: socket.socket,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[PolicyRuntime], None] | None = None,
+    parent: Parent | None = None,
 ) -> tuple[int, bool]:
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
     exports: by slot, see `PolicyRuntime`. on_listening: called on the loop once the port answers; on_ready: once the
-    policies are warm or have failed.
+    policies are warm or have failed. parent: the supervisor, where there is one.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(_serve(config, exports, sock, on_listening, on_ready))
+        return runner.run(_serve(config, exports, sock, on_listening, on_ready, parent))
 
 
 async def _serve(
@@ -119,6 +104,7 @@ async def _serve(
     sock: socket.socket,
     on_listening: Callable[[], None] | None,
     on_ready: Callable[[PolicyRuntime], None] | None,
+    parent: Parent | None,
 ) -> tuple[int, bool]:
     stop = asyncio.Event()
     fatal = False
@@ -130,6 +116,7 @@ async def _serve(
         stop.set()
 
     runtime = PolicyRuntime(config, exports, give_up)
+    runtime.lives = None if parent is None else parent.lives
     app = App(runtime)
     server = listening(app, HttpProtocol)
     loop = asyncio.get_running_loop()
@@ -139,6 +126,8 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, turn_all)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
     serving = asyncio.create_task(server.serve(sockets=[sock]))
+    if parent is not None:
+        parent.accepts()
     if on_listening is not None:
         on_listening()
     starting = asyncio.create_task(runtime.start())
@@ -146,6 +135,8 @@ async def _serve(
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if starting.done():
         starting.result()
+        if parent is not None and runtime.state == "ready":
+            parent.ready()
         if on_ready is not None:
             on_ready(runtime)
         if runtime.unusable:
@@ -154,6 +145,8 @@ async def _serve(
         starting.cancel()
     await stopping
     clean = await _drain(config, runtime, app, server)
+    if parent is not None:
+        parent.leaves()
     server.should_exit = True
     await serving
     if runtime.unusable:

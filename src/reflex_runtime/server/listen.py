@@ -1,0 +1,28 @@
+"""The listening socket, for processes that import nothing else of the server."""
+
+from __future__ import annotations
+
+import socket
+from typing import Final
+
+from reflex_runtime.config import one_line
+from reflex_runtime.core.errors import ConfigError
+
+BACKLOG: Final = 4096  # connections that wait to be accepted
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError when the address cannot be had."""
+    sock = None
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        if sock is not None:
+            sock.close()
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"--host={one_line(host)} --port={port}: cannot be bound: {why}") from error
+    sock.set_inheritable(True)
+    return sock

@@ -1,0 +1,361 @@
+"""A small process above the server: it owns the listening socket, starts the server again when it is lost, and answers
+callers meanwhile.
+
+The server is a fork of the supervisor, so it is the same program with the same arguments and needs no protocol between
+the two: it tells over a pipe when it accepts connections, is ready, and ceases to accept. A crash in native code ends
+it alone. The kernel then closes its connections, which is how callers learn of it, and the supervisor accepts the new
+ones: it answers `/health` with `restarting` and everything else with 503 `not_ready`, until the next server accepts.
+No thread and no event loop: both would be in the way of a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import random
+from typing import Any, Final, NoReturn
+
+from reflex_runtime.ipc.restarts import Restarts
+
+log = logging.getLogger("reflex.supervisor")
+
+PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MOST: Final = 8  # lives in a row shorter than STEADY, after which the supervisor gives up
+STEADY: Final = 60.0  # seconds
+FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
+CALLERS: Final = 256  # connections answered here at a time; for another one the oldest is closed
+CALLER_LIMIT: Final = 2.0  # seconds that one of them may take
+HEAD: Final = 16_384  # bytes in which a request must name its path
+_ACCEPTS, _READY, _LEAVES = b"a", b"r", b"l"
+_PR_SET_PDEATHSIG: Final = 1
+EXIT_LOST: Final = 1  # status of a server that lost its device, and of a supervisor that gives up
+
+
+@dataclass(slots=True)
+class Lives:
+    """What is known of the servers so far. restarts: of this one. last_exit: how the one before ended, in words."""
+
+    restarts: int = 0
+    last_exit: str | None = None
+
+
+class Parent:
+    """The server's side: what it tells its supervisor, and what it knows from it."""
+
+    def __init__(self, lives: Lives, pipe: int) -> None:
+        self.lives, self._pipe = lives, pipe
+
+    def accepts(self) -> None:
+        """From now on this process accepts connections."""
+        self._tell(_ACCEPTS)
+
+    def ready(self) -> None:
+        """Its policies are warm."""
+        self._tell(_READY)
+
+    def leaves(self) -> None:
+        """From now on it does not."""
+        self._tell(_LEAVES)
+
+    def _tell(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # the supervisor is gone: the kernel ends this process too
+            os.write(self._pipe, word)
+
+
+def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int]) -> int:
+    """Run `serve` in a fork, again whenever that is lost. Returns the exit status.
+
+    sock: bound; the server listens. A server that ends with a status other than 1 has ended on purpose, and one that
+    was lost before any was ever ready would be lost again: then the supervisor ends with it.
+    """
+    restarts = Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)
+    return _Supervisor(sock, backlog, serve, restarts).run()
+
+
+class _Caller:
+    """A connection that is answered here. The rest of what it sends is read, so that it gets to read its answer."""
+
+    def __init__(self, sock: socket.socket, until: float) -> None:
+        self.sock, self.until = sock, until
+        self.head = b""
+        self.answered = False
+
+
+class _Supervisor:
+    def __init__(
+        self, sock: socket.socket, backlog: int, serve: Callable[[Parent], int], restarts: Restarts
+    ) -> None:
+        self._sock, self._backlog, self._serve, self._restarts = sock, backlog, serve, restarts
+        self._lives = Lives()
+        self._selector = selectors.DefaultSelector()
+        self._woken, self._wake = socket.socketpair()
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._pid = 0  # of the server; 0 while there is none
+        self._pipe = -1
+        self._ready_at: float | None = None  # when this server was
+        self._ever_ready = False  # whether any did
+        self._ending: int | None = None  # the signal that ends everything
+        self._start_at = 0.0
+
+    def run(self) -> int:
+        for end in (self._woken, self._wake):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        for number in (*PASSED_ON, signal.SIGCHLD):
+            signal.signal(number, self._signalled)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._read_wakeup)
+        try:
+            while True:
+                now = time.monotonic()
+                if not self._pid and now >= self._start_at:
+                    self._fork()
+                self._wait(now)
+                status = self._reap()
+                if status is not None:
+                    return status
+        finally:
+            self._close()
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+
+    def _fork(self) -> None:
+        """Start a server."""
+        ours, theirs = os.pipe()
+        above = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            self._close()
+            os.close(ours)
+            _become_server(above)
+            _run_and_leave(self._serve, Parent(self._lives, theirs))
+        os.close(theirs)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        os.set_blocking(ours, False)
+        self._pid, self._pipe = pid, ours
+        self._ready_at = None
+        self._selector.register(ours, selectors.EVENT_READ, self._read_pipe)
+        if self._ending is not None:  # it came while there was none
+            self._pass_on(self._ending)
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        if number == signal.SIGCHLD:
+            return
+        if number != signal.SIGHUP:
+            self._ending = number
+        self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        if self._pid > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _read_pipe(self) -> None:
+        try:
+            words = os.read(self._pipe, 16)
+        except BlockingIOError:
+            return
+        if _ACCEPTS in words:
+            self._listen(False)
+        if _READY in words:
+            self._ready_at, self._ever_ready = time.monotonic(), True
+        if _LEAVES in words:
+            if self._ending is None:
+                self._listen(True)
+            else:
+                self._sock.close()  # callers are refused from now on, as without a supervisor
+        if not words:
+            self._drop_pipe()
+
+    def _drop_pipe(self) -> None:
+        if self._pipe >= 0:
+            self._selector.unregister(self._pipe)
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def _reap(self) -> int | None:
+        """What follows from the end of the server: the exit status, or None to go on."""
+        if not self._pid:
+            return None if self._ending is None else 0
+        if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return None
+        with contextlib.suppress(OSError):  # all that it started; until it is reaped its group is nobody else's
+            os.killpg(self._pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._pid = 0
+        if self._pipe >= 0:
+            self._read_pipe()  # what it told before it ended
+        self._drop_pipe()
+        if self._ending is not None:
+            return status if status >= 0 else 0 if -status == self._ending else EXIT_LOST
+        if -status in PASSED_ON:
+            return 128 - status
+        return self._lost(status) if status < 0 or status == EXIT_LOST else status
+
+    def _lost(self, status: int) -> int | None:
+        lives, restarts = self._lives, self._restarts
+        lives.last_exit = f"exited with status {status}" if status >= 0 else f"was ended by {_name(-status)}"
+        if not self._ever_ready:
+            log.error("the server %s before it was ready; it is not started again", lives.last_exit)
+            return EXIT_LOST
+        if self._ready_at is None:
+            restarts.failed()
+        else:
+            restarts.lived(time.monotonic() - self._ready_at)
+        if restarts.open:
+            log.error("the server %s; that was loss %d in a row, giving up", lives.last_exit, restarts.failures)
+            return EXIT_LOST
+        lives.restarts += 1
+        wait = restarts.wait()
+        log.error("the server %s; restart %d in %.2f s", lives.last_exit, lives.restarts, wait)
+        self._start_at = time.monotonic() + wait
+        self._listen(True)
+        return None
+
+    # -- callers, while no server accepts ------------------------------------------------------------------------------
+
+    def _wait(self, now: float) -> None:
+        """Sleep until a signal, the pipe, a caller, or a time."""
+        times = [caller.until for caller in self._callers.values()]
+        if not self._pid:
+            times.append(self._start_at)
+        for key, _ in self._selector.select(max(0.0, min(times) - now) if times else None):
+            key.data()
+        now = time.monotonic()
+        for caller in [c for c in self._callers.values() if c.until <= now]:
+            self._leave(caller)
+
+    def _read_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def _listen(self, on: bool) -> None:
+        """Accept connections here, or no more."""
+        registered = self._sock.fileno() >= 0 and self._sock in self._selector.get_map()
+        if on and not registered:
+            self._sock.listen(self._backlog)
+            self._sock.setblocking(False)
+            self._selector.register(self._sock, selectors.EVENT_READ, self._accept)
+        elif registered and not on:
+            self._selector.unregister(self._sock)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return  # it left, the server took it, or there are no descriptors
+        sock.setblocking(False)
+        if len(self._callers) >= CALLERS:
+            self._leave(next(iter(self._callers.values())))
+        caller = self._callers[sock] = _Caller(sock, time.monotonic() + CALLER_LIMIT)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(caller))
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            data = caller.sock.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._leave(caller)
+            return
+        if caller.answered:
+            return
+        caller.head = (caller.head + data)[:HEAD]
+        if b"\r\n\r\n" not in caller.head and len(caller.head) < HEAD:
+            return
+        caller.answered = True
+        try:
+            caller.sock.send(self._answer(caller.head))
+            caller.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            self._leave(caller)
+
+    def _leave(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.sock)
+        caller.sock.close()
+        del self._callers[caller.sock]
+
+    def _answer(self, head: bytes) -> bytes:
+        """/health as far as it is known here, and for everything else that it is to be asked again."""
+        lives = self._lives
+        body: dict[str, Any] = {"restarts": lives.restarts, "last_exit": lives.last_exit}
+        if head.split(b" ", 2)[1:2] == [b"/health"]:
+            body = {"status": "restarting", "state": "restarting", "model_loaded": False} | body
+        else:
+            message = f"the server {lives.last_exit} and is started again"
+            body = {"error": "not_ready", "message": message, "retry_safe": True, "state": "restarting"} | body
+        body["request_id"] = secrets.token_hex(16)
+        data = json.dumps(body).encode()
+        lines = [
+            "HTTP/1.1 503 Service Unavailable",
+            "Content-Type: application/json",
+            f"Content-Length: {len(data)}",
+            "Retry-After: 1",
+            f"X-Request-Id: {body['request_id']}",
+            "Connection: close",
+        ]
+        return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+    def _close(self) -> None:
+        """Let go of everything but the listening socket, which in the supervisor goes with it."""
+        for caller in list(self._callers.values()):
+            self._leave(caller)
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        self._woken.close()
+        self._wake.close()
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+def _become_server(above: int) -> None:
+    """In the fork: a process as if it had been started by itself, that ends when its supervisor is gone."""
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)  # a Ctrl-C in a terminal is for the supervisor, which passes it on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != above:  # it was gone before that took effect
+        os._exit(1)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:
+    """Never back into what called the supervisor, which goes on there."""
+    status = EXIT_LOST
+    try:
+        status = serve(parent)
+    except BaseException:
+        log.exception("the server ended")
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,232 @@
+"""A policy server that is lost is started again, and callers are told meanwhile (contract B19, B20, H6, H14)."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .exports import write_tiny
+from .harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
+from .pair import Pair, episodes
+from .test_batching import numbered, right
+
+OFTEN = "import reflex_runtime.server.supervisor as s; s.FIRST = s.LONGEST = 0.01"
+
+
+def below(server: Server) -> psutil.Process:
+    """The server proper."""
+    (child,) = psutil.Process(server.process.pid).children()
+    return child
+
+
+def ready_again(server: Server, times: int) -> Answer:
+    """Its health once it is ready for the so-manieth time."""
+    server.wait_log_while_fewer("ready on", times)
+    return server.get("/health")
+
+
+@contextlib.contextmanager
+def held(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Python to run first, by which a server waits before it loads for as long as a file stands there."""
+    gate = tmp_path / "gate"
+    yield (
+        f"""
+import os, threading
+from reflex_runtime.policies import Export
+inner = Export.load
+def load(path):
+    while os.path.exists({str(gate)!r}):
+        threading.Event().wait(0.01)
+    return inner(path)
+Export.load = load
+""",
+        gate,
+    )
+
+
+# -- lost and started again --------------------------------------------------------------------------------------------
+
+
+def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(tiny: Path, tmp_path: Path) -> None:
+    with (
+        held(tmp_path) as (before, gate),
+        Server(tiny, "--inject-latency-ms", "60000", before=before, supervised=True) as server,
+        server.connect() as waiting,
+    ):
+        assert server.get("/health").json["restarts"] == 0
+        waiting.sendall(encode({"state": STATE}))
+        server.reach(lambda m: m("reflex_in_flight_requests") == 1)
+        gate.touch()  # the next one waits before it accepts
+        below(server).send_signal(signal.SIGSEGV)
+        with contextlib.suppress(ConnectionResetError):
+            assert read_all(waiting) == b""  # the kernel closes what the server had open
+        server.wait_log("was ended by SIGSEGV; restart 1 in")
+        refused = server.act()
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "not_ready", "1")
+        assert (refused.json["retry_safe"], refused.json["state"]) == (True, "restarting")
+        assert refused.headers["x-request-id"] == refused.json["request_id"]
+        health = server.get("/health")
+        assert (health.status, health.json["state"], health.json["model_loaded"]) == (503, "restarting", False)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        gate.unlink()
+        health = ready_again(server, 2)
+        assert (health.status, health.json["state"]) == (200, "ready")
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+
+
+def test_b19_the_second_hang_ends_the_server_and_another_takes_over(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3", supervised=True) as server:
+        first = below(server)
+        for _ in range(2):
+            answer = server.act()
+            assert (answer.status, answer.code) == (500, "processor_hung")
+        health = ready_again(server, 2)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "exited with status 1")
+        assert health.json["hung_batches"] == 0
+        assert not first.is_running()
+        assert server.act().code == "processor_hung"
+
+
+def test_b19_two_policies_come_back_as_well(pair: Pair) -> None:
+    options = ("--policy-a", str(pair.v1), "--policy-b", str(pair.v2), "--no-rtc")
+    with Server(pair.v1, *options, supervised=True) as server:
+        below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["slots"].keys() == {"a", "b"}
+        for slot in "ab":
+            answer = server.act(episode_id=episodes(slot, 1)[0])
+            assert (answer.status, answer.headers["x-reflex-policy-slot"]) == (200, slot)
+
+
+def test_restarts_are_bounded(tiny: Path) -> None:
+    with Server(tiny, before=OFTEN + "; s.MOST = 3", supervised=True) as server:
+        for lives in (1, 2, 3):
+            server.wait_log_while_fewer("ready on", lives)
+            below(server).send_signal(signal.SIGABRT)
+        assert server.wait() == 1
+        assert server.wait_log("was ended by SIGABRT; that was loss 3 in a row, giving up")
+
+
+def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Path) -> None:
+    crash = "import os, signal\nfrom reflex_runtime.server.runtime import PolicyRuntime\n"
+    crash += "PolicyRuntime._load = lambda self: os.kill(os.getpid(), signal.SIGSEGV)"
+    with Server(tiny, before=crash, until="before it was ready", supervised=True) as server:
+        assert server.wait() == 1
+        assert "was ended by SIGSEGV before it was ready" in server.wait_log("the server was")
+        assert not any("restart " in line for line in server.log)
+
+
+def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, tmp_path: Path) -> None:
+    with held(tmp_path) as (before, gate), Server(tiny, before=before, supervised=True) as server:
+        gate.touch()
+        below(server).send_signal(signal.SIGSEGV)
+        server.wait_log("restart 1 in")
+        idle = [server.connect() for _ in range(300)]  # more than are kept
+        with server.connect() as slow, server.connect() as large:
+            slow.sendall(b"GET /hea")
+            large.sendall(encode(b"x" * (4 << 20)))  # all of it is taken, and then the answer is read
+            (answer,) = parse_answers(read_all(large))
+            assert answer.code == "not_ready"
+            slow.sendall(b"lth HTTP/1.1\r\nHost: t\r\n\r\n")
+            (answer,) = parse_answers(read_all(slow))
+            assert answer.json["state"] == "restarting"
+            assert server.raw(b"x" * 20_000, half_close=True).startswith(b"HTTP/1.1 503 ")
+        assert idle[0].recv(1) == b""  # turned away for the newest
+        for sock in idle:
+            sock.close()
+        gate.unlink()
+        assert ready_again(server, 2).status == 200
+
+
+# -- ended on purpose --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_b20_a_signal_drains_the_server_below_and_ends_both(tiny: Path, number: signal.Signals) -> None:
+    with Server(tiny, "--inject-latency-ms", "200", supervised=True) as server, server.burst(numbered(8)) as burst:
+        child = below(server)
+        burst.send()
+        server.reach(lambda m: m("reflex_in_flight_requests") == 8)
+        server.process.send_signal(number)
+        assert all(right(a, i) for i, a in enumerate(burst.answers()))
+        assert server.wait() == 0
+        assert not child.is_running()
+        with pytest.raises(ConnectionRefusedError):
+            server.connect()
+
+
+def test_b20_a_signal_while_there_is_no_server_ends_it_at_once(tiny: Path) -> None:
+    wait = "import reflex_runtime.server.supervisor as s; s.FIRST = s.LONGEST = 600.0"
+    with Server(tiny, before=wait, supervised=True) as server:
+        below(server).send_signal(signal.SIGKILL)
+        server.wait_log("restart 1 in")
+        assert server.get("/health").json["state"] == "restarting"
+        assert server.stop() == 0
+
+
+def test_b20_a_signal_before_the_server_is_ready_ends_both(tiny: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+    with held(tmp_path) as (before, _):
+        before = before.replace("    while", "    print('loads', flush=True, file=__import__('sys').stderr)\n    while")
+        with Server(tiny, before=before, until="loads", supervised=True) as server:
+            child = below(server)
+            assert server.stop() == 0
+            assert not child.is_running()
+
+
+def test_b2_what_is_wrong_ends_both_with_2_and_one_line(tmp_path: Path, tiny: Path) -> None:
+    assert "nothing" in refusal(tmp_path / "nothing")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot be bound" in refusal(tiny, "--port", str(taken.getsockname()[1]))
+
+
+def test_b2_an_export_that_turns_out_wrong_ends_both_with_2(tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "broken", inputs={"state": "no_such_input", "noise": "x"})
+    with Server(export, until="not serving on", supervised=True) as server:
+        assert server.wait() == 2
+        assert not any("restart " in line for line in server.log)
+
+
+def test_a_killed_supervisor_leaves_nothing_behind(tiny: Path) -> None:
+    with Server(tiny, supervised=True) as server:
+        child = below(server)
+        server.kill()
+        gone, alive = psutil.wait_procs([child], timeout=PATIENCE)
+        assert (gone, alive) == ([child], [])
+
+
+def test_hangup_is_passed_on_and_is_no_end(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "batches.jsonl"
+    with Server(tiny, "--trace", str(file), supervised=True) as server:
+        assert server.act().status == 200
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: (tmp_path / "batches.jsonl.1").exists())
+        assert server.act().status == 200
+        below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["restarts"] == 1
+        assert server.stop() == 0
+
+
+def test_without_a_supervisor_the_process_is_the_server(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3") as server:
+        assert psutil.Process(server.process.pid).children() == []
+        assert "restarts" not in server.get("/health").json
+        for _ in range(2):
+            assert server.act().code == "processor_hung"
+        assert server.wait() == 1
+
+
+def test_the_supervisor_imports_little(tiny: Path) -> None:
+    with Server(tiny, supervised=True) as server:
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "onnxruntime" not in maps
+        assert "onnxruntime" in Path(f"/proc/{below(server).pid}/maps").read_text()
+        assert psutil.Process(server.process.pid).memory_info().rss < 80 << 20
