@@ -704,7 +704,7 @@ MUTANTS = [
     M(
         "core/group.py",
         "what is prepared takes no place",
-        "[ticket] = None\n        self.queued += 1\n",
+        "[ticket] = None\n        self._count(ticket)\n",
         "[ticket] = None\n",
     ),
     M("core/group.py", "what is prepared is not its client's", "+ len(self.preparing.get(client, ()))", ""),
