@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,33 @@ class Answer:
         return str(self.json["error"])
 
 
+# Run in the server's process: a batch with the request `plug` waits for a byte of the pipe, and teaches nothing.
+_HELD = """
+import reflex_runtime.drivers.device as device
+from reflex_runtime.core.time_cost import TimeCost
+_run, _observe = device.run_batch, TimeCost.observe
+
+def _plugged(batch):
+    return any(ticket.request.id == "plug" for ticket in batch.grants)
+
+def _held(processor, batch):
+    if _plugged(batch):
+        with open({pipe!r}, "rb", buffering=0) as gate:
+            gate.read(1)
+    return _run(processor, batch)
+
+device.run_batch = _held
+TimeCost.observe = lambda self, batch, elapsed: None if _plugged(batch) else _observe(self, batch, elapsed)
+"""
+
+# Run in the server's process: what is learned is that a batch takes what the test says.
+_DECLARED = """
+from reflex_runtime.core.time_cost import TimeCost
+_learn = TimeCost.observe
+TimeCost.observe = lambda self, batch, elapsed: _learn(self, batch, {takes})
+"""
+
+
 class Server:
     """`reflex serve EXPORT --port 0 OPTIONS`. Use it in a with statement: on the way out no process is left."""
 
@@ -57,10 +85,26 @@ class Server:
         env: Mapping[str, str] | None = None,
         until: str = "ready on",
         before: str = "",
+        held: bool = False,
+        takes: str = "",
         supervised: bool = False,
     ) -> None:
         """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside).
-        supervised: whether a policy's server runs below a supervisor; otherwise `process` is the server itself."""
+
+        held: the batch with the request `plug` runs when the test calls `release`, so that a queue can be arranged
+        behind it without a race. takes: seconds that a `batch` is taken to have taken, as Python, however long it did.
+        supervised: whether a policy's server runs below a supervisor; otherwise `process` is the server itself.
+        """
+        self._folder = tempfile.TemporaryDirectory()
+        self._gate = -1
+        if takes:
+            before += _DECLARED.format(takes=takes)
+        if held:
+            pipe = f"{self._folder.name}/gate"
+            os.mkfifo(pipe)
+            self._gate = os.open(pipe, os.O_RDWR)  # for both, so that neither end ever waits to be opened
+            before += _HELD.format(pipe=pipe)
+            options = (*options, "--watchdog-s", "0")  # a busy machine takes its time
         alone = [] if supervised or names_model([str(export)]) else ["--no-supervise"]
         arguments = ["serve", str(export), "--port", "0", *alone, *options]
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
@@ -98,6 +142,21 @@ class Server:
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()
+        if self._gate >= 0:
+            os.close(self._gate)
+        self._folder.cleanup()
+
+    def release(self) -> None:
+        """Let the plug go; see `held`."""
+        os.write(self._gate, b".")
+
+    def behind(self, bodies: Sequence[Any]) -> list[Answer]:
+        """Answers of requests that all waited behind the plug, which goes once the last of them does."""
+        with self.burst(bodies) as burst:
+            burst.send()
+            self.reach(lambda m: m("reflex_policy_runtime_queue_depth") == len(bodies))
+            self.release()
+            return burst.answers()
 
     def _read(self) -> None:
         assert self.process.stderr is not None

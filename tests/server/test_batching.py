@@ -18,8 +18,6 @@ from reflex_runtime.telemetry.trace import TracedBatch, read_trace
 from .exports import expected, write_tiny
 from .harness import STATE, Answer, Burst, Server, encode
 
-SLOW = 600.0  # ms: the device is busy for so long while a test arranges its queue
-
 
 def numbered(n: int, **more: Any) -> list[dict[str, Any]]:
     return [{"state": [0.1 * i, -0.1 * i], "seed": i, "request_id": f"r{i}"} | more for i in range(n)]
@@ -32,7 +30,7 @@ def right(answer: Answer, i: int) -> bool:
 
 
 def busy(server: Server) -> Burst:
-    """One request that has the device for `--inject-latency-ms` from now."""
+    """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
     plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"}])
     plug.send()
     server.reach(lambda m: m("reflex_in_flight_requests") == 1 and m("reflex_policy_runtime_queue_depth") == 0)
@@ -65,12 +63,12 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_b5_while_the_device_is_busy_the_queue_grows_into_one_batch(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", str(SLOW)) as server, busy(server) as plug:
-        answers = server.at_once(numbered(10))
+    with Server(tiny, held=True) as server, busy(server) as plug:
+        answers = server.behind(numbered(10))
         assert plug.answers()[0].json["batch"]["size"] == 1
         assert all(right(a, i) for i, a in enumerate(answers))
         assert {(a.json["batch"]["id"], a.json["batch"]["size"]) for a in answers} == {(2, 10)}
-        assert min(a.json["timing"]["queue_ms"] for a in answers) > 1.0  # counted from arrival, not from the forming
+        assert min(a.json["timing"]["queue_ms"] for a in answers) > 0.0  # counted from arrival, not from the forming
 
 
 def test_b6_a_lone_request_is_not_held(tiny: Path) -> None:
@@ -96,17 +94,13 @@ def test_b3_the_reason_of_each_batch_is_told(tiny: Path, file: Path) -> None:
     } for b in batches)
 
 
-def test_b4_the_budget_is_a_ceiling_on_measured_time(one_by_one: Path) -> None:
-    with Server(one_by_one) as server:
-        for _ in range(6):
-            server.act()
-        row = server.get("/diagnostics/cost-model").json["slots"]["prod"][0]["median_ms"]
-    budget = max(10.0, 4.5 * row)  # room for some rows on this machine, and for far fewer than all
-    with Server(one_by_one, "--max-batch-cost-ms", f"{budget:.3f}") as server:
-        answers = server.at_once([{"state": STATE}] * 60)
-    batches = [a.json["batch"] for a in answers]
-    assert 1 < max(b["size"] for b in batches) < 60
-    assert not [b for b in batches if b["size"] > 1 and b["cost_ms"] > budget + 0.1]
+def test_b4_the_budget_is_a_ceiling_on_measured_time(tiny: Path) -> None:
+    """Requests that are measured to take 10 ms each, under a budget of 45: four share a batch, and no more."""
+    with Server(tiny, "--max-batch-cost-ms", "45", held=True, takes="0.010 * len(batch)") as server, busy(server):
+        answers = server.behind([{"state": STATE}] * 60)
+    batches = {a.json["batch"]["id"]: a.json["batch"] for a in answers}
+    assert [b["size"] for b in batches.values()] == [4] * 15
+    assert [b["cost_ms"] for b in batches.values()] == pytest.approx([40.0] * 15, rel=0.05)
 
 
 def test_b8_diagnostics_show_every_key(tiny: Path) -> None:
@@ -154,9 +148,9 @@ def test_b9_hits_and_misses_are_separate_keys() -> None:
 def test_b11_without_a_batch_axis_the_trace_says_so(tiny: Path, tmp_path: Path, file: Path) -> None:
     static = write_tiny(tmp_path / "static", batch=1)
     for export, noted in ((static, "sequential"), (tiny, None)):
-        with Server(export, "--inject-latency-ms", "200", "--trace", str(file)) as server:
+        with Server(export, "--trace", str(file), held=True) as server:
             with busy(server):
-                answers = server.at_once(numbered(5))
+                answers = server.behind(numbered(5))
             assert all(right(a, i) for i, a in enumerate(answers))
             assert server.get("/config").json["policy"]["fanout"] == (noted or "batched")
             batches = traced(server, file)
@@ -164,7 +158,7 @@ def test_b11_without_a_batch_axis_the_trace_says_so(tiny: Path, tmp_path: Path, 
 
 
 def test_b13_a_full_queue_refuses_with_exactly_these_values(tiny: Path) -> None:
-    with Server(tiny, "--max-queue", "3", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+    with Server(tiny, "--max-queue", "3", held=True) as server, busy(server):
         with server.burst(numbered(3)) as waiting:
             waiting.send()
             server.reach(queued(3))
@@ -180,6 +174,7 @@ def test_b13_a_full_queue_refuses_with_exactly_these_values(tiny: Path) -> None:
             }
             assert set(body) - {"error", "message", "policy_id", "max_queue"} == {"request_id", "retry_safe"}
             assert body["retry_safe"] is True
+            server.release()
             assert all(right(a, i) for i, a in enumerate(waiting.answers()))
 
 
@@ -196,7 +191,7 @@ def test_b13_retry_after_is_the_predicted_drain_time_when_that_is_longer(tiny: P
 
 
 def test_b13_max_queue_s_bounds_the_predicted_time_that_waits(tiny: Path) -> None:
-    with Server(tiny, "--max-queue-s", "0.000001", "--inject-latency-ms", str(SLOW)) as server, busy(server):
+    with Server(tiny, "--max-queue-s", "0.000001", held=True) as server, busy(server):
         with server.burst(numbered(1)) as waiting:
             waiting.send()
             server.reach(queued(1))
@@ -207,39 +202,41 @@ def test_b13_max_queue_s_bounds_the_predicted_time_that_waits(tiny: Path) -> Non
             with server.burst([{"state": STATE, "priority": "background"}]) as background:
                 background.send()
                 server.reach(queued(2))
+                server.release()
                 assert [a.status for a in (*waiting.answers(), *background.answers())] == [200, 200]
 
 
 def test_400_at_once_on_a_queue_of_64(tiny: Path) -> None:
-    held = 2500  # ms in which all 400 have to arrive, on a machine with other work too
-    with Server(tiny, "--max-queue", "64", "--inject-latency-ms", str(held)) as server, busy(server):
-        answers = server.at_once(numbered(400))
+    with Server(tiny, "--max-queue", "64", held=True) as server, busy(server), server.burst(numbered(400)) as burst:
+        burst.send()
+        server.reach(lambda m: m("reflex_requests_total", outcome="rejected") == 400 - 64)
+        server.release()
+        answers = burst.answers()
     served = [i for i, a in enumerate(answers) if a.status == 200]
     refused = [a for a in answers if a.status != 200]
     assert len(served) == 64
     assert all(right(answers[i], i) for i in served)
     assert {(a.status, a.code, a.headers["retry-after"]) for a in refused} == {(503, "queue_full", "1")}
-    # From the sending of each; a client that reads 400 sockets on one core is part of it.
-    assert np.median([a.seconds for a in refused]) < held / 1e3 / 2
 
 
-def test_refusals_are_quick(tiny: Path) -> None:
-    with Server(tiny, "--max-queue", "1", "--inject-latency-ms", "1500") as server, busy(server):
+def test_refusals_wait_for_no_batch(tiny: Path) -> None:
+    with Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
         with server.burst(numbered(1)) as waiting:
             waiting.send()
             server.reach(queued(1))
-            seconds = sorted(server.act().seconds for _ in range(40))
-            assert seconds[20] < 0.050
-            assert seconds[-1] < 0.500
+            assert {server.act().code for _ in range(40)} == {"queue_full"}  # the device has still not come back
+            server.release()
+            assert waiting.answers()[0].status == 200
 
 
 def test_b16_callers_that_hang_up_while_queued_are_never_computed(tiny: Path, file: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "1500", "--trace", str(file)) as server, busy(server) as plug:
+    with Server(tiny, "--trace", str(file), held=True) as server, busy(server) as plug:
         with server.burst(numbered(48)) as burst:
             burst.send()
             server.reach(queued(48))
             burst.hang_up(range(32))
             server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 32)
+            server.release()
             assert plug.answers()[0].status == 200
             answers = burst.answers(range(32, 48))
         assert all(right(a, i) for i, a in zip(range(32, 48), answers, strict=True))
@@ -251,18 +248,21 @@ def test_b16_callers_that_hang_up_while_queued_are_never_computed(tiny: Path, fi
 
 
 def test_b16_hanging_up_takes_back_pipelined_requests_too(tiny: Path, file: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", str(SLOW), "--trace", str(file)) as server, busy(server) as plug:
+    with Server(tiny, "--trace", str(file), held=True) as server, busy(server) as plug:
         with server.connect() as sock:
             sock.sendall(b"".join(encode(fields) for fields in numbered(3)))
             server.reach(queued(1))  # answered in order, so one at a time is asked of the policy
         server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == 0)
+        server.release()
         assert plug.answers()[0].status == 200
         assert members(traced(server, file)) == ["plug"]
 
 
 def test_b16_one_that_hangs_up_while_it_runs_is_no_fault(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "300", "--max-consecutive-crashes", "1") as server:
+    with Server(tiny, "--max-consecutive-crashes", "1", held=True) as server:
         busy(server).hang_up([0])
+        assert server.get("/health").status == 200  # the loop has met the end of the other connection before this
+        server.release()
         seen = server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
         assert seen("reflex_requests_total", outcome="failed") == 0
         assert server.get("/health").json["consecutive_crashes"] == 0
@@ -270,7 +270,7 @@ def test_b16_one_that_hangs_up_while_it_runs_is_no_fault(tiny: Path) -> None:
 
 
 def test_b16_closing_the_sending_side_while_queued_is_answered_499(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", str(SLOW)) as server, busy(server), server.burst(numbered(1)) as burst:
+    with Server(tiny, held=True) as server, busy(server), server.burst(numbered(1)) as burst:
         burst.send()
         server.reach(queued(1))
         burst.sockets[0].shutdown(socket.SHUT_WR)
@@ -308,10 +308,12 @@ def test_b17_deadlines(tiny: Path, file: Path) -> None:
 
 
 def test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", str(SLOW), "--deadline-ms", "100") as server, busy(server):
+    with Server(tiny, "--deadline-ms", "100", held=True) as server, busy(server):
         with server.burst([{"state": STATE}, {"state": STATE, "deadline_ms": 60_000}]) as burst:
             burst.send()
-            assert [a.status for a in burst.answers()] == [504, 200]
+            assert burst.answers([0])[0].status == 504  # the device has still not come back
+            server.release()
+            assert burst.answers([1])[0].status == 200
 
 
 def marked(kind: str, rate: float, ids: list[str]) -> set[str]:
@@ -331,11 +333,11 @@ def with_one_bad(kind: str, rate: float, n: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", ["raise", "nan"])
 def test_b18_one_bad_item_of_16_leaves_15_right_answers(kind: str, tiny: Path, file: Path) -> None:
-    options = ("--inject-fault", f"prod:{kind}:0.05", "--inject-latency-ms", "300", "--trace", str(file))
-    with Server(tiny, *options) as server:
+    options = ("--inject-fault", f"prod:{kind}:0.05", "--trace", str(file))
+    with Server(tiny, *options, held=True) as server:
         requests = with_one_bad(kind, 0.05, 16)
         with busy(server):
-            answers = server.at_once(requests)
+            answers = server.behind(requests)
         assert [a.status for a in answers] == [200, 200, 500] + [200] * 13
         for i, answer in enumerate(answers):
             if i != 2:
@@ -371,13 +373,15 @@ def test_16_together_of_which_one_is_malformed(tiny: Path) -> None:
 
 
 def test_b21_a_greedy_client_does_not_starve_the_others(tiny: Path) -> None:
-    with Server(tiny, "--max-batch-size", "4", "--inject-latency-ms", "150") as server, busy(server):
+    with Server(tiny, "--max-batch-size", "4", held=True) as server, busy(server):
         greedy = numbered(24, robot_id="greedy")
         modest = [{"state": STATE, "robot_id": f"modest-{i}"} for i in range(3)]
         with server.burst([*greedy, *modest]) as burst:
             burst.send(0, 24)
             server.reach(queued(24))
             burst.send(24)
+            server.reach(queued(27))
+            server.release()
             answers = burst.answers()
     last_of_the_greedy = max(a.json["batch"]["id"] for a in answers[:24])
     assert last_of_the_greedy >= 7
@@ -385,53 +389,55 @@ def test_b21_a_greedy_client_does_not_starve_the_others(tiny: Path) -> None:
 
 
 def test_b21_a_client_at_its_cap_is_429(tiny: Path) -> None:
-    options = ("--max-in-flight-per-client", "2", "--inject-latency-ms", str(SLOW))
-    with Server(tiny, *options) as server, busy(server), server.burst(numbered(2, robot_id="r")) as burst:
+    options = ("--max-in-flight-per-client", "2")
+    with Server(tiny, *options, held=True) as server, busy(server), server.burst(numbered(2, robot_id="r")) as burst:
         burst.send()
         server.reach(queued(2))
         refused = server.act(robot_id="r")
         assert (refused.status, refused.code, refused.headers["retry-after"]) == (429, "client_at_capacity", "1")
         assert refused.json["retry_safe"] is True
+        server.release()
         assert server.act(robot_id="other").status == 200
         assert [a.status for a in burst.answers()] == [200, 200]
         assert server.act(robot_id="r").status == 200
 
 
 def test_b21_without_a_robot_the_episode_and_then_the_connection_is_the_client(tiny: Path) -> None:
-    options = ("--max-in-flight-per-client", "1", "--inject-latency-ms", str(SLOW))
-    with Server(tiny, *options) as server, busy(server):
+    with Server(tiny, "--max-in-flight-per-client", "1", held=True) as server, busy(server):
         with server.burst([{"state": STATE, "episode_id": "e"}, {"state": STATE}, {"state": STATE}]) as burst:
             burst.send()
             server.reach(queued(3))
             assert server.act(episode_id="e").status == 429
+            server.release()
             assert [a.status for a in burst.answers()] == [200] * 3
 
 
 @pytest.mark.parametrize("latest", [True, False])
 def test_b22_a_newer_request_of_a_robot_replaces_its_waiting_one(tiny: Path, file: Path, latest: bool) -> None:
     options = ["--latest-only"] if latest else []
-    with Server(tiny, "--inject-latency-ms", str(SLOW), "--trace", str(file), *options) as server, busy(server) as plug:
+    with Server(tiny, "--trace", str(file), *options, held=True) as server, busy(server) as plug:
         requests = numbered(3, robot_id="r") + numbered(1, robot_id="s", request_id="other")
         with server.burst(requests) as burst:
             for i in range(4):
                 burst.send(i, i + 1)
                 server.reach(lambda m, i=i: m("reflex_in_flight_requests") >= 2 and _seen(server, m, i, latest))
-            answers = burst.answers()
+            replaced = burst.answers([0, 1]) if latest else []  # at once, not with the batch
+            server.release()
+            answers = replaced + burst.answers(range(len(replaced), 4))
         assert plug.answers()[0].status == 200  # it ran already: it is not replaced
         if not latest:
             assert [a.status for a in answers] == [200] * 4
             return
         assert [a.status for a in answers] == [409, 409, 200, 200]
         assert {(a.code, a.json["retry_safe"]) for a in answers[:2]} == {("superseded", True)}
-        assert answers[0].seconds < answers[2].seconds  # at once, not with the batch
         age = answers[2].json["timing"]["age_ms"]
-        assert answers[2].json["timing"]["queue_ms"] <= age < SLOW + 2000 + age
+        assert answers[2].json["timing"]["queue_ms"] <= age
         assert server.metrics()("reflex_requests_total", outcome="superseded") == 2
         assert members(traced(server, file)) == ["plug", "r2", "other"]
 
 
 def test_b22_the_replaced_request_is_answered_at_once(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "1500", "--latest-only") as server, busy(server):
+    with Server(tiny, "--latest-only", held=True) as server, busy(server):
         with server.burst(numbered(2, robot_id="r")) as burst:
             burst.send(0, 1)
             server.reach(queued(1))
@@ -451,12 +457,18 @@ def _seen(server: Server, metrics: Any, i: int, latest: bool) -> bool:
 
 def test_b23_a_newcomer_joins_a_running_batch_at_a_step(file: Path) -> None:
     body = {"instruction": "open the door", "state": [0.0] * 4, "image": _black()}
-    options = ("--inject-latency-ms", "150", "--max-batch-cost-ms", "10000", "--trace", str(file))
-    with Server(export_dir("v2", "decomposed"), *options) as server:
-        with server.burst([body | {"request_id": "first"}, body | {"request_id": "second"}]) as burst:
+    options = ("--max-batch-cost-ms", "10000", "--trace", str(file))
+    takes = "0.001 if batch.stage == 'prefix' else 0.050"  # so that joining pays those present
+    with Server(export_dir("v2", "decomposed"), *options, held=True, takes=takes) as server:
+        with server.burst([body | {"request_id": "plug"}, body | {"request_id": "second"}]) as burst:
             burst.send(0, 1)
-            server.reach(lambda m: m("reflex_denoise_steps_total") >= 1)
+            server.release()  # its prefix
+            server.release()  # and its first step
+            server.reach(lambda m: m("reflex_denoise_steps_total") == 1)
             burst.send(1, 2)
+            server.reach(queued(1))  # while the second step is held
+            for _ in range(4):
+                server.release()
             first, second = burst.answers()
         seen = server.metrics()
         batches = traced(server, file)
@@ -465,10 +477,10 @@ def test_b23_a_newcomer_joins_a_running_batch_at_a_step(file: Path) -> None:
     assert seen("reflex_denoise_steps_total") == 10
     shared = [b for b in batches if b.stage == "denoise" and b.size == 2]
     assert shared
-    assert all({m.id for m in b.members} == {"first", "second"} for b in shared)
+    assert all({m.id for m in b.members} == {"plug", "second"} for b in shared)
     # and the answers are those of requests alone
     with Server(export_dir("v2", "decomposed")) as server:
-        for answer, name in ((first, "first"), (second, "second")):
+        for answer, name in ((first, "plug"), (second, "second")):
             alone = server.post(body | {"request_id": name}).json["actions"]
             assert np.allclose(answer.json["actions"], alone, atol=1e-4)
 
@@ -488,8 +500,8 @@ def _black() -> str:
 
 
 def test_h10_max_batch_size_bounds_a_batch(tiny: Path) -> None:
-    with Server(tiny, "--max-batch-size", "3", "--inject-latency-ms", "100") as server, busy(server):
-        sizes = [a.json["batch"]["size"] for a in server.at_once(numbered(10))]
+    with Server(tiny, "--max-batch-size", "3", held=True) as server, busy(server):
+        sizes = [a.json["batch"]["size"] for a in server.behind(numbered(10))]
     assert max(sizes) == 3
 
 
