@@ -81,6 +81,7 @@ def test_b3_every_cause_has_one_of_the_three_reasons() -> None:
         Cause.IDLE: "timeout",
         Cause.URGENT: "timeout",
         Cause.STEP: "timeout",
+        Cause.APART: "timeout",
         Cause.DRAIN: "timeout",
         Cause.APART: "timeout",
     }

@@ -14,7 +14,7 @@ from reflex_runtime.processors.base import BaseProcessor
 
 T = TypeVar("T")
 
-PATIENCE = 20.0  # seconds until a test that waits is broken
+PATIENCE = 60.0  # seconds until a test that waits is broken
 
 
 class Gate(BaseProcessor):

@@ -26,7 +26,7 @@ import pytest
 
 from reflex_runtime.cli import main
 
-PATIENCE = 20.0  # seconds until a test gives up; nothing waits this long unless it is broken
+PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 LEAVING = 5.0  # seconds for a process on a busy machine to be gone after it was done
 
 # Processors as a user writes them. SECONDS: what a batch takes.

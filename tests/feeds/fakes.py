@@ -16,7 +16,7 @@ from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Result
 from reflex_runtime.feeds.source import Picture, SourceError
 
-PATIENCE = 20.0  # seconds until a test that waits is broken
+PATIENCE = 60.0  # seconds until a test that waits is broken
 END = None
 
 

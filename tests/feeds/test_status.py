@@ -20,7 +20,7 @@ from reflex_runtime.feeds import status
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.status import StatusServer, health_of
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Page:

@@ -37,7 +37,7 @@ from reflex_runtime.ipc.messages import (
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
 
-PATIENCE = 20.0  # seconds until a test that waits is broken
+PATIENCE = 60.0  # seconds until a test that waits is broken
 _READERS = {CHUNK: Reader(Chunk), STATS: Reader(StreamStats), EVENT: Reader(StreamEvent)}
 _ANY, _BATCH = Reader(Any), Reader(BatchResult)
 

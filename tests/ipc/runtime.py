@@ -22,7 +22,7 @@ from reflex_runtime.ipc.peer import Answer, ConnectionLost, Peer
 from reflex_runtime.ipc.registry import StreamRegistry
 
 T = TypeVar("T")
-PATIENCE = 20.0  # seconds until a test that waits is broken
+PATIENCE = 60.0  # seconds until a test that waits is broken
 PING = "ping"
 
 

@@ -24,7 +24,7 @@ from reflex_runtime.ipc.spawn import Link, Opener, from_socket, spawned
 
 T = TypeVar("T")
 
-PATIENCE = 30.0  # seconds until a test that waits is broken
+PATIENCE = 60.0  # seconds until a test that waits is broken
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
     "uvloop": uvloop.new_event_loop,

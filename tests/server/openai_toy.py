@@ -30,7 +30,7 @@ from reflex_runtime.server.served_model import Open, ServedModel
 from .harness import Answer, Metrics
 
 T = TypeVar("T")
-PATIENCE = 10.0  # seconds until a test gives up; nothing waits this long unless it is broken
+PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 HEAD = {"Content-Type": "application/json"}
 
 

@@ -36,7 +36,7 @@ from .harness import Server
 from .openai_toy import Toy
 
 CHILD = Path(__file__).with_name("toy_worker.py")
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 class Fleet(Toy):
