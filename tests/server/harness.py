@@ -24,13 +24,9 @@ from typing import Any, Self
 
 import psutil
 
-<<<<<<< HEAD
 from reflex_runtime.cli.serve_llm import names_model
 
-PATIENCE = 20.0  # seconds until a test gives up; nothing waits this long unless it is broken
-=======
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
->>>>>>> ab44c14 (Tests on a busy machine: time limits do not end the process that runs them, long serial tests in parts, a minute of patience)
 STATE = [0.1, -0.2]
 
 
