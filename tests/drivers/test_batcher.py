@@ -121,6 +121,7 @@ def test_b16_thousands_that_are_cancelled_together_are_taken_back_in_slices() ->
             tickets = [batcher.submit(Request(i), settled) for i in range(3000)]
             for ticket in tickets:
                 batcher.cancel(ticket)
+            assert batcher.scheduler.queued("default") == 3000 - SLICE
             while len(left) < 3000:
                 turn += 1
                 before = batcher.scheduler.queued("default")
@@ -154,6 +155,21 @@ def test_b16_a_few_that_are_cancelled_are_taken_back_at_once_and_all_when_it_clo
             assert set(ended) == set(many)
             assert await running.waiter == "running"
             assert [type(await outcome(ticket.waiter)) for ticket in few] == [Cancelled] * SLICE
+
+    run(main())
+
+
+def test_b20_everybody_is_told_when_it_has_closed_however_many_there_are() -> None:
+    async def main() -> None:
+        gate, ended = Gate(), list[Ticket]()
+        async with Batcher({"default": gate}, [GroupConfig(capacity=9000)]) as batcher:
+            running = batcher.submit(Request("running"))
+            await gate.busy()
+            gate.gate.set()
+            tickets = [batcher.submit(Request(i), ended.append) for i in range(8000)]
+            await batcher.close(drain=False)
+            assert running.waiter.done()
+            assert ended == tickets
 
     run(main())
 

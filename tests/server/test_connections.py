@@ -401,6 +401,21 @@ def test_h10_max_connections_refuses_a_newcomer_only_when_all_are_being_answered
     with_app(tiny, check, inject_latency_ms=100.0, max_connections=2)
 
 
+def test_a_connection_that_was_asked_something_is_not_the_one_idle_for_longest(tiny: Path) -> None:
+    async def check(app: App) -> None:
+        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
+        config.load()
+        made = []
+        for _ in range(2):
+            made.append((HttpProtocol(config, ServerState(), {}), Socket()))
+            made[-1][0].connection_made(made[-1][1])  # type: ignore[arg-type]
+        made[0][0].data_received(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        HttpProtocol(config, ServerState(), {}).connection_made(Socket())  # type: ignore[arg-type]
+        assert [wire.closed.is_set() for _, wire in made] == [False, True]
+
+    with_app(tiny, check, max_connections=2)
+
+
 def test_h4_a_body_that_stopped_coming_makes_room_for_others(tiny: Path) -> None:
     async def check(app: App) -> None:
         config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
