@@ -42,6 +42,11 @@ KINDS = (
 def hostile(export: Path, scale: float) -> list[Row]:
     """`/health` and the server's peak of memory while eight clients send the largest bodies, and while many leave."""
     rows = []
+    server = servers.reflex(export)
+    try:
+        rows += _health("nobody else", _beside(server.port, "nothing", {"seconds": SECONDS})[0], 20.0)
+    finally:
+        server.stop()
     for kind in KINDS:
         server = servers.reflex(export, name=kind)
         try:
@@ -179,6 +184,12 @@ def _bodies(port: int, kind: str, seconds: float) -> dict[str, Any]:
     return dict(counts)
 
 
+def _nothing(port: int, seconds: float) -> dict[str, Any]:
+    """What the machine itself keeps `/health` waiting."""
+    time.sleep(seconds)
+    return {"port": port}
+
+
 def _hangups(port: int, callers: int, within: float) -> dict[str, Any]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     callers = min(callers, hard - 100)
@@ -201,7 +212,7 @@ def _hangups(port: int, callers: int, within: float) -> dict[str, Any]:
 
 def _main() -> None:
     job = json.load(sys.stdin)
-    what = {"bodies": _bodies, "hangups": _hangups}[sys.argv[1]]
+    what = {"bodies": _bodies, "hangups": _hangups, "nothing": _nothing}[sys.argv[1]]
     json.dump(what(**job), sys.stdout)
 
 

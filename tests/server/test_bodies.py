@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import logging
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -206,6 +208,41 @@ def test_h4_a_large_body_is_decoded_beside_the_loop_and_a_small_one_on_it(
     here = threading.current_thread().name
     assert threads[0] == here
     assert [name.rpartition("_")[0] for name in threads[1:]] == ["reflex-decode"] * 2
+
+
+@pytest.mark.parametrize("size", [1000, LARGE + 1], ids=["small", "large"])
+@pytest.mark.parametrize("fields", [{}, {"seed": -1}, {"nonsense": 1}], ids=["fine", "wrong", "unknown"])
+def test_h4_nothing_keeps_a_body_once_it_is_answered(tiny: Path, size: int, fields: dict[str, Any]) -> None:
+    """Not even until the next collection: they are rare here, and bodies large."""
+
+    async def check(app: App) -> None:
+        body = _padded(size, **fields)
+        alone = sys.getrefcount(body)
+        answers: asyncio.Queue[int] = asyncio.Queue()
+        scope = {"type": "http", "path": "/act", "method": "POST", "client": ("here", 1), "headers": []}
+        app.whole(scope, body, lambda status, headers, body: answers.put_nowait(status))
+        assert await answers.get() == (422 if fields else 200)
+        await asyncio.sleep(0)
+        caller = Caller()
+        caller.say(body)
+        asking = asyncio.create_task(caller.ask(app))
+        if not fields:
+            unsettled = app.runtime.batcher.scheduler.unsettled
+            await _until(lambda: bool(unsettled("prod")))
+            await _until(lambda: sys.getrefcount(body) == alone or not unsettled("prod"))
+            assert unsettled("prod")  # it is not kept while it is queued
+        assert await asking == (422 if fields else 200)
+        del caller, asking
+        await asyncio.sleep(0)
+        with app.door.bodies._decoder:  # its thread has ended
+            pass
+        assert sys.getrefcount(body) == alone
+
+    gc.disable()
+    try:
+        with_app(tiny, check, inject_latency_ms=500.0)
+    finally:
+        gc.enable()
 
 
 def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_the_policy(

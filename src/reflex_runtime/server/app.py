@@ -129,6 +129,7 @@ class App:
                 else:
                     watch()
                     self._go_on(exchange, run, body)
+                    del body  # it is decoded, or about to be: not kept until it is answered
             status, headers, content = await answer
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.server.connections import Connections, Seldom
 from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, Overloaded
 
@@ -83,8 +84,19 @@ class Bodies:
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """What `decode` returns, computed beside the loop."""
-        return asyncio.get_running_loop().run_in_executor(self._decoder, decode, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._decoder, _bare, decode, *arguments)
 
     def close(self) -> None:
         """What still waits to be decoded is forgotten."""
         self._decoder.shutdown(wait=False, cancel_futures=True)
+
+
+def _bare(decode: Callable[..., T], *arguments: Any) -> T:
+    """Call it. What it raises does not hold the body: a future, its error and the error's frames are a circle, which
+    would live until the next collection."""
+    try:
+        return decode(*arguments)
+    except ReflexError as error:
+        del decode, arguments
+        error.__context__ = None
+        raise error.with_traceback(None)  # noqa: B904
