@@ -23,10 +23,43 @@ schemathesis.openapi.format("image", st.sampled_from([*_PICTURES, f"data:image/p
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
-    """Deadlines are far away: a 504 is no fault, and when it comes depends on the machine."""
+    """What JSON Schema cannot say of fields together, and work in proportion; what is wrong by itself stays wrong.
+
+    Deadlines are far away: a 504 is no fault, and when it comes depends on the machine. A choice has few tokens.
+    """
     body = case.body
     if not isinstance(body, dict):
         return
     limit = body.get("deadline_ms")
     if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < 60_000:
         body["deadline_ms"] = 60_000
+    _few(body, "n", 128, 1 if isinstance(body.get("prompt"), list) else 2)
+    for name in ("max_tokens", "max_completion_tokens"):
+        _few(body, name, 8191, 3)
+        if "messages" in body and body.get(name) is None:
+            body[name] = 3
+    if isinstance(messages := body.get("messages"), list) and 100 < len(messages) <= 10_000:
+        body["messages"] = messages[:3]  # all of them are more than the model's context holds
+    if isinstance(body.get("prompt"), list):
+        body["prompt"] = _plain(body["prompt"])
+    if _within(body.get("best_of"), 128):
+        body["best_of"] = body["n"] if _within(body.get("n"), 128) else 1
+    if isinstance(body.get("stream_options"), dict) and body.get("stream") in (None, False):
+        body["stream"] = True
+    if isinstance(body.get("top_logprobs"), int) and body.get("logprobs") in (None, False):
+        body["logprobs"] = True
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _within(value: Any, most: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _few(body: dict[str, Any], name: str, most: int, few: int) -> None:
+    if _within(body.get(name), most) and float(body[name]).is_integer():
+        body[name] = few

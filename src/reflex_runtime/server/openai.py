@@ -28,6 +28,8 @@ from reflex_runtime.server.connections import connections_of
 from reflex_runtime.server.errors import CallerLeft, MethodNotAllowed, NotFound, Unauthorized
 from reflex_runtime.server.exchange import ARRIVED, CLOSE, JSON, LEFT, Headers, Scope, retry_headers, too_large
 from reflex_runtime.server.generation import Generator, merged
+from reflex_runtime.server.openapi import page
+from reflex_runtime.server.openapi_models import document
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.trust import Trust
 from reflex_runtime.server.wire import openai as wire
@@ -43,7 +45,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 PART = "reflex.part"  # in the scope: the connection's own `Part`, where it has one
 GONE = "reflex.gone"  # in the scope: the caller left before its request was looked at
 STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
-OPEN_PATHS = frozenset({"/health", "/metrics"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
 PATHS = OPEN_PATHS | {STATUS, MODELS, COMPLETIONS, CHAT}
 MAX_ID_BYTES = 256
 _STREAM: Headers = [
@@ -195,6 +197,10 @@ class OpenAIApp:
             await exchange.answer(200 if body["status"] == "ok" else 503, encode_json(body))
         elif path == "/metrics":
             await exchange.answer(200, await self.model.metrics(), metrics.CONTENT_TYPE.encode())
+        elif path == "/openapi.json":
+            await exchange.answer(200, self._described())
+        elif path == "/docs":
+            await exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
         elif path == STATUS:
             await exchange.answer(200, encode_json(await self.model.status()))
         elif path == MODELS:
@@ -214,6 +220,10 @@ class OpenAIApp:
         borne = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else b""
         if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
             raise Unauthorized("send the key as Authorization: Bearer KEY")
+
+    def _described(self) -> bytes:
+        limits = None if self.model.host is None else self.model.host.generator.limits
+        return document(self.model.name, limits, self.model.config.max_queue, tuple(OPEN_PATHS) if self._key else None)
 
     def _check_name(self, name: str) -> None:
         if name != self.model.name:

@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.server.errors import ClientError, NotFound
-from reflex_runtime.server.wire.act import check_id, is_json, printable
+from reflex_runtime.server.wire.act import Whole, check_id, is_json, printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
@@ -28,6 +28,7 @@ MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
 MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
+_WHOLE = ("n", "seed", "max_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs")
 PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
@@ -73,17 +74,17 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of request may say. Everything may be null, which is as if it were not there."""
 
     model: str
-    n: int | None = None
+    n: Whole | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Whole | None = None
     temperature: float | None = None
     top_p: float | None = None
-    max_tokens: int | None = None
+    max_tokens: Whole | None = None
     user: str | None = None
     # ours
-    top_k: int | None = None
+    top_k: Whole | None = None
     ignore_eos: bool | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
@@ -97,8 +98,8 @@ class CompletionFields(_Common, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: Whole | None = None
+    best_of: Whole | None = None
     echo: bool | None = None
     suffix: str | None = None
 
@@ -121,9 +122,9 @@ class ChatFields(_Common, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
     audio: Any = None
     function_call: Any = None
     functions: Any = None
@@ -146,8 +147,9 @@ class ChatFields(_Common, kw_only=True):
     web_search_options: Any = None
 
 
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")  # in a message
 # Values that ask for nothing special, of fields that are not kept otherwise. None and empty ones always do.
-_PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": (),
@@ -241,17 +243,26 @@ def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
         if body.count(b",") > MOST_VALUES:
             _check_values(_parts[decoder.type].decode(body))
         fields = decoder.decode(body)
+        for name in _WHOLE:
+            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
+                setattr(fields, name, _whole(name, value))
     except msgspec.ValidationError as error:
         if not is_json(body):
             raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
         raise _invalid(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
-    for name, plain in _PLAIN.items():
+    for name, plain in PLAIN.items():
         value = getattr(fields, name, None)
         if value is not None and value != [] and value != {} and value != "" and value not in plain:
             raise BadRequest(f"{name}: is not supported here; leave it out", name)
     return fields
+
+
+def _whole(name: str, value: float) -> int:
+    if not value.is_integer():
+        raise BadRequest(f"{name}={value}: must be a whole number", name)
+    return int(value)
 
 
 def _check_values(parts: msgspec.Struct) -> None:
@@ -290,6 +301,8 @@ def _asked(
         raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
     if fields.stream_options is not None and not fields.stream:
         raise BadRequest("stream_options: needs stream to be true", "stream_options")
+    user = _client("user", fields.user)
+    identifier = _client("safety_identifier", getattr(fields, "safety_identifier", None))
     limit = fields.deadline_ms
     if limit is not None and not 0.0 < limit <= 600_000.0:
         raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
@@ -303,7 +316,7 @@ def _asked(
         stream=bool(fields.stream),
         include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
         priority=PRIORITIES[fields.priority or "default"],
-        client=_client(fields.user if fields.user is not None else getattr(fields, "safety_identifier", None)),
+        client=user if user is not None else identifier,
         time_limit=None if limit is None else limit / 1e3,
     )
 
@@ -390,7 +403,7 @@ def _ids(raw: bytes) -> list[int]:
 
 def _message(place: int, message: Message) -> dict[str, Any]:
     where = f"messages[{place}]"
-    for name in ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content"):
+    for name in OF_ANSWERS:
         if getattr(message, name) not in (None, [], ""):
             raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
     content = message.content
@@ -419,11 +432,11 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     return BadRequest(message, found[1])
 
 
-def _client(name: str | None) -> str | None:
+def _client(field: str, name: str | None) -> str | None:
     if name is None:
         return None
     try:
-        check_id("user", name)
+        check_id(field, name)
     except Exception as error:
-        raise BadRequest(str(error), "user") from None
+        raise BadRequest(str(error), field) from None
     return name

@@ -272,3 +272,9 @@ def error_body(error: ReflexError) -> bytes:
     """The body of an answer that is no success."""
     found = told(error)
     return _encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})
+
+
+def schemas(kind: type) -> dict[str, Any]:
+    """The schema of an answer's part and of what it refers to, by name."""
+    _, found = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return found
