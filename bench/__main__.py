@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions
+from bench import core, faults, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("hostile", "pictures", "soak", "versions")
-USUAL = CASES[:-4]  # the others are asked for by name
+CASES += ("faults", "hostile", "pictures", "soak", "versions")
+USUAL = CASES[:-5]  # the others are asked for by name
 
 
 def main() -> int:
@@ -49,6 +49,7 @@ def main() -> int:
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),
             "arriving": lambda: serving.arriving(heavy, scale),
+            "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),
             "soak": lambda: soak.soak(scale),

@@ -130,8 +130,9 @@ class Raw:
 
 
 def reflex(export: Path, *flags: str, name: str = "reflex") -> Server:
-    """`reflex serve` with its defaults."""
-    return Server(name, ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", *flags])
+    """`reflex serve` with its defaults, but for the supervisor: the process is the one whose times are taken."""
+    command = ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", "--no-supervise", *flags]
+    return Server(name, command)
 
 
 def hello(export: Path) -> Server:

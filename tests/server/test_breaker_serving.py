@@ -7,6 +7,7 @@ import http.client
 import json
 import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +160,14 @@ def shaken(pair: Pair) -> Iterator[Server]:
         yield server
 
 
+BRINKS = count()
+
+
 def brink(server: Server) -> None:
-    """One crash of b."""
+    """One crash of b, by a client that is not known for it."""
     admin(server, "reset", slot="b")
     admin(server, "faults", faults=["b:raise:1"])
-    assert server.act(episode_id=episodes("b", 1, name="brink")[0]).status == 500
+    assert server.act(episode_id=episodes("b", 1, name=f"brink {next(BRINKS)}")[0]).status == 500
     admin(server, "faults", faults=[])
     assert of(server, "b")["consecutive"] == 1
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from core.test_isolation import closed_loop, some
+from core.helpers import ask, finish, scheduler_of, take
+from core.test_isolation import ERROR, closed_loop, some
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.policies.breaker import Breaker
 from reflex_runtime.server.rollout import Rollout
 from reflex_runtime.server.runtime import _Verdict
@@ -41,6 +45,34 @@ def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> N
     assert rollout.breaker.verdict == "degraded"
     (change,) = rollout.changes
     assert "5 calls crashed in a row" in change.why
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5])
+def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_answered(share: float) -> None:
+    """40 clients, each served alone, a hundred thousand requests: runs of bad ones come by chance."""
+    rollout = Rollout(("prod",), Breaker(("prod",)))
+    sink, random = _Verdict(rollout), Random(3)
+    scheduler = scheduler_of(name="prod", cost=UnitCost)
+    for i in range(100_000):
+        ticket = ask(scheduler, float(i), group="prod", client=i % 40)
+        finish(scheduler, take(scheduler, float(i)), i + 0.5, 0.5, Failed(ERROR) if random.random() < share else Done())
+        for event in scheduler.take_events():
+            sink(event)
+        assert rollout.breaker.verdict == "ok", (i, rollout.changes)
+    assert ticket.outcome is not None
+
+
+def test_v6_one_client_alone_is_told_from_a_slot_by_its_rate() -> None:
+    """Nobody else is answered, so a fifth of its calls crashing is the slot's crash rate."""
+    rollout = Rollout(("prod",), Breaker(("prod",)))
+    sink, random = _Verdict(rollout), Random(3)
+    scheduler = scheduler_of(name="prod", cost=UnitCost)
+    for i in range(200):
+        ask(scheduler, float(i), group="prod", client="only")
+        finish(scheduler, take(scheduler, float(i)), i + 0.5, 0.5, Failed(ERROR) if random.random() < 0.2 else Done())
+        for event in scheduler.take_events():
+            sink(event)
+    assert rollout.breaker.verdict == "degraded"
 
 
 def test_b18_a_fifth_of_all_requests_bad_fails_a_fifth_and_the_server_stays_ready(tiny: Path) -> None:

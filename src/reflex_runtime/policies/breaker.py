@@ -8,7 +8,7 @@ time, so that the clean answer which brings it back can happen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import exp, isfinite, log
+from math import ceil, exp, isfinite, log
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
@@ -16,6 +16,7 @@ from reflex_runtime.core.errors import ConfigError
 RATE: Final = 0.01  # a crash rate that is put up with
 ALPHA: Final = 1e-3
 ALTERNATIVES: Final = (3 * RATE, 0.05, 0.1, 0.2, 0.5, 0.9)
+CHANCE: Final = 1e-9  # of a run of bad requests that is taken for a crash of the slot
 LEAST: Final = 3  # crashes that still weigh, before there may be an alarm
 
 
@@ -89,7 +90,7 @@ class Evidence:
 class _Slot:
     """State of one slot. Closed: asked as usual. Open: drained; `probe` is the key being served to see if it works."""
 
-    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "unsure", "why")
+    __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
 
     def __init__(self) -> None:
         self.evidence = Evidence()
@@ -97,7 +98,6 @@ class _Slot:
 
     def close(self, cooldown: float) -> None:
         self.count = 0
-        self.unsure = False  # the last crash may have been its own request's fault
         self.evidence.reset()
         self.opened: float | None = None
         self.by_rate = False
@@ -135,22 +135,19 @@ class Breaker:
         for slot in self._slots.values():
             slot.close(cooldown)
 
-    def crashed(self, slot: str, now: float, others_served: bool = False) -> bool:
+    def crashed(self, slot: str, now: float, poison: float = 0.0) -> bool:
         """One call of the slot of which no item succeeded. True when the slot opened by it.
 
-        others_served: whether the slot answered other clients since its last crash. Then the request may be to blame,
-        and the call is evidence only once the next one crashes too.
+        poison: the share of requests that failed lately while others were answered, in [0, 1). Calls that hold such
+        requests alone are no evidence of a crash rate, and it takes a longer run of them to mean something.
         """
         self._now = now
         state = self._slots[slot]
         state.count += 1
         if state.opened is None:
-            if state.unsure:
+            if poison < RATE:
                 state.evidence.crashed()
-            state.unsure = others_served
-            if not others_served:
-                state.evidence.crashed()
-            return self._judge(state, now)
+            return self._judge(state, now, ceil(log(CHANCE) / log(poison)) if poison > 0.0 else 0)
         if state.probe is not None:
             state.probe = None
             state.cooldown = min(2.0 * state.cooldown, self.longest)
@@ -165,7 +162,7 @@ class Breaker:
         """
         self._now = now
         state = self._slots[slot]
-        state.count, state.unsure = 0, False
+        state.count = 0
         if state.opened is None:
             state.evidence.clean()
             return False
@@ -244,13 +241,13 @@ class Breaker:
             },
         }
 
-    def _judge(self, state: _Slot, now: float) -> bool:
+    def _judge(self, state: _Slot, now: float, least: int) -> bool:
         if self.max_consecutive == 0:
             return False
         evidence = state.evidence
-        if state.count >= self.max_consecutive:
+        if state.count >= max(self.max_consecutive, least):
             state.why = f"{state.count} calls crashed in a row"
-        elif evidence.crashes + state.unsure > state.count and evidence.alarmed:
+        elif evidence.crashes > state.count and evidence.alarmed:
             state.by_rate = True
             state.why = f"crash rate above {RATE:.0%}: {evidence.crashes} crashes, e-value {exp(evidence.log_e):.3g}"
         else:

@@ -149,9 +149,9 @@ class Rollout:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def crashed(self, slot: str, now: float, others_served: bool = False) -> None:
-        """A batch of the slot crashed. others_served: whether other clients were answered since it last did."""
-        if slot in self.slots and self.breaker.crashed(slot, now, others_served):
+    def crashed(self, slot: str, now: float, poison: float = 0.0) -> None:
+        """A batch of the slot crashed. poison: the share of requests that failed while others were answered."""
+        if slot in self.slots and self.breaker.crashed(slot, now, poison):
             told = self._why(slot, now)
             why = f"{slot} crashes: {self.breaker.verdict}, {told['breaker']['slots'][slot]['why']}"
             self.changed(now, "drain", why, told)

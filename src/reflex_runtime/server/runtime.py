@@ -19,10 +19,11 @@ from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig, environment
 from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.batch import Batch, Done, Failed
-from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.breaker import Breaker
@@ -416,6 +417,7 @@ class _Verdict:
     """The sink that tells the breaker of crashed and of clean calls.
 
     A clean call is one that answered somebody: a prefix that worked before a denoise step that crashed proves nothing.
+    A request that failed while others were answered is to blame itself; how many those are is told with each crash.
     """
 
     events = frozenset({BatchFinished, RequestSettled})
@@ -423,29 +425,52 @@ class _Verdict:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self._clean = ""  # the slot whose batch came back and has not answered yet
-        self._served: dict[str, Hashable] = {}  # slot → the client it answered last, since it last crashed
+        self._poison = {slot: _Poison() for slot in rollout.slots}
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchFinished):
-            self._clean = "" if event.crashed else event.batch.group
-            if event.crashed:
-                self._rollout.crashed(event.batch.group, event.at, self._others_served(event.batch))
+            slot, part = event.batch.group, event.batch.part
+            self._clean = "" if event.crashed else slot
+            if event.crashed and slot in self._poison:
+                by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
+                self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._poison[slot].share)
             verdict = self._rollout.breaker.verdict
             if verdict != "ok":
                 event.batch.notes["verdict"] = verdict  # for the trace: its sink comes after this one
-        elif self._clean and isinstance(event, RequestSettled):
-            ticket = event.ticket
-            if isinstance(ticket.outcome, Done) and ticket.request.group == self._clean:
-                self._rollout.computed(self._clean, event.at)
-                self._served[self._clean] = ticket.request.client
-                self._clean = ""
+        elif isinstance(event, RequestSettled) and event.ticket.request.group in self._poison:
+            self._settled(event.ticket, event.at)
 
-    def _others_served(self, batch: Batch) -> bool:
-        """Whether somebody else was answered since the last crash; False where the members themselves were, later."""
-        client = self._served.pop(batch.group, None)
-        if batch.part is not None and batch.part.origin.served:
-            return False
-        return client is not None and all(ticket.request.client != client for ticket in batch.grants)
+    def _settled(self, ticket: Ticket, now: float) -> None:
+        slot, outcome = ticket.request.group, ticket.outcome
+        if isinstance(outcome, Done):
+            self._poison[slot].answered(ticket.request.client)
+            if slot == self._clean:
+                self._rollout.computed(slot, now)
+                self._clean = ""
+        elif isinstance(outcome.error, ProcessorError):
+            self._poison[slot].failed(ticket.request.client)
+
+
+class _Poison:
+    """The share of a slot's requests that fail while other clients are answered, over some 64 of them.
+
+    A failure counts once somebody else was answered after it: of a slot that answers nobody nothing is learned.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._failed = 0  # since somebody else was answered
+        self._client: Hashable = None  # whose failed last
+
+    def failed(self, client: Hashable) -> None:
+        self._failed += 1
+        self._client = client
+
+    def answered(self, client: Hashable) -> None:
+        if self._failed and client != self._client:
+            self.share = 1.0 - (1.0 - self.share) * (1.0 - 1.0 / 64.0) ** self._failed
+            self._failed = 0
+        self.share -= self.share / 64.0
 
 
 def _warmed(policy: Policy) -> WarmUp:
