@@ -4,7 +4,10 @@ The first half is asked in this process: it is the front, on the server's loop, 
 real connection and a model that costs nothing, so that what is measured is the way. Waits and messages are counted
 where they leave, beside the batcher's own figures: from the call of `enqueue` to after the write.
 
-The second half runs `reflex serve` with and without `--workers 1`, and the clients in a process of their own. Nothing
+Closed-loop callers ask a server over HTTP, from a process of their own (`bench.callers`), with the same runtime process
+behind it: once with the batcher and once with every request by itself, in turns.
+
+The last part runs `reflex serve` with and without `--workers 1`, and the clients in a process of their own. Nothing
 is pinned to a core: a front, a runtime process and clients share two cores, and where each of them runs best depends on
 what the others do. Both sides get `--threads 1`, so that a step leaves a core to whoever brings its tokens away.
 """
@@ -25,7 +28,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from bench import streams
+from bench import callers, streams
 from bench.apps.runtime_process import STEP_MS
 from bench.llm import VOCAB, write_model
 from bench.load import quantile
@@ -47,6 +50,8 @@ CASE = "workers"
 CONCURRENT = (1, 2, 4, 8, 10, 16, 32, 64)
 BARRED = (10, 16, 32, 64)  # callers, of which nine messages in ten are to be saved
 SPREADS = {"at once": 0.0, "within 0.5 ms": 0.0005}  # seconds over which a burst comes; the shortest hold is 0.75 ms
+CLOSED_LOOP = (8, 16, 32)  # callers over HTTP
+LENGTHS = {"16 tokens": (16, 16), "8 to 24 tokens": (8, 24)}  # of their answers
 DEVICE_MS, SLOW_DEVICE_MS = 2.0, 8.0  # that a step takes where others are being served beside
 STREAMS = 32
 THREADS = ("--threads", "1")
@@ -57,6 +62,7 @@ def workers(root: Path, scale: float) -> list[Row]:
     """Every row about runtime processes."""
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         rows = runner.run(_batcher(scale))
+    rows += _closed_loop(scale)
     scribe = model_directory("scribe")
     rows += _two_against_one(scribe, "3.3 M", 512, scale)
     rows += _two_against_one(_larger(root / "llama-workers"), "40 M", 128, scale)
@@ -326,6 +332,63 @@ async def _first_token(front: Front, callers: int, seconds: float) -> float:
     return found
 
 
+# -- closed-loop callers over HTTP -------------------------------------------------------------------------------------
+
+
+class HttpFront(Server):
+    """`bench.apps.front` on whatever cores it gets."""
+
+    def __init__(self, step_ms: float, *flags: str) -> None:
+        command = ["-m", "bench.apps.front", "PORT", *flags]
+        super().__init__(" ".join(("front", *flags)), command, "/health", {STEP_MS: str(step_ms)}, pinned=False)
+
+    def sent(self) -> tuple[int, int]:
+        """(messages that ask for streams, requests in them), as client and batcher count them."""
+        [line] = json.loads(self.get("/status"))["lines"]
+        said = line["client"]["sent"]
+        requests = sum(sum(lane["priority_mix"].values()) for lane in line["generate"]["partitions"])
+        return said.get("generate", 0) + said.get("batch_generate", 0), requests
+
+    def _answers(self) -> bool:
+        return _ready(self)
+
+
+def _closed_loop(scale: float) -> list[Row]:
+    """What callers that ask again as soon as they are answered save, and when their first tokens come."""
+    say("  closed-loop callers over HTTP")
+    rows = []
+    for step_ms in (DEVICE_MS, SLOW_DEVICE_MS):
+        with running(HttpFront(step_ms), HttpFront(step_ms, "off")) as servers:
+            for n in CLOSED_LOOP:
+                for length, tokens in LENGTHS.items():
+                    saved, ratios = [], []
+                    for number in range(max(3, round(5 * scale))):
+                        share, ratio = _asked_again(servers, n, tokens, max(1.0, 2 * scale), number)
+                        saved.append(share)
+                        ratios.append(ratio)
+                    what = f"{n} closed-loop callers over HTTP, {length}, steps of {step_ms:g} ms"
+                    least = 90.0 if n > 8 and length == "16 tokens" else None
+                    rows.append(row(CASE, f"{what}: messages saved", saved, "%", least=least))
+                    rows.append(row(CASE, f"{what}: first token p50 over single calls", ratios, "x", most=1.03))
+    return rows
+
+
+def _asked_again(
+    servers: list[HttpFront], n: int, tokens: tuple[int, int], seconds: float, number: int
+) -> tuple[float, float]:
+    """(messages saved in per cent, first token p50 over that of single calls) of one round."""
+    batched, single = servers
+    share, firsts = 0.0, {}
+    for server in servers[:: 1 if number % 2 else -1]:
+        messages, requests = server.sent()
+        found = callers.ask(callers.Job(server.port, "toy", n, tokens, seconds, seed=number))
+        firsts[server.name] = statistics.median(found.firsts)
+        if server is batched:
+            after, asked = server.sent()
+            share = 100.0 * (1.0 - (after - messages) / (asked - requests))
+    return share, firsts[batched.name] / firsts[single.name]
+
+
 # -- servers -----------------------------------------------------------------------------------------------------------
 
 
@@ -347,10 +410,14 @@ class Floating(Server):
         return int(json.loads(self.get("/health"))["workers"][0]["pid"])
 
     def _answers(self) -> bool:
-        try:
-            return bool(json.loads(self.get("/health"))["state"] == "ready")
-        except (OSError, ValueError, http.client.HTTPException):
-            return False
+        return _ready(self)
+
+
+def _ready(server: Server) -> bool:
+    try:
+        return bool(json.loads(server.get("/health"))["state"] == "ready")
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
 
 
 def _larger(directory: Path) -> Path:

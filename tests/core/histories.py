@@ -88,7 +88,7 @@ class GroupSpec:
             max_queued_units=self.max_queued_units,
             max_queued_seconds=self.max_queued_seconds,
             displace_background=self.displace_background,
-            controller=None if self.adaptive is None else HoldTarget(*self.adaptive),
+            controller=None if self.adaptive is None else Streams(*self.adaptive),
         )
 
     def world(self) -> World:
@@ -121,6 +121,17 @@ def tokens(flush: FlushPolicy, threshold: float = inf, **kw: Any) -> GroupSpec:
 
 def timed(flush: FlushPolicy, stages: tuple[str, ...] = ("",), **kw: Any) -> GroupSpec:
     return GroupSpec(flush, lambda: Seconds(stages=stages), lambda: TimeCost(stages), **kw)
+
+
+class Streams(HoldTarget):
+    """One that knows what a history says of streams."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.streams: dict[Hashable, list[int]] = {}
+
+    def left(self, partition: Hashable) -> list[int]:
+        return self.streams.get(partition, [])
 
 
 @dataclass(frozen=True)
@@ -337,11 +348,16 @@ class Play:
         """Tell what adapts, on both sides, and compare what it makes of it."""
         adapting = self.oracle.worlds[batch.group].adapting
         target = self.scheduler._groups[batch.group].config.controller
-        if adapting is None or not isinstance(target, HoldTarget):
+        if adapting is None or not isinstance(target, Streams):
             return
         waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
         for side in (adapting, target):
             side.returned(batch.partition, waits, elapsed, len(self.running) > 1)  # type: ignore[attr-defined]
+        for _ in range(self.dice.roll(len(batch) + 2)):
+            target.ended(batch.partition, self.now, step := TICK * self.dice.roll(12))
+            adapting.ended(batch.partition, self.now, step)
+        left = self.dice.of([], [], [1], [1, 1], [2, 3], [3, 2, 1, 3, 3, 3], [1, 9])
+        target.streams[batch.partition] = adapting.left[batch.partition] = left
         assert target.target(batch.partition) == adapting.target(batch.partition)
         assert target.company(batch.partition) == adapting.company(batch.partition)
         self.targets.append(target.target(batch.partition))

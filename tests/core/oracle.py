@@ -200,16 +200,38 @@ class Adapting:
     target_batch_time: float = 0.012
     window: int = 100
     hold: float = 0.003
-    came: list[tuple[Hashable, float, bool]] = field(default_factory=list)
+    log: list[tuple[str, Hashable, float, float]] = field(default_factory=list)  # what came and ended
+    left: dict[Hashable, list[int]] = field(default_factory=dict)  # tokens that active streams may still say
     calls: list[tuple[Hashable, Sequence[float], float]] = field(default_factory=list)
     targets: dict[Hashable, int] = field(default_factory=dict)
 
+    def known(self, partition: Hashable, now: float) -> tuple[float, float, list[float], float, float, float]:
+        """(company, back, away, last arrival, unsettled, step), from everything that was told."""
+        company = back = step = unsettled = 0.0
+        last, away = -inf, list[float]()
+        for what, where, at, figure in [*self.log, ("now", partition, now, 0.0)]:
+            if where != partition:
+                continue
+            if what == "ended":
+                away.append(at)
+                step = step + (figure - step) / 4
+                continue
+            gone = [t for t in away if t < at - 4 * self.hold]
+            away = away[len(gone) :]
+            for _ in gone:
+                back = back - back / 4
+            if what == "came":
+                company = company + ((figure > 0 and at - last <= self.hold and not away) - company) / 4
+                if away:
+                    away, back = away[1:], back + (1 - back) / 4
+                last, unsettled = at, figure + 1
+        return company, back, away, last, unsettled, step
+
     def company(self, partition: Hashable) -> float:
-        times = [(at, others) for p, at, others in self.came if p == partition]
-        mean = 0.0
-        for (before, _), (after, others) in pairwise(times):
-            mean = mean + ((others and after - before <= self.hold) - mean) / 4
-        return mean
+        return self.known(partition, -inf)[0]
+
+    def ended(self, partition: Hashable, now: float, step: float) -> None:
+        self.log.append(("ended", partition, now, step))
 
     def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
         self.calls.append((partition, waits, seconds))
@@ -217,16 +239,28 @@ class Adapting:
         all_waits, all_seconds = sorted(wait for w, _ in last for wait in w), sorted(s for _, s in last)
         wait, call = all_waits[ceil(len(all_waits) * 95 / 100) - 1], all_seconds[ceil(len(last) / 2) - 1]
         target = self.target(partition)
-        if wait < 0.0015 and call < self.target_batch_time and not crowded:
+        if wait < self.hold and call < self.target_batch_time and not crowded:
             self.targets[partition] = min(target + 2, self.largest)
-        if wait > 0.004 or call > 1.3 * self.target_batch_time:
+        if wait > self.hold * 4 / 3 or call > 1.3 * self.target_batch_time:
             self.targets[partition] = max(target // 2, self.smallest)
 
     def target(self, partition: Hashable) -> int:
         return self.targets.get(partition, self.smallest)
 
-    def policy(self, base: FlushPolicy, partition: Hashable) -> FlushPolicy:
-        if self.company(partition) < 0.2:
+    def policy(self, base: FlushPolicy, partition: Hashable, now: float) -> FlushPolicy:
+        company, back, away, last, unsettled, step = self.known(partition, now)
+        left = self.left.get(partition, [])
+        ending = bool(left) and (max(left) == 1 or (max(left) <= 3 and len(left) > unsettled))
+        if back >= 0.5 and (ending or away):
+            together = ending or not left
+            until = inf
+            if not ending:  # for who is away, until so long after the last one ended or came
+                until = max(away[-1], min(last, away[-1] + 3 * self.hold)) + self.hold
+            urgent, default, background = base.hold_max
+            hold = (urgent, 10 * default, 9 * default + background) if together else base.hold_max
+            target = 10**6 if together and step >= 2 * self.hold else base.max_batch_size
+            return replace(base, target=target, quiet=0.0, hold_max=hold, until=until)
+        if company < 0.2:
             return replace(base, hold_min=(0.0, 0.0, 0.0), hold_max=(0.0, 0.0, 0.0))
         return replace(base, target=self.target(partition))
 
@@ -496,7 +530,7 @@ class Oracle:
         w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
             others = len(self.unsettled(w.name, request.partition)) - 1
-            w.adapting.came.append((request.partition, now, others > 0))
+            w.adapting.log.append(("came", request.partition, now, others))
 
     def prepared(self, ticket: Seen, made: Request | ReflexError, now: float) -> None:
         self.input(now)
@@ -799,8 +833,8 @@ class Oracle:
                 return None
             base = self.residents(w, partition)
             members, passed_over, size_reached, short_of = self.newcomers(w, partition, base)
-            sure = passed_over or size_reached or any(t.client in w.offenders for t, _ in members)
-            if not base and (not members or self.holds(w, partition, members, sure)):
+            sure = passed_over or any(t.client in w.offenders for t, _ in members)
+            if not base and (not members or self.holds(w, partition, members, sure, size_reached)):
                 return None
             return self.staged(w, partition, base, members, passed_over, size_reached, short_of, {})
         return None
@@ -1007,12 +1041,15 @@ class Oracle:
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
-    def holds(self, w: World, partition: Hashable, members: Members, sure: bool) -> bool:
+    def holds(self, w: World, partition: Hashable, members: Members, passed_over: bool, size_reached: bool) -> bool:
         """Whether to wait for company. What was promised stands until the next input."""
         budget = w.flush.max_batch_cost
-        if self.draining or sure or w.meter.cost([], members, budget) >= budget * (1 - NEARLY):
+        if self.draining or passed_over or w.meter.cost([], members, budget) >= budget * (1 - NEARLY):
             return False
         if partition not in w.holds:
+            rule = self.rule(w, partition)
+            if size_reached and rule.target <= rule.max_batch_size:
+                return False
             w.holds[partition] = self.hold_until(w, partition, members)
         if w.holds[partition] <= self.now:
             return False
@@ -1105,21 +1142,24 @@ class Oracle:
 
     def due(self, w: World, partition: Hashable, waiting: int) -> float:
         """Until when the clock alone holds what waits."""
-        rule = w.flush if w.adapting is None else w.adapting.policy(w.flush, partition)
+        rule = self.rule(w, partition)
         flying = any((b.group, b.partition) == (w.name, partition) for b in self.in_flight)
         newest = max(t.arrived for t in self.all if (t.request.group, t.request.partition) == (w.name, partition))
         ends = []
         for ticket in self.waiting(w.name, partition):
             least, most = ticket.arrived + rule.hold_min[ticket.tier], ticket.arrived + rule.hold_max[ticket.tier]
             if flying and rule.group_commit:
-                ends.append(most)
+                ends.append(min(most, rule.until))
             elif waiting >= rule.target:
                 ends.append(least)
             elif rule.quiet and not flying:
-                ends.append(min(most, max(least, newest + rule.quiet)))
+                ends.append(min(most, max(least, newest + rule.quiet), rule.until))
             else:
-                ends.append(most)
+                ends.append(min(most, rule.until))
         return min(ends)
+
+    def rule(self, w: World, partition: Hashable) -> FlushPolicy:
+        return w.flush if w.adapting is None else w.adapting.policy(w.flush, partition, self.now)
 
     def staged(
         self,

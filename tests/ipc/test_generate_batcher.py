@@ -1065,6 +1065,26 @@ def test_g5_the_target_follows_what_the_messages_took() -> None:
     run(main())
 
 
+def test_g4_callers_are_expected_back_when_their_streams_ended_and_they_were_there_to_read_it() -> None:
+    async def main() -> None:
+        async with world() as made:
+            ended: list[Any] = []
+            made.batcher._targets.ended = lambda *told: ended.append(told)  # type: ignore[method-assign]
+            await asyncio.gather(*(made.ask(id, max_tokens=most) for id, most in (("stays", 7), ("leaves", 2))))
+            assert sorted(made.batcher._targets.left(("", "", ""))) == [2, 7]
+            made.registry.get("leaves").close()  # type: ignore[union-attr]
+            for id in ("stays", "leaves"):
+                made.runtime.stats(id, 3, 2)
+                made.runtime.end(id)
+            await made.round()
+            ((partition, at, pace),) = ended
+            assert partition == ("", "", "")
+            assert at > 0.0
+            assert pace == pytest.approx(0.0005)  # the second token came half a millisecond after the first
+
+    run(main())
+
+
 def test_g13_stats_and_series_tell_what_was_done() -> None:
     async def main() -> None:
         series = CollectorRegistry()

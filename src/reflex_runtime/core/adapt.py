@@ -171,21 +171,32 @@ def _planned_value(
 
 
 class HoldTarget:
-    """How many to wait for, of each partition, and whether to wait at all; never how many may go.
+    """How long to wait for company, of each partition, and for how many; never how many may go.
 
-    For work that is awaited elsewhere, where what a batch saves is messages. Company is expected from how it has been:
-    the share of arrivals that another one followed within `hold` seconds, before they were answered, as an exponential
-    mean. Without it nobody is held, so a lone caller never is, however soon he asks again. The target grows by 2 while
-    waits and calls are short and the other end has places, and halves when either is long, looking at the last
-    `window` batches after each.
+    For work that is awaited elsewhere, where what a batch saves is messages. Three kinds of company are known:
+
+    - **Returns.** A caller whose stream ended a moment ago asks again. A batch is held until the last of them is back,
+      `hold` seconds after the last one ended or came back at most, and then goes at once.
+    - **Streams about to end**, see `_ending`: their callers are waited for up to `PATIENCE` times as long. Then all
+      are in one batch, end together, and come back together from then on.
+    - **Bursts.** Arrivals that another one followed within `hold` seconds and that are no returns. As many as the
+      target says are waited for. It grows by 2 while waits stay below `hold`, calls are short and the other end has
+      places, and halves when either is long, looking at the last `window` batches after each.
+
+    Returns and bursts are expected where they have been coming, by exponential means. Without company nobody is held,
+    so a lone caller never is, however soon it asks again.
 
     smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
     """
 
-    GAIN, EXPECTED = 0.25, 0.2  # of the mean of company; from there on it is expected
-    SHORT, LONG = 0.0015, 0.004  # seconds of wait, 95th percentile
+    GAIN = 0.25  # of the means
+    EXPECTED, BACK = 0.2, 0.5  # means from which bursts, and returns, are expected
+    LONG = 4.0 / 3.0  # times hold: 95th percentile of the waits from which the target halves
+    MEMORY = 4.0  # times hold: for how long a caller is known to be away
+    PATIENCE = 10.0  # times the usual longest hold: how long streams about to end are waited for
     SLOW = 1.3  # times target_batch_time, median
     PARTITIONS = 256  # remembered; the least recently used is forgotten
+    MOST_AWAY = 1024  # callers waited for in a partition
 
     def __init__(
         self,
@@ -207,24 +218,28 @@ class HoldTarget:
         self._batch_time, self._window, self._hold = target_batch_time, window, hold
         self._followed: OrderedDict[Hashable, _Followed] = OrderedDict()
         self._base: FlushPolicy | None = None
-        self._made: dict[int, FlushPolicy] = {}  # of that base, by target; 0: without holds
+        self._made: dict[int, FlushPolicy] = {}  # of that base, by target; those below for other kinds of company
+
+    # -- inputs ------------------------------------------------------------------------------------------------------
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         one = self._follow(ticket.request.partition)
-        came = 1.0 if others and now - one.last <= self._hold else 0.0
-        one.company += self.GAIN * (came - one.company)
+        one.forget(now - self.MEMORY * self._hold, self.GAIN)
+        soon = others > 0 and now - one.last <= self._hold
+        one.unsettled = others + 1
+        one.company += self.GAIN * ((soon and not one.away) - one.company)
+        if one.away:
+            one.away.popleft()
+            one.back += self.GAIN * (1.0 - one.back)
         one.last = now
 
-    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        if base is not self._base:
-            self._base, self._made = base, {}
-        target = self.target(partition) if self.company(partition) >= self.EXPECTED else 0
-        made = self._made.get(target)
-        if made is None:
-            none = (0.0, 0.0, 0.0)
-            made = replace(base, target=target) if target else replace(base, hold_min=none, hold_max=none)
-            self._made[target] = made
-        return made
+    def ended(self, partition: Hashable, now: float, step: float = 0.0) -> None:
+        """A stream came to its end; its caller may ask again. step: seconds that each of its tokens took."""
+        one = self._follow(partition)
+        one.step += self.GAIN * (step - one.step)
+        one.away.append(now)
+        if len(one.away) > self.MOST_AWAY:
+            one.away.popleft()
 
     def returned(self, partition: Hashable, waits: Sequence[float], seconds: float, crowded: bool) -> None:
         """A batch came back. waits: seconds its members waited, at least one. seconds: the call took. crowded: whether
@@ -233,13 +248,60 @@ class HoldTarget:
         one.waits.add(waits)
         one.calls.add((seconds,))
         wait, call = one.waits.percentile(95), one.calls.percentile(50)
-        if wait < self.SHORT and call < self._batch_time and not crowded:
+        if wait < self._hold and call < self._batch_time and not crowded:
             one.target = min(self._largest, one.target + 2)
-        elif wait > self.LONG or call > self.SLOW * self._batch_time:
+        elif wait > self.LONG * self._hold or call > self.SLOW * self._batch_time:
             one.target = max(self._smallest, one.target // 2)
 
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        if base is not self._base:
+            self._base, self._made = base, {}
+        one = self._followed.get(partition)
+        if one is None:
+            return self._of(base, _NOBODY)
+        one.forget(now - self.MEMORY * self._hold, self.GAIN)
+        if one.back >= self.BACK:
+            left = self.left(partition)
+            ending = _ending(left, one.unsettled)
+            if ending or one.away:
+                together = ending or not left
+                beyond = together and one.step >= 2.0 * self._hold
+                made = self._of(base, _BEYOND if beyond else _TOGETHER if together else _RETURNS)
+                return made if ending else replace(made, until=self._until(one))
+        return self._of(base, one.target if one.company >= self.EXPECTED else _NOBODY)
+
+    def _until(self, one: _Followed) -> float:
+        """Up to when callers that are away are waited for: `hold` after the last one ended or came back."""
+        last = one.away[-1]
+        return max(last, min(one.last, last + (self.MEMORY - 1.0) * self._hold)) + self._hold
+
+    def _of(self, base: FlushPolicy, kind: int) -> FlushPolicy:
+        """The policy by what is waited for: a number of requests, or a kind below."""
+        made = self._made.get(kind)
+        if made is None:
+            made = self._made[kind] = self._make(base, kind)
+        return made
+
+    def _make(self, base: FlushPolicy, kind: int) -> FlushPolicy:
+        if kind == _NOBODY:
+            return replace(base, hold_min=_NONE, hold_max=_NONE)
+        if kind > 0:
+            return replace(base, target=kind)
+        target = _EVERYBODY if kind == _BEYOND else base.max_batch_size
+        urgent, default, background = base.hold_max
+        if kind != _RETURNS:
+            background += (self.PATIENCE - 1.0) * default
+            default *= self.PATIENCE
+        return replace(base, target=target, quiet=0.0, hold_max=(urgent, default, background))
+
+    def left(self, partition: Hashable) -> Sequence[int]:
+        """The tokens that each active stream of the partition may still say: to be answered by who knows them."""
+        return ()
+
     def target(self, partition: Hashable) -> int:
-        """How many to wait for."""
+        """How many to wait for where bursts come."""
         one = self._followed.get(partition)
         return self._smallest if one is None else one.target
 
@@ -249,9 +311,14 @@ class HoldTarget:
         return (one.waits.percentile(50), one.waits.percentile(95)) if one is not None and len(one.waits) else None
 
     def company(self, partition: Hashable) -> float:
-        """The share of arrivals that another one followed soon, 0 to 1."""
+        """The share of arrivals that another one followed soon and no return explains, 0 to 1."""
         one = self._followed.get(partition)
         return 0.0 if one is None else one.company
+
+    def back(self, partition: Hashable) -> float:
+        """The share of ended streams that another request followed soon, 0 to 1."""
+        one = self._followed.get(partition)
+        return 0.0 if one is None else one.back
 
     def _follow(self, partition: Hashable) -> _Followed:
         one = self._followed.get(partition)
@@ -264,16 +331,41 @@ class HoldTarget:
         return one
 
 
-class _Followed:
-    """What is known of a partition."""
+_EVERYBODY = 1_000_000
+_NOBODY, _RETURNS, _TOGETHER, _BEYOND = 0, -1, -2, -3
+_FEW = 3  # tokens
+_NONE = (0.0, 0.0, 0.0)
 
-    __slots__ = ("calls", "company", "last", "target", "waits")
+
+def _ending(left: Sequence[int], waiting: int) -> bool:
+    """Whether the streams with so many tokens left are worth waiting for.
+
+    With one token left at most they end at the next step, before which nobody else would have begun. With few, and more
+    of them than wait, the wait of some steps is paid once, and all are in step from then on.
+    """
+    most = max(left, default=0)
+    return most == 1 or (0 < most <= _FEW and len(left) > waiting)
+
+
+class _Followed:
+    """What is known of a partition. away: when streams ended whose callers are not back, oldest first."""
+
+    __slots__ = ("away", "back", "calls", "company", "last", "step", "target", "unsettled", "waits")
 
     def __init__(self, target: int, window: int) -> None:
         self.target = target
-        self.company = 0.0
+        self.company = self.back = 0.0
         self.last = -inf
+        self.unsettled = 0
+        self.step = 0.0
+        self.away: deque[float] = deque()
         self.waits, self.calls = _Window(window), _Window(window)
+
+    def forget(self, before: float, gain: float) -> None:
+        """Callers that have been away since then are not expected any more."""
+        while self.away and self.away[0] < before:
+            self.away.popleft()
+            self.back -= gain * self.back
 
 
 class _Window:

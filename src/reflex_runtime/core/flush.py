@@ -28,9 +28,10 @@ class FlushPolicy:
     hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may be kept waiting for
         company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs
         in latency is at most hold_max; 0 sends at once.
-    target: how many to wait for; never how many may go.
+    target: how many to wait for; never how many may go. Above max_batch_size it is waited for beyond a full batch.
     quiet: seconds without an arrival in the partition after which company is waited for no longer: a hold below the
         target then ends once its hold_min is over. Not while a batch of the partition is in flight; 0 switches it off.
+    until: time after which no more company is expected below the target, whatever the holds say; for controllers.
     group_commit: while a batch of the partition is in flight, whoever waits is held up to hold_max, also at the target:
         that batch's return decides anew, so company costs little then. A full batch goes all the same.
     returns: longest hold, in seconds, for clients whose next request is due, where that pays (`returns.py`); counted
@@ -48,6 +49,7 @@ class FlushPolicy:
     shed: bool = False
     quiet: float = 0.0
     group_commit: bool = False
+    until: float = inf
 
     def __post_init__(self) -> None:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
@@ -122,7 +124,7 @@ class FlushPolicy:
         due = _first(heads, self.hold_max)
         if self.quiet > 0.0 and not in_flight:
             due = min(due, max(_first(heads, self.hold_min), newest + self.quiet))
-        return due
+        return min(due, self.until)
 
 
 @dataclass(frozen=True, slots=True)

@@ -401,10 +401,12 @@ class Former:
     def _held(self, filled: Filled) -> bool:
         """Whether to wait for company; sets `held_until`. The instant stands until the next input."""
         full = filled.tally.cost >= self.policy.max_batch_cost * (1.0 - 1e-9)
-        if self.draining or full or filled.passed_over or filled.size_reached or filled.apart:
+        if self.draining or full or filled.passed_over or filled.apart:
             return False
         partition = self.partition
         if partition.hold_epoch != self.epoch:
+            if filled.size_reached and self.policy.target <= self.policy.max_batch_size:
+                return False
             partition.hold_epoch = self.epoch
             partition.hold_until = self._hold_until(filled)
         if partition.hold_until <= self.now:

@@ -58,9 +58,20 @@ _TIERS = {priority.name.lower(): priority for priority in Priority}
 
 
 class _Targets(HoldTarget):
-    """Requests that go by themselves have nobody to wait for."""
+    """Knows the streams. Requests that go by themselves have nobody to wait for."""
 
-    _single: FlushPolicy | None = None
+    def __init__(self, registry: StreamRegistry, config: GenerateBatcherConfig) -> None:
+        super().__init__(
+            smallest=config.min_batch_size,
+            largest=config.max_batch_size,
+            target_batch_time=config.target_batch_time_ms / 1000.0,
+            hold=config.max_hold_ms / 1000.0,
+        )
+        self._registry = registry
+        self._single: FlushPolicy | None = None
+
+    def left(self, partition: Hashable) -> Sequence[int]:
+        return self._registry.left(partition)
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         if _alone(partition):
@@ -94,12 +105,7 @@ class GenerateBatcher:
         self._told = on_batch_dispatched
         self._stats = BatcherStats(registry_of_series)
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
-        self._targets = _Targets(
-            smallest=config.min_batch_size,
-            largest=config.max_batch_size,
-            target_batch_time=config.target_batch_time_ms / 1000.0,
-            hold=config.max_hold_ms / 1000.0,
-        )
+        self._targets = _Targets(registry, config)
         self._dispatcher = Dispatcher([_group(config, self._targets)], self._send, sinks, registry.limit + 64, clock)
         self._exchange = Exchange(client, config.call_timeout_ms / 1000.0, self._fell_back)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -107,6 +113,7 @@ class GenerateBatcher:
         registry.say = client.notify
         registry.on_room = self._room_changed
         registry.on_event = self._stream_event
+        registry.on_completed = self._stream_completed
 
     # -- for callers ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +224,7 @@ class GenerateBatcher:
             handle = self._registry.register(request.stream_id, kept=True)
         if handle.on_left is not None or handle.reserved or handle.closed:
             raise ConfigError(f"stream_id={request.stream_id!r}: in use by a stream that has not ended")
-        handle.window = request.credits
+        handle.window, handle.most = request.credits, request.max_tokens
         return handle
 
     def _submit(self, call: Call, tier: Priority, limit: float | None, also: str) -> None:
@@ -396,6 +403,11 @@ class GenerateBatcher:
         if self._loop is not None and not self._reserving:
             active, limit = self._registry.capacity()
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
+
+    def _stream_completed(self, handle: StreamHandle) -> None:
+        """Its caller may ask again in a moment. The scheduler decides anew when the place is free."""
+        if not handle.closed:
+            self._targets.ended(handle.partition, self._clock(), handle.token_s)
 
     def _stream_event(self, handle: StreamHandle, event: str) -> None:
         """Its reader is slow: what its model would be sent next waits a little."""

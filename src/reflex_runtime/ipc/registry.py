@@ -46,6 +46,7 @@ class StreamHandle(Stream[Token]):
 
     partition: free for who queues it. prompt_tokens, cached_tokens, completion_tokens, ttft_ms: as far as they are
     known; whole once it has ended. reserved: whether it holds a place. window: tokens that the runtime may be ahead.
+    most: tokens it may say, for who queues it to set. token_s: seconds from one token to the next, once it has ended.
     on_left: called when its reader leaves before it ended; on_end: once, when it ends. Both are for who queues it.
     """
 
@@ -56,11 +57,13 @@ class StreamHandle(Stream[Token]):
         "cached_tokens",
         "completion_tokens",
         "id",
+        "most",
         "on_end",
         "on_left",
         "partition",
         "prompt_tokens",
         "reserved",
+        "token_s",
         "ttft_ms",
         "window",
     )
@@ -72,12 +75,18 @@ class StreamHandle(Stream[Token]):
         self.id, self.partition, self.window = id, partition, registry.window
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
         self.ttft_ms: float | None = None
+        self.most, self.token_s = 0, 0.0
         self.reserved = False
         self.on_left: Callable[[], None] | None = None
         self.on_end: Callable[[], object] | None = None
         self._registry = registry
         self._kept = kept
         self._owed = 0  # read, and not granted again
+
+    @property
+    def left(self) -> int:
+        """The most tokens it may still say; all of them where its producer waits for its reader."""
+        return self.most - (self.completion_tokens if self.unread < self.window else 0)
 
     @property
     def closed(self) -> bool:
@@ -99,7 +108,8 @@ class StreamRegistry:
 
     limit: streams that may hold a place at a time. window: see `StreamHandle.window`.
     say: how the runtime is told something. on_room: called when the number of free places may have changed.
-    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place.
+    on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_completed: called
+    with every stream that came to its end while somebody was reading it.
     stray: notifications that nobody wanted, by why: unknown or ended streams, unknown methods, malformed ones.
     """
 
@@ -111,10 +121,11 @@ class StreamRegistry:
         self.limit, self.window = limit, window
         self.on_room: Callable[[], None] | None = None
         self.on_event: Callable[[StreamHandle, str], None] | None = None
+        self.on_completed: Callable[[StreamHandle], None] | None = None
         self.say: Callable[[str, Any], None] = _nobody
         self.stray: Counter[str] = Counter()
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
-        self._active = 0
+        self._holders: dict[StreamHandle, None] = {}  # of a place
         self._idle: asyncio.Event | None = None
         self._kept: OrderedDict[str, StreamHandle] = OrderedDict()
         self._prefix, self._number = secrets.token_hex(4), 0
@@ -163,11 +174,15 @@ class StreamRegistry:
 
     def active_count(self) -> int:
         """Streams that hold a place."""
-        return self._active
+        return len(self._holders)
+
+    def left(self, partition: Hashable) -> list[int]:
+        """The most tokens that each stream of the partition that holds a place may still say."""
+        return [handle.left for handle in self._holders if handle.partition == partition]
 
     def capacity(self) -> tuple[int, int]:
         """(places taken, places)."""
-        return self._active, self.limit
+        return len(self._holders), self.limit
 
     @property
     def unfinished(self) -> int:
@@ -176,21 +191,21 @@ class StreamRegistry:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Until no stream holds a place, `timeout` seconds at most; whether none does."""
-        if self._active and timeout > 0:
+        if self._holders and timeout > 0:
             self._idle = asyncio.Event()
             try:
                 async with asyncio.timeout(timeout):
                     await self._idle.wait()
             except TimeoutError:
                 pass
-        return not self._active
+        return not self._holders
 
     def reserve(self, handle: StreamHandle) -> None:
         """Its request is put into a message: it holds a place until its terminal event, or `release`."""
         assert not handle.reserved, handle.id
         assert self._streams.get(handle.id) is handle, handle.id
         handle.reserved = True
-        self._active += 1
+        self._holders[handle] = None
         self._room()
 
     def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
@@ -240,7 +255,7 @@ class StreamRegistry:
     def snapshot(self) -> dict[str, Any]:
         """Everything countable, JSON-safe."""
         return {
-            "active": self._active,
+            "active": len(self._holders),
             "limit": self.limit,
             "registered": len(self._streams),
             "unread_tokens": sum(handle.unread for handle in self._streams.values()),
@@ -262,12 +277,16 @@ class StreamRegistry:
     def _stats(self, handle: StreamHandle, stats: StreamStats) -> None:
         handle.prompt_tokens, handle.cached_tokens = stats.prompt_tokens, stats.cached_tokens
         handle.completion_tokens, handle.ttft_ms = stats.output_tokens, stats.ttft_ms
+        if stats.ttft_ms is not None and stats.output_tokens > 1:
+            handle.token_s = (stats.duration_ms - stats.ttft_ms) / (stats.output_tokens - 1) / 1000.0
 
     def _event(self, handle: StreamHandle, said: StreamEvent) -> None:
         if said.event not in TERMINAL:
             if self.on_event is not None:
                 self.on_event(handle, said.event)
         elif said.event == "completed":
+            if self.on_completed is not None and not handle.ended:
+                self.on_completed(handle)
             self._end(handle, None)
         elif said.event == "cancelled":
             self._end(handle, Cancelled("it was cancelled"))
@@ -316,8 +335,8 @@ class StreamRegistry:
                 self._kept.popitem(last=False)
         if handle.reserved:
             handle.reserved = False
-            self._active -= 1
-            if not self._active and self._idle is not None:
+            del self._holders[handle]
+            if not self._holders and self._idle is not None:
                 self._idle.set()
             self._room()
 

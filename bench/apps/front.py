@@ -1,0 +1,32 @@
+"""`reflex serve` with one runtime process whose model costs next to nothing: `python -m bench.apps.front PORT [off]`.
+
+Steps take BENCH_STEP_MS milliseconds, as in `runtime_process`. off: every request goes by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.toy import ByteTokenizer
+from reflex_runtime.server.serve import bind
+from reflex_runtime.server.serve_model import serve
+from reflex_runtime.server.workers import WorkersConfig, opened
+
+
+def main() -> None:
+    """Serve until a signal."""
+    port, *rest = sys.argv[1:]
+    command = [sys.executable, "-m", "bench.apps.runtime_process"]
+    batcher = GenerateBatcherConfig(enabled="off" not in rest)
+    workers = WorkersConfig(1, lambda number: spawned(command), "toy", lambda number, restarts: {}, batcher)
+    config = LLMServeConfig(served_model_name="toy")
+    status, clean = serve(config, "toy", opened(workers, ByteTokenizer()), bind("127.0.0.1", int(port)))
+    os._exit(status if clean else 1)
+
+
+if __name__ == "__main__":
+    main()
