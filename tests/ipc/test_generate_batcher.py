@@ -225,7 +225,7 @@ def test_g3_an_urgent_request_goes_at_once_also_while_a_call_is_out() -> None:
 
 def test_g3_tiers_are_first_in_first_out_whatever_the_batches() -> None:
     async def main() -> None:
-        config = GenerateBatcherConfig(max_batch_size=2, stream_limit=2)
+        config = GenerateBatcherConfig(max_batch_size=2, stream_limit=2, max_hold_ms=1000)  # nobody ages
         async with world(config) as made:
             tasks = [made.ask(f"{tier}{i}", tier) for i in range(4) for tier in ("background", "default", "urgent")]
             for n in range(2, 13, 2):
