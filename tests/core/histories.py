@@ -150,6 +150,7 @@ class Scenario:
     holds: bool = False
     prepares: bool = False  # some are admitted before they are ready
     classes: int = 1
+    shapes: bool = False  # every partition has its own
     device: Callable[[Batch], float] = field(default=lambda batch: 3 * TICK)
 
 
@@ -169,6 +170,7 @@ class Play:
         self.ends: dict[int, int] = {}
         self.left: list[Ticket] = []
         self.targets: list[int] = []
+        self.refused = 0  # for their deadline
 
     def run(self) -> Play:
         moves = [self.submit] * 8 + [self.step] * 8 + [self.finish] * 6 + [self.advance] * 3 + [self.wake] * 4
@@ -206,9 +208,11 @@ class Play:
     def submit(self, ready: bool = True) -> None:
         dice, s = self.dice, self.scenario
         limit = dice.of(*s.limits)
+        group, partition = dice.of(*[g.name for g in s.groups]), dice.roll(s.partitions)
         request = Request(
-            group=dice.of(*[g.name for g in s.groups]),
-            partition=dice.roll(s.partitions),
+            group=group,
+            partition=partition,
+            shape=partition if s.shapes else "",
             client=dice.roll(s.clients),
             priority=dice.of(Priority.DEFAULT, Priority.DEFAULT, Priority.URGENT, Priority.BACKGROUND),
             time_limit=None
@@ -227,6 +231,7 @@ class Play:
         seen = self.oracle.submit(request, self.now, ready)
         if isinstance(ticket, str) or isinstance(seen, str):
             assert ticket == seen
+            self.refused += seen == "deadline_unreachable"
             return
         self.pairs.append((ticket, seen))
         assert ticket.seq == seen.seq
@@ -540,6 +545,16 @@ SCENARIOS: dict[str, Scenario] = {
         max_batches=2,
         limits=(None, 30.0, 60.0),
         device=lambda b: (2 + len(b)) * TICK,
+    ),
+    "refused": Scenario(  # spells of slowness, and limits near what one alone takes
+        (timed(FlushPolicy(max_batch_cost=2000 * TICK, max_batch_size=3)),),
+        max_batches=2,
+        limits=(None, 200.0, 200.0, 200.0, 300.0, 300.0, 500.0, 1000.0),
+        classes=2,
+        shapes=True,
+        device=lambda b: (
+            (20 + sum(20 + 60 * t.request.cost_class for t in b.grants)) * TICK * (13 if b.id % 20 < 14 else 1)
+        ),
     ),
     "caps": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=4, cap=2),)),
     "share_room": Scenario((counted(FlushPolicy(max_batch_size=2), capacity=5, share_room=True),), clients=4),

@@ -753,6 +753,39 @@ MUTANTS = [
     M("core/forming.py", "one size tells all", "if not self.group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
     M("core/forming.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
+    # refusals
+    M("core/evidence.py", "an estimate refuses for ever", "now - of_shape < RENEW and", "True or"),
+    M("core/evidence.py", "a class beside others is never tried", "and now - of_key < max(RENEW, seconds / SHARE)", ""),
+    M("core/evidence.py", "a class beside others is tried each second", "max(RENEW, seconds / SHARE)", "RENEW"),
+    M("core/evidence.py", "everybody is let in at once", "return probe is not ticket and not (", "return False and ("),
+    M("core/evidence.py", "a probe in time proves nothing", "if answered and now <= ticket.deadline:", "if False:"),
+    M(
+        "core/evidence.py",
+        "a late probe proves the contrary",
+        "if answered and now <= ticket.deadline:",
+        "if answered:",
+    ),
+    M("core/evidence.py", "a probe that fails is followed at once", "elif ticket.batches:", "elif answered:"),
+    M("core/evidence.py", "a probe that never ran counts", "elif ticket.batches:", "else:"),
+    M("core/evidence.py", "who has less time is tried", "and _limit(ticket) > _limit(probe)", "and True"),
+    M("core/evidence.py", "a running probe is replaced", "probe.state is WAITING and _limit", "_limit"),
+    M("core/evidence.py", "what was learned before serving is tried at once", "return now, 0.0", "return -inf, 0.0"),
+    M("core/forming.py", "a probe is shed", "probe = next((t for t in hopeless", "probe = next((t for t in ()"),
+    M("core/scheduler.py", "nothing renews an estimate", "group.evidence.returned(batch, elapsed, now)", "pass"),
+    M("core/scheduler.py", "a probe is free", "ticket.queue.client.counter += share / ticket", "0.0 + share / ticket"),
+    M(
+        "core/scheduler.py",
+        "a probe costs its estimate",
+        "if evidence.pending and evidence.probes(ticket):\n                notes",
+        "if False:\n                notes",
+    ),
+    M(
+        "core/forming.py",
+        "a burst after a pause waits to be shed",
+        "if chosen.grants else evidence",
+        "if False else evidence",
+    ),
+    M("core/forming.py", "a probe without a place is shed", "return not evidence.probes(ticket) if", "return True if"),
 ]
 
 

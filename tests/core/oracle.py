@@ -47,6 +47,7 @@ class Seen:
     held: bool = False
     abandoned: bool = False
     cancelled: bool = False
+    probe: bool = False  # let in against the estimate
     settled_at: float | None = None
     ended: int = -1  # how many had ended before it did
     ended_before: int = 0  # how many had ended before it came
@@ -58,6 +59,11 @@ class Seen:
 
     def __repr__(self) -> str:
         return f"#{self.seq}"
+
+
+def kind(ticket: Seen) -> Hashable:
+    """What has an estimate of its own."""
+    return ticket.request.shape, ticket.request.cost_class
 
 
 # -- how much --------------------------------------------------------------------------------------------------------
@@ -315,6 +321,8 @@ class World:
     merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
     merge_again: float = -inf
     answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
+    probes: list[Seen] = field(default_factory=list)  # those let in although the estimate says they cannot make it
+    renewed: list[tuple[Hashable, float, float]] = field(default_factory=list)  # shape or kind, when, seconds it took
     suspects: dict[Hashable, list[Trial]] = field(default_factory=dict)
     served: int = 0
     offenders: dict[Hashable, int] = field(default_factory=dict)  # clients, and how many were answered when they failed
@@ -484,7 +492,7 @@ class Oracle:
             return "client_at_capacity"
         if w.pool is not None and request.wants > w.pool:
             return "too_large"
-        if request.time_limit is not None and now + w.meter.remaining(ticket) > ticket.deadline:
+        if self.cannot_make_it(w, ticket) and self.refuses(w, ticket):
             return "deadline_unreachable"
         for old in replaced:
             self.settle(old, "superseded")
@@ -526,6 +534,9 @@ class Oracle:
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
         ticket.ended_before = sum(t.state == "settled" for t in self.all)
+        if self.cannot_make_it(w, ticket):
+            w.probes = [t for t in w.probes if kind(t) != kind(ticket)] + [ticket]
+            ticket.probe = True
         self.all.append(ticket)
         w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
@@ -544,7 +555,7 @@ class Oracle:
         ticket.request, ticket.stage, ticket.wants, ticket.arrived = made, made.stage, made.wants, now
         limit = inf if made.time_limit is None else made.time_limit
         ticket.promote_at = now + min(self.worlds[made.group].promote_after, 0.5 * limit)
-        if ticket.deadline < inf and now + self.worlds[made.group].meter.remaining(ticket) > ticket.deadline:
+        if self.cannot_make_it(self.worlds[made.group], ticket) and self.refuses(self.worlds[made.group], ticket):
             self.settle(ticket, "deadline_unreachable")
             return
         self.preparing.remove(ticket)
@@ -554,6 +565,26 @@ class Oracle:
         w = self.worlds[made.group]
         ticket.share = w.meter.share(ticket, w.flush)
         self.enter(w, ticket)
+
+    def cannot_make_it(self, w: World, ticket: Seen) -> bool:
+        """By the estimate."""
+        return ticket.deadline < inf and self.now + w.meter.remaining(ticket) > ticket.deadline
+
+    def refuses(self, w: World, ticket: Seen) -> bool:
+        """Whether an estimate may refuse it: for a second after a batch of its shape came back, and of its class for
+        ten times what that took; not after one that was tried was in time; and while one is being tried, unless that
+        still waits and has less time."""
+        limit = ticket.request.time_limit or 0.0
+        for probe in w.probes:
+            if kind(probe) == kind(ticket):
+                return probe.state != "waiting" or limit <= (probe.request.time_limit or 0.0)
+        for key, span in ((ticket.request.shape, 0.0), (kind(ticket), 10.0)):
+            if not any(k == key for k, _, _ in w.renewed):
+                w.renewed.append((key, self.now, 0.0))
+            at, seconds = [(at, seconds) for k, at, seconds in w.renewed if k == key][-1]
+            if self.now - at >= max(1.0, span * seconds):
+                return False
+        return True
 
     def cancel(self, ticket: Seen, now: float) -> None:
         self.input(now)
@@ -607,10 +638,14 @@ class Oracle:
             return
         if not any(isinstance(o, Failed) for o in outcomes):
             w.meter.learn(batch.grants, batch.stage, elapsed)
+            for one in batch.grants if w.meter.in_seconds else ():
+                w.renewed += [(one[0].request.shape, now, elapsed), (kind(one[0]), now, elapsed)]
             each = elapsed / len(batch.grants)
             w.per_item = w.per_item + 0.1 * (each - w.per_item) if w.per_item else each
         for (ticket, units), outcome in zip(batch.grants, outcomes, strict=True):
             ticket.shared += elapsed / len(batch.grants)
+            if ticket in w.probes:
+                w.counters[ticket.client] += elapsed / len(batch.grants) / ticket.request.weight
             if isinstance(outcome, More):
                 ticket.computed += units
                 ticket.wants = outcome.wants
@@ -714,6 +749,13 @@ class Oracle:
             w.left.append(ticket)
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
         ticket.settled_at, ticket.ended = self.now, sum(t.state == "settled" for t in self.all) - 1
+        ticket.settled_at = self.now
+        if ticket in w.probes:
+            w.probes.remove(ticket)
+            if result == "ok" and self.now <= ticket.deadline:
+                w.renewed += [(ticket.request.shape, -inf, 0.0), (kind(ticket), -inf, 0.0)]
+            elif ticket.granted:
+                w.renewed += [(key, self.now, ticket.shared) for key in (ticket.request.shape, kind(ticket))]
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
         if not self.unsettled(w.name, client=ticket.client):
@@ -1269,7 +1311,8 @@ class Oracle:
         for ticket, units in batch:
             charge = w.meter.charge(ticket, units)
             expected += charge
-            w.counters[ticket.client] += (charge + fixed / len(batch)) / ticket.request.weight
+            if ticket not in w.probes:  # the estimate of such a one is in doubt
+                w.counters[ticket.client] += (charge + fixed / len(batch)) / ticket.request.weight
             ticket.state = "running"
             ticket.granted += units
         for where in (partition, None):

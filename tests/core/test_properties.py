@@ -88,6 +88,19 @@ def test_the_histories_reach_every_outcome_and_every_cause() -> None:
     assert preempted >= 5
 
 
+def test_the_histories_reach_every_way_a_refusal_is_tried() -> None:
+    ends: defaultdict[str, int] = defaultdict(int)
+    random = Random(3)
+    for _ in range(60):
+        play = Play(SCENARIOS["refused"], random.randbytes(600)).run()
+        for ticket, seen in play.pairs:
+            if seen.probe:
+                in_time = seen.result == "ok" and seen.settled_at <= ticket.deadline
+                ends["in time" if in_time else "late" if seen.result == "ok" else seen.result] += 1
+        ends["refused"] += play.refused
+    assert min(ends[end] for end in ("in time", "late", "deadline_exceeded", "processor_failed", "refused")) >= 3, ends
+
+
 # -- the default rule: no oracle, but every promise --------------------------------------------------------------------
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +291,26 @@ def test_the_cost_model_is_taught_by_warm_up(tmp_path: Path) -> None:
         rows = model.snapshot()
         assert {row["stage"] for row in rows if row.get("ready")} == set(stages)
         assert [row["samples"] for row in rows if row["stage"] is None and row["samples"] >= 3]
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("monolithic", 1), ("decomposed", 1 + STEPS)])
+def test_what_happens_once_while_warming_up_teaches_nothing(tmp_path: Path, kind: str, calls: int) -> None:
+    policy = load_policy(write_export(tmp_path, kind))
+    slow = 3 * 2 * calls  # of four rounds with two sizes each, three take 5 s a call
+
+    def times() -> Iterator[float]:
+        now = 0.0
+        for call in count():
+            yield now
+            now += 5.0 if call < slow else 0.010
+            yield now
+
+    warm, model = policy.warm_up((1, 2), clock=partial(next, times())), policy.cost_model()
+    assert len(warm.batches) == slow
+    warm.teach(model)
+    one = asked(policy, 0)
+    assert model.remaining(Ticket(one, 0, 0.0)) < 0.2
+    assert model.estimate(Ticket(one, 0, 0.0)) < 0.2
 
 
 def test_warm_up_leaves_nothing_behind(policy: DecomposedPolicy) -> None:

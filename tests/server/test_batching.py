@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,19 @@ def test_b17_deadlines(tiny: Path, file: Path) -> None:
         ran = members(traced(server, file))
     assert not {"late", "never", "r0"} & set(ran)
     assert ran[-1] == "fine"
+
+
+def test_b17_a_slow_spell_locks_nobody_out(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:slow:1:600") as server:
+        for _ in range(5):
+            assert server.act().status == 200  # it learns that one takes 600 ms
+        assert server.act(deadline_ms=400).code == "deadline_unreachable"
+        assert server.ask("POST", "/admin/faults", b'{"faults": []}').status == 200
+        began = time.monotonic()
+        while server.act(deadline_ms=400).status != 200:  # nobody sends anything else
+            assert time.monotonic() < began + 30.0
+        served = [server.act(deadline_ms=400).status for _ in range(20)]
+        assert served.count(200) >= 18  # a machine may be busy
 
 
 def test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none(tiny: Path) -> None:

@@ -44,6 +44,9 @@ def test_below_its_smallest_size_a_table_stays_level() -> None:
 def test_drift_comes_at_once_or_gradually() -> None:
     sudden = Drifting(Affine(0.010, 0.0), factor=3.0, at=5.0)
     assert [sudden.seconds(batch(""), t, RNG) for t in (4.9, 5.0, 9.0)] == pytest.approx([0.010, 0.030, 0.030])
+    spell = Drifting(Affine(0.010, 0.0), factor=3.0, at=5.0, until=9.0)
+    found = [spell.seconds(batch(""), t, RNG) for t in (4.9, 5.0, 8.9, 9.0)]
+    assert found == pytest.approx([0.010, 0.030, 0.030, 0.010])
     slow = Drifting(Affine(0.010, 0.0), factor=3.0, at=5.0, over=4.0)
     assert [slow.seconds(batch(""), t, RNG) for t in (5.0, 7.0, 20.0)] == pytest.approx([0.010, 0.020, 0.030])
 

@@ -48,7 +48,7 @@ def in_time(group: Group, ticket: Ticket, now: float) -> None:
     """Raise when the estimate says that its deadline cannot be met."""
     if ticket.deadline < inf:
         needed = group.cost.remaining(ticket)
-        if now + needed > ticket.deadline:
+        if now + needed > ticket.deadline and group.evidence.refuses(ticket, now):
             left = ticket.deadline - now
             raise TooLate(
                 f"needs about {needed * 1e3:.1f} ms, the deadline allows {left * 1e3:.1f} ms",

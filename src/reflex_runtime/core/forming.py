@@ -307,7 +307,12 @@ class Former:
         if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):
             candidates, hopeless = self._candidates()
             chosen = Filled({}, full.tally)
-            if candidates:
+            probe = next((t for t in hopeless if not self.group.evidence.refuses(t, self.now)), None)
+            if probe is not None:
+                self.group.evidence.probe(probe)
+                hopeless.remove(probe)
+                chosen = self._fill(base, [probe], inf)
+            elif candidates:
                 affine = self._affine(candidates[0])
                 price = self._price(candidates[0], affine)
                 alike = not base.grants and self._alike(candidates)
@@ -374,15 +379,21 @@ class Former:
         if self._line:
             ends = after + self.group.cost.remaining(self._line[0])
             late = [t for t in self._line if ends > t.deadline and t not in chosen.grants and t not in shed]
-            return sorted(late, key=lambda t: (t.deadline, t.seq))
+            return sorted((t for t in late if self._refused(t, chosen)), key=lambda t: (t.deadline, t.seq))
         found: list[Ticket] = []
         for ticket in self.partition.deadlines.ascending():
             if ticket.state is not TicketState.WAITING or ticket in chosen.grants or ticket in shed:
                 continue
             if after + self.group.cost.remaining(ticket) <= ticket.deadline:
                 break
-            found.append(ticket)
+            if self._refused(ticket, chosen):
+                found.append(ticket)
         return found
+
+    def _refused(self, ticket: Ticket, chosen: Filled) -> bool:
+        """Whether the estimate by which a ticket is late is acted on. A batch that runs now renews it."""
+        evidence = self.group.evidence
+        return not evidence.probes(ticket) if chosen.grants else evidence.refuses(ticket, self.now)
 
     def _overtaken(self, chosen: Filled) -> list[Ticket]:
         """Rather refuse an elder with a deadline than answer it after its client's younger one."""

@@ -11,6 +11,7 @@ from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.backlog import Backlog
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.evidence import Evidence
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.isolation import Offenders
 from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
@@ -90,6 +91,7 @@ class Group:
         self.config = config
         self.name = config.name
         self.cost = config.cost()
+        self.evidence = Evidence()
         self.clients = Clients()
         self.returns = Returns()
         self.offenders = Offenders()
@@ -147,6 +149,8 @@ class Group:
         partition.tiers[ticket.tier].append(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)
+            if now + self.cost.remaining(ticket) > ticket.deadline:  # admitted all the same
+                self.evidence.probe(ticket)
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
         partition.arrivals.arrive(now)
@@ -253,6 +257,8 @@ class Group:
             self.turns.shares.leave(partition)
             partition.forget()
             self._rest(partition)
+        if self.evidence.pending and self.evidence.probes(ticket):
+            self.evidence.settled(ticket, answered, now)
         client: Client = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1

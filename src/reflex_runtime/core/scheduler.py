@@ -240,6 +240,8 @@ class Scheduler:
         group.charge(partition, elapsed - batch.expected)
         if not failed:
             group.cost.observe(batch, elapsed)
+            if group.cost.unit == "seconds":
+                group.evidence.returned(batch, elapsed, now)
         resources = group.config.resources
         if resources is not None:
             resources.rollback(batch) if void else resources.commit(batch)
@@ -420,7 +422,8 @@ class Scheduler:
 
     def _schedule(self, group: Group, partition: Partition, formed: Formed) -> Batch:
         self._batches += 1
-        model, n = group.cost, len(formed.grants)
+        model, evidence, n = group.cost, group.evidence, len(formed.grants)
+        notes: dict[str, Any] = {}
         fixed = model.fixed(next(iter(formed.grants)))
         expected, queued_units = fixed, sum(formed.cached.values())  # `wants` is without these already
         cause = formed.cause
@@ -442,7 +445,10 @@ class Scheduler:
             ticket.batches += 1
             marginal = model.marginal(ticket, units)
             expected += marginal
-            ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
+            if evidence.pending and evidence.probes(ticket):
+                notes = {"probe": True}  # the estimate is in doubt: its client is charged what it takes, in `_ended`
+            else:
+                ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
         partition.was_held = False
@@ -461,6 +467,7 @@ class Scheduler:
             short_of=formed.short_of if partition.waiting else "",
             cached=formed.cached,
             part=formed.part,
+            notes=notes,
         )
         if formed.part is not None:
             partition.suspects.take(formed.part)
@@ -478,9 +485,11 @@ class Scheduler:
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
         """Move the tickets of a batch on, and tell those that end."""
-        settled, done, took = group.cost.settled, 0, 0.0
+        settled, evidence, done, took = group.cost.settled, group.evidence, 0, 0.0
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
+            if evidence.pending and evidence.probes(ticket):
+                ticket.queue.client.counter += share / ticket.request.weight
             if isinstance(outcome, More):
                 error = self._stay(partition, ticket, units, outcome)
                 if error is not None:

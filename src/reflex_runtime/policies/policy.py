@@ -271,9 +271,10 @@ class Policy(BaseProcessor):
         """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
 
         The captured sizes are among them whether named or not: each is captured in the batch that is not counted.
-        Two sizes and three repeats are what a cost model needs to know every stage. Made-up observations, no episode:
-        nothing of it is cached or remembered. To be called where batches run, before the first of them. A batch that
-        fails raises its error: a policy that cannot answer noise must not be served.
+        Two sizes and three repeats are what a cost model needs to know every stage. Of the repeats of a size it is
+        taught the fastest, as often as there were repeats: what happens once (compiling, allocating) teaches nothing.
+        Made-up observations, no episode: nothing of it is cached or remembered. To be called where batches run, before
+        the first of them. A batch that fails raises its error: a policy that cannot answer noise must not be served.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
@@ -287,7 +288,7 @@ class Policy(BaseProcessor):
                 if measured:
                     batches += ran
                     finished += tickets
-        return WarmUp(batches, finished)
+        return WarmUp(_usual(batches), finished)
 
     def _warm_batch(self, tickets: Sequence[Ticket], clock: Callable[[], float]) -> list[tuple[Batch, float]]:
         """Tickets from their first stage to their end, all in step but for those that end early."""
@@ -301,7 +302,6 @@ class Policy(BaseProcessor):
             elapsed = clock() - began
             ran.append((batch, elapsed))
             for ticket, outcome in zip(grants, outcomes, strict=True):
-                ticket.shared += elapsed / len(grants)
                 if isinstance(outcome, Failed | Apart):
                     self.drop(tickets)
                     raise outcome.error
@@ -364,6 +364,19 @@ class Policy(BaseProcessor):
 
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
+
+
+def _usual(batches: Sequence[tuple[Batch, float]]) -> list[tuple[Batch, float]]:
+    """The same batches, each with the least seconds that one of its stage and size took; their tickets share those."""
+    least: dict[tuple[str, int], float] = {}
+    for batch, elapsed in batches:
+        kind = (batch.stage, len(batch))
+        least[kind] = min(elapsed, least.get(kind, elapsed))
+    usual = [(batch, least[batch.stage, len(batch)]) for batch, _ in batches]
+    for batch, seconds in usual:
+        for ticket in batch.grants:
+            ticket.shared += seconds / len(batch)
+    return usual
 
 
 def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:

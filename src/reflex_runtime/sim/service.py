@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from math import exp
+from math import exp, inf
 from random import Random
 from typing import Protocol
 
@@ -91,15 +91,19 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Drifting:
-    """A device that becomes `factor` times as slow: at once at `at` seconds, or gradually over `over` seconds."""
+    """A device that becomes `factor` times as slow: at once at `at` seconds, or gradually over `over` seconds.
+
+    until: when batches that start take their usual time again.
+    """
 
     inner: Service
     factor: float
     at: float
     over: float = 0.0
+    until: float = inf
 
     def seconds(self, batch: Batch, now: float, rng: Random) -> float:
-        if now < self.at:
+        if not self.at <= now < self.until:
             done = 0.0
         else:
             done = 1.0 if self.over <= 0.0 else min(1.0, (now - self.at) / self.over)

@@ -1,0 +1,90 @@
+"""Whether an estimate may refuse: only while something renews it.
+
+A refused request runs nothing, so nothing is measured, and a wrong estimate that refuses everybody would do so for
+ever. Therefore an estimate refuses for at most `RENEW` seconds after the last batch of its shape came back. Then one
+request, the probe, is let in against the estimate; the others are refused as before until it has settled. A probe that
+was answered in time disproves the estimate: the next request is let in at once, until the cost model has learned.
+A probe that was late renews the refusal. So an idle device tries at once, and a hopeless one once a second.
+
+A class of requests may be refused while other classes of its shape run and renew the estimates of the shape. It is
+tried too, but then probes take device time from others: at most `SHARE` of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from math import inf
+
+from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.request import WAITING, Ticket
+
+RENEW = 1.0  # seconds
+SHARE = 0.1  # of the device, for probes of a class beside others of its shape
+MAX_KEYS = 1024  # shapes and classes remembered; one that was forgotten counts as renewed when it next refuses
+
+
+class Evidence:
+    """What renews the estimates of one group."""
+
+    __slots__ = ("_renewed", "pending")
+
+    def __init__(self) -> None:
+        self._renewed: dict[
+            Hashable, tuple[float, float]
+        ] = {}  # when, and the seconds its batch took; by shape and key
+        self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
+
+    def refuses(self, ticket: Ticket, now: float) -> bool:
+        """Whether an estimate by which the ticket cannot make its deadline is to be acted on."""
+        shape, key = ticket.request.shape, _key(ticket)
+        probe = self.pending.get(key)
+        if probe is not None:
+            return probe is not ticket and not (probe.state is WAITING and _limit(ticket) > _limit(probe))
+        of_shape, _ = self._since(shape, now)
+        of_key, seconds = self._since(key, now)
+        return now - of_shape < RENEW and now - of_key < max(RENEW, seconds / SHARE)
+
+    def probe(self, ticket: Ticket) -> None:
+        """The ticket is let in against the estimate."""
+        self.pending[_key(ticket)] = ticket
+
+    def probes(self, ticket: Ticket) -> bool:
+        """Whether the ticket is such a one."""
+        return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
+
+    def returned(self, batch: Batch, elapsed: float, now: float) -> None:
+        """A batch came back without a fault."""
+        for shape, cost_class in {(t.request.shape, t.request.cost_class) for t in batch.grants}:
+            self._renew(shape, now, elapsed)
+            self._renew((shape, cost_class), now, elapsed)
+
+    def settled(self, ticket: Ticket, answered: bool, now: float) -> None:
+        """A probe ended."""
+        key = _key(ticket)
+        del self.pending[key]
+        if answered and now <= ticket.deadline:
+            self._renew(ticket.request.shape, -inf, 0.0)
+            self._renew(key, -inf, 0.0)
+        elif ticket.batches:  # also one that failed: the next is tried as late as after one that was late
+            self._renew(key, now, ticket.shared)
+            self._renew(ticket.request.shape, now, ticket.shared)
+
+    def _since(self, key: Hashable, now: float) -> tuple[float, float]:
+        found = self._renewed.get(key)
+        if found is None:  # learned before anything was served: that is tried no later than the rest
+            self._renew(key, now, 0.0)
+            return now, 0.0
+        return found
+
+    def _renew(self, key: Hashable, now: float, seconds: float) -> None:
+        if key not in self._renewed and len(self._renewed) >= MAX_KEYS:
+            del self._renewed[next(iter(self._renewed))]
+        self._renewed[key] = (now, seconds)
+
+
+def _key(ticket: Ticket) -> Hashable:
+    return ticket.request.shape, ticket.request.cost_class
+
+
+def _limit(ticket: Ticket) -> float:
+    return inf if ticket.request.time_limit is None else ticket.request.time_limit
