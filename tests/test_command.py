@@ -62,7 +62,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, one_line(done)) == (1, "reflex simulate: No space left on device")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--duration-s", "3"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["simulate", "--duration-s", "3"], ["trace", "--prompts", "hello"]])
 def test_a_reader_that_leaves_is_no_failure(arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

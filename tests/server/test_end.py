@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -202,3 +203,57 @@ def test_h6_it_answers_at_once_while_batches_run(tmp_path: Path) -> None:
             thread.join()
     assert seconds[100] < 0.030  # this client opens a connection each time, on the core the model wants too
     assert seconds[197] < 0.300
+
+
+# -- a second Ctrl-C ---------------------------------------------------------------------------------------------------
+
+# `reflex serve` of the toy, whose model never comes back from the step of a request.
+STUCK = """
+import sys, threading
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.server.local_model import opened
+from reflex_runtime.server.listen import bind
+from reflex_runtime.server.serve_model import serve
+
+class Stuck(ToyRunner):
+    served = False
+    def forward(self, step):
+        if self.served:
+            print("inside", file=sys.stderr, flush=True)
+            threading.Event().wait()
+        return super().forward(step)
+
+runner, sock = Stuck(), bind("127.0.0.1", 0)
+def ready(model):
+    runner.served = True
+    print(f"ready on http://127.0.0.1:{sock.getsockname()[1]}", file=sys.stderr, flush=True)
+
+import logging
+logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+serve(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())), sock, None, ready)
+"""
+
+
+def test_a_second_ctrl_c_ends_a_server_of_policies_at_once(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0", "--drain-timeout-s", "600") as server:
+        with server.burst([{"state": STATE}]) as burst:
+            burst.send()
+            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="prod") == 1)
+            server.process.send_signal(signal.SIGINT)
+            server.wait_log("draining")
+            server.process.send_signal(signal.SIGTERM)  # whoever stops services says it again: that is no hurry
+            assert server.stop(signal.SIGINT) == 130
+    assert server.log[-2].endswith("interrupted again: leaving without waiting for what is left")
+
+
+def test_a_second_ctrl_c_ends_a_server_of_a_model_at_once() -> None:
+    with Server("", before=STUCK) as server:
+        body = json.dumps({"model": "toy", "prompt": "x"}).encode()
+        with server.connect() as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            server.wait_log("inside")
+            server.process.send_signal(signal.SIGINT)
+            server.wait_log("draining")
+            assert server.stop(signal.SIGINT) == 130

@@ -9,6 +9,7 @@ import re
 import socket
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,7 +99,8 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: None)
+    opened = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000))
+    monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: opened)
     monkeypatch.setattr(tokenizer.HFTokenizer, "load", lambda path: None)
     for name in (f.name for f in fields(LLMServeConfig)):
         monkeypatch.delenv(f"REFLEX_{name.upper()}", raising=False)
@@ -147,15 +149,56 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
 
     asked: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(module, "load", lambda path, **options: asked.append((path, options)))
-    options = "--device cpu --runner torch --dtype int8 --threads 3 --max-model-len 99 --block-size 8 --kv-cache-gb 1.5"
-    for more in ([], options.split()):
+    options = "--device cpu --runner torch --dtype float32 --threads 3 --max-model-len 99 --block-size 8"
+    for more in ([], [*options.split(), "--kv-cache-gb", "1.5"]):
         assert main(["serve", str(model_dir), "--port", "0", *more]) == 0
         load_model(model_dir, served[-1][0])
     auto = {"device": "auto", "runner": "auto", "dtype": "auto"}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
     assert asked[0] == (model_dir, auto | none)
     numbers = {"block_size": 8, "kv_cache_bytes": 1_500_000_000, "max_model_len": 99, "threads": 3}
-    assert asked[1] == (model_dir, {"device": "cpu", "runner": "torch", "dtype": "int8"} | numbers)
+    assert asked[1] == (model_dir, {"device": "cpu", "runner": "torch", "dtype": "float32"} | numbers)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--runner openvino --device cuda", "--device=cuda: needs a GPU and a PyTorch that sees it"),
+        ("--runner torch --dtype int8", "--dtype=int8: only the openvino runner has weights of 8 bits"),
+        ("--block-size 8", "--block-size=8: blocks of the openvino runner have the size that its kernels want"),
+        ("--max-model-len 1001", "--max-model-len=1001: must be at most 1000, what the model was made for"),
+    ],
+)
+def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as_flags(
+    options: str, says: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
+    assert says in said(capsys, str(model_dir), *options.split())
+
+
+def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_too(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
+    monkeypatch.setattr("reflex_runtime.llm.load.find_spec", lambda name: None)
+    line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")
+    assert "--runner=openvino: runs on the cpu, not on cuda" in line
+    line = said(capsys, str(model_dir))
+    assert "--runner=auto: openvino is not installed: in a clone, pip install '.[llm]'" in line
+    assert "--runner=torch: torch is not installed: pip install torch" in said(
+        capsys, str(model_dir), "--runner", "torch"
+    )
+
+
+def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Path, **options: Any) -> None:
+        raise ConfigError(f"OpenVinoRunner.kv_cache_bytes={options['kv_cache_bytes']}: one block takes 9 bytes")
+
+    monkeypatch.setattr("reflex_runtime.llm.load.load", load)
+    with pytest.raises(ConfigError, match=r"^--kv-cache-gb=1e-09: one block takes 9 bytes"):
+        load_model(Path(), LLMServeConfig(kv_cache_gb=1e-9))
 
 
 @pytest.fixture
@@ -257,7 +300,7 @@ def test_h10_file_then_environment_then_flags_and_the_table_tells(
     file.write_text('[serve]\nmax_queue = 7\nmax-num-seqs = 8\nprefix_caching = false\nport = 0\napi_key = "k"\n')
     monkeypatch.setenv("REFLEX_MAX_NUM_SEQS", "9")
     monkeypatch.setenv("REFLEX_BLOCK_SIZE", "32")
-    assert main(["serve", str(model_dir), "--config", str(file), "--block-size", "64"]) == 0
+    assert main(["serve", str(model_dir), "--config", str(file), "--block-size", "64", "--runner", "torch"]) == 0
     config = served[0][0]
     assert (config.max_queue, config.max_num_seqs, config.block_size, config.prefix_caching) == (7, 9, 64, False)
     shown = capsys.readouterr().err

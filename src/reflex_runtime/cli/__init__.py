@@ -65,6 +65,10 @@ def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
         return 2
     except BrokenPipeError:  # the reader of our output has what it wanted, as with `reflex trace FILE | head`
         return 0
+    except SystemExit as error:  # so does rich say it
+        if isinstance(error.__context__, BrokenPipeError):
+            return 0
+        raise
     except OSError as error:
         full = error.errno in _FULL
         if not full and error.filename is None:

@@ -33,8 +33,9 @@ A directory with a config.json and no reflex_config.json is a language model: re
 OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
 
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_QUEUE=64).
+Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
 Exit status: 0 after a drain, 1 when the policy could not be started or was lost again and again (with
---no-supervise: when the device was lost), 2 for a wrong option or export.
+--no-supervise: when the device was lost), 2 for a wrong option or export, 130 after a second Ctrl-C.
 """
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
-from reflex_runtime.cli.worker_settings import gpu_of, load_model, settings_of, trace_of
+from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line
 from reflex_runtime.demo.scribe import model_directory
 
@@ -41,7 +41,8 @@ then, with any client of the OpenAI API:
     -d '{"model": "scribe", "prompt": "Once there was", "max_tokens": 60}'
 
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_NUM_SEQS=64).
-Exit status: 0 after a drain, 1 when the model was lost, 2 for a wrong option or directory.
+Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
+Exit status: 0 after a drain, 1 when the model was lost, 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
@@ -86,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     for path in _traces(config):
         check_trace(path)
-    Checkpoint.open(args.model)
+    check_model(config, Checkpoint.open(args.model).config.max_position_embeddings)
     tokenizer = HFTokenizer.load(args.model)
     if config.workers:
         config, batcher = _one_bound(config, batcher)

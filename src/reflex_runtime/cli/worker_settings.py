@@ -6,7 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.config import LLMServeConfig, flag
+from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.runner import Runner
@@ -20,16 +21,43 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
     """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner."""
     from reflex_runtime.llm.load import load as load_directory
 
-    return load_directory(
-        directory,
-        device=config.device,
-        runner=config.runner,
-        dtype=config.dtype,
-        block_size=config.block_size or None,
-        kv_cache_bytes=int(config.kv_cache_gb * 1e9) or None,
-        max_model_len=config.max_model_len or None,
-        threads=config.threads or None,
-    )
+    try:
+        return load_directory(
+            directory,
+            device=config.device,
+            runner=config.runner,
+            dtype=config.dtype,
+            block_size=config.block_size or None,
+            kv_cache_bytes=int(config.kv_cache_gb * 1e9) or None,
+            max_model_len=config.max_model_len or None,
+            threads=config.threads or None,
+        )
+    except ConfigError as error:
+        name = "kv_cache_gb" if "kv_cache_bytes=" in error.message else str(error.details.get("field", ""))
+        raise _as_flag(config, name, error) from error
+
+
+def check_model(config: LLMServeConfig, positions: int) -> None:
+    """Check what can be checked without loading the model; errors name flags. positions: most that the model takes."""
+    from reflex_runtime.llm.load import choose
+
+    device = "cpu" if config.device == "auto" else config.device  # whether there is a GPU, loading will tell
+    try:
+        choose(device, config.runner, config.dtype, config.block_size or None)
+    except ConfigError as error:
+        raise _as_flag(config, str(error.details["field"]), error) from None
+    if config.max_model_len > positions:
+        raise ConfigError(
+            f"--max-model-len={config.max_model_len}: must be at most {positions}, what the model was made for",
+            field="max_model_len",
+        )
+
+
+def _as_flag(config: LLMServeConfig, name: str, error: ConfigError) -> ConfigError:
+    """An error about an argument, in the words of the command line; itself where it is about something else."""
+    if name not in LLMServeConfig.__dataclass_fields__:
+        return error
+    return ConfigError(f"{flag(name)}={getattr(config, name)}: {error.message.partition(': ')[2]}", field=name)
 
 
 def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -120,8 +121,7 @@ async def _serve(
     app = App(runtime)
     server = listening(app, HttpProtocol)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop_on_signals(loop, stop)
     if config.trace or config.record:
         loop.add_signal_handler(signal.SIGHUP, turn_all)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
@@ -173,6 +173,20 @@ async def _drain(config: ServeConfig, runtime: PolicyRuntime, app: App, server: 
     await read_what_arrived(server, app.door)
     app.door.bodies.close()
     return clean
+
+
+def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once: its user has no more patience."""
+
+    def signalled(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            log.warning("interrupted again: leaving without waiting for what is left")
+            logging.shutdown()
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
 
 
 async def read_what_arrived(server: uvicorn.Server, door: Door) -> None:

@@ -25,6 +25,7 @@ from reflex_runtime.server.serve import (
     listening,
     loop_factory,
     read_what_arrived,
+    stop_on_signals,
     until_set,
 )
 from reflex_runtime.server.served_model import Open, ServedModel
@@ -101,9 +102,7 @@ def serve(
 
     async def main() -> tuple[int, bool]:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
+        stop_on_signals(asyncio.get_running_loop(), stop)
         if config.trace:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a trace
         return await serving(config, name, open, sock, stop, on_listening, ready)
