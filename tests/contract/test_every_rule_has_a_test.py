@@ -93,7 +93,7 @@ FEEDS_EFFECT = {
     "threads": "test_f14_threads_are_onnx_runtimes_own",
     "startup_timeout_s": "test_f14_startup_timeout_s_bounds_the_start_of_the_processor",
     "max_batch_size": "test_f14_max_batch_size_bounds_a_call",
-    "max_latency_ms": "test_f14_max_latency_ms_is_how_long_company_is_waited_for",
+    "max_latency_ms": "test_f14_max_latency_ms_lets_files_that_are_due_share_calls",
     "queue_capacity": "test_f14_queue_capacity_bounds_what_waits_and_cameras_hear_of_it",
     "response_timeout_s": "test_f14_response_timeout_s_is_what_a_feed_waits",
     "watchdog_s": "test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds",

@@ -471,8 +471,8 @@ MUTANTS = [
     M(
         "core/forming.py",
         "only returns may hold",
-        "if not self.policy.holds and not self.group.returns.expected:",
-        "if not self.group.returns.expected:",
+        "if not self.policy.holds and self.policy.returns <= 0.0:",
+        "if self.policy.returns <= 0.0:",
     ),
     M("core/forming.py", "equals need no shares", "alike and not self.partition.residents", "alike"),
     M("core/time_cost.py", "equals pass the budget", "n < most and total + slope <= ceiling:", "n < most:"),

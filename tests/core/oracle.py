@@ -1127,6 +1127,8 @@ class Oracle:
             places = int(min(places, (budget - seconds) / marginal + NEARLY))
         if seconds <= 0.0 or longest <= 0.0 or places <= 0.0 or fixed <= 0.0:
             return 0.0
+        if min(self.absent(w), places) * fixed <= n * 0.0001:  # not worth ending a hold
+            return 0.0
         waits, thinkers = self.due_within(w, partition, longest)
         best = (0.0, 0.0)  # gain, hold
         for i, (wait, *_) in enumerate(waits):
@@ -1143,6 +1145,17 @@ class Oracle:
         merging, until = w.merging
         return max(best[1], until - self.now) if waits and merging == partition else best[1]
 
+    def is_absent(self, mine: list[Seen]) -> bool:
+        """Whether the client of these was answered and has asked nothing since."""
+        return all(t.state == "settled" for t in mine) and max(mine, key=lambda t: t.ended).result == "ok"
+
+    def absent(self, w: World) -> int:
+        by_client: dict[Hashable, list[Seen]] = {}
+        for ticket in self.all:
+            if ticket.request.group == w.name:
+                by_client.setdefault(ticket.client, []).append(ticket)
+        return sum(self.is_absent(mine) for mine in by_client.values())
+
     def due_within(self, w: World, partition: Hashable, longest: float) -> tuple[list[Due], int]:
         """When absent clients may ask: (seconds from now, probability, that times their mean, by think time), in order;
         and how many of them are predicted by their think time."""
@@ -1151,7 +1164,7 @@ class Oracle:
         for client in {t.client for t in self.all if t.request.group == w.name}:
             mine = [t for t in self.all if t.request.group == w.name and t.client == client]
             last = max(mine, key=lambda t: t.ended)
-            if any(t.state != "settled" for t in mine) or last.result != "ok":
+            if not self.is_absent(mine):
                 continue
             if mine[-1].request.partition != partition:
                 continue

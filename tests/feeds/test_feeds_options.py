@@ -11,7 +11,7 @@ from statistics import median
 import psutil
 import pytest
 
-from feeds.commands import Feeds, by_feed, figures, ran, refusal, results, scratch, together
+from feeds.commands import Feeds, figures, ran, refusal, results, scratch, together
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture
 from reflex_runtime.telemetry.trace import read_trace
@@ -77,17 +77,16 @@ def test_f14_max_batch_size_bounds_a_call(tmp_path: Path) -> None:
     assert most == {2: 2, 6: 6}
 
 
-def test_f14_max_latency_ms_is_how_long_company_is_waited_for(tmp_path: Path) -> None:
+def test_f14_max_latency_ms_lets_files_that_are_due_share_calls(tmp_path: Path) -> None:
+    """Two files on a processor that does two pictures as fast as one take turns unless they wait for each other."""
+    files = (f"one={frames(15)}", f"two={frames(15)}")
     runs = []
-    for most in ("0", "200"):  # the camera shows a picture every half second, so it is expected, and seldom there
-        arguments = ("camera=markers:feed=2,fps=2,frames=4", f"file={frames(7)}", *SIZES, "--results", most)
-        runs.append(Feeds(*arguments, "--max-latency-ms", most, cwd=scratch(tmp_path)))
+    for most in ("0", "80"):
+        arguments = (*files, *SIZES, "--results", most, "--max-latency-ms", most)
+        runs.append(Feeds(*arguments, cwd=scratch(tmp_path), env={"SECONDS_EACH": "0.15"}))
     together(*runs)
-    waited = {
-        most: median(1e-3 * line["latency_ms"] for line in by_feed(results(tmp_path / str(most)))["file"])
-        for most in (0, 200)
-    }
-    assert waited[0] < 0.15 < waited[200]
+    size = {most: median(line["value"]["size"] for line in results(tmp_path / str(most))) for most in (0, 80)}
+    assert size == {0: 1, 80: 2}
 
 
 def test_f14_queue_capacity_bounds_what_waits_and_cameras_hear_of_it(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ class Former:
 
     def _hold_until(self, filled: Filled) -> float:
         """The time up to which company is worth waiting for; in the past when it is not."""
-        if not self.policy.holds and not self.group.returns.expected:
+        if not self.policy.holds and self.policy.returns <= 0.0:
             return -inf
         partition = self.partition
         heads = partition.heads()
@@ -445,11 +445,12 @@ class Former:
     def _expected_returns(self, filled: Filled, heads: Sequence[float | None]) -> float:
         """The time up to which clients that are due are worth waiting for; now when none is."""
         seconds, partition = filled.tally.seconds, self.partition
-        if seconds <= 0.0:
+        queued, returns = len(filled.grants), self.group.returns
+        places = self._places() - queued
+        if not returns.worth(queued, places, seconds):  # the fixed part is not above it
             return self.now
         head = next(iter(filled.grants))
         fixed, marginal, _ = self._affine(head)
-        places = self._places() - len(filled.grants)
         if not self.group.cost.told_apart(head):
             fixed = seconds  # more members are taken to cost nothing until that was tried
         elif marginal > 0.0 and self.group.cost.unit == "seconds":
@@ -457,11 +458,11 @@ class Former:
         oldest = min(h for h in heads if h is not None)
         # From when it could have gone first: other partitions' batches in between do not start its hold again.
         since = partition.free_from if partition.was_held else self.free_since
-        hold = self.group.returns.hold(
+        hold = returns.hold(
             partition.key,
             self.now,
             longest=max(oldest, since) + self.policy.returns - self.now,
-            queued=len(filled.grants),
+            queued=queued,
             places=places,
             fixed=fixed,
             freed=partition.arrivals.last <= self.free_since == self.now,

@@ -31,6 +31,7 @@ APART = 8  # think times without which a client is not taken to be regular
 PARTS = 3  # steps by which a habit's distribution is summed
 JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than thinks
+BRIEF = 0.0001  # seconds: holds that can pay only if they are shorter are none, for it takes as long to end one
 A_TIE = 1e-9  # seconds of gain below which the shorter hold wins
 MERGE_EVERY = 64.0  # times a, at least: seconds between two attempts to merge two groups
 NEARLY_ALL = 0.9  # of a group: as many are waited for
@@ -123,10 +124,10 @@ class Returns:
         self._merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
         self._merge_again = -inf
 
-    @property
-    def expected(self) -> bool:
-        """Whether any client is absent that may come back."""
-        return bool(self._absent)
+    def worth(self, n: int, places: int, fixed: float) -> float:
+        """Seconds that no hold can save more than, whoever comes and when; 0.0 when it is not worth a hold for n."""
+        worth = min(len(self._absent), places) * fixed
+        return worth if worth > n * BRIEF else 0.0
 
     def arrived(self, client: Hashable, partition: Hashable, now: float) -> None:
         """The client asks."""
@@ -178,7 +179,7 @@ class Returns:
         queued: n. places: how many more may join. fixed: a. freed: whether the device got free just now, after all of
         the n had come.
         """
-        worth = min(len(self._absent), places) * fixed  # G is not above it, whenever they come
+        worth = self.worth(queued, places, fixed)
         if longest <= 0.0 or worth <= 0.0:
             return 0.0
         found: list[_Due] = []
