@@ -205,18 +205,32 @@ def test_too_many_large_pictures_are_refused_and_say_when_to_come_again() -> Non
     async def test(preparing: Preparing, gate: Gate) -> None:
         preparing.add(gate.job("first", LARGE))
         assert await gate.began.get() == "first"
-        for i in range(7):
-            preparing.add(gate.job(f"large {i}", LARGE, client="greedy"))
+        jobs = {f"large {i}": gate.job(f"large {i}", LARGE, client="greedy") for i in range(7)}
+        for each in jobs.values():
+            preparing.add(each)
         for _ in range(3):
-            _, value, error = await gate.ended.get()
+            name, value, error = await gate.ended.get()
+            del jobs[name]
             assert value is None
             assert isinstance(error, QueueFull)
             assert (error.code, error.http_status, error.retry_after) == ("queue_full", 503, 1.0)
             assert error.details["waiting_pixels"] == 4 * LARGE
+        preparing.discard(jobs.popitem()[1])  # its pixels wait no more
+        preparing.add(gate.job("late", LARGE, client="greedy"))
         gate.open.set()
         assert [(await gate.ended.get())[2] for _ in range(5)] == [None] * 5
 
     run(test, workers=2, most=4 * LARGE)
+
+
+def test_b21_a_client_pays_for_the_pictures_that_were_decoded_at_once() -> None:
+    async def test(preparing: Preparing, gate: Gate) -> None:
+        for name in ("costly", "cheap"):
+            preparing.add(gate.job(name, LIGHT_PIXELS if name == "costly" else 1))
+            assert await gate.ended.get() == (name, name, None)
+        assert preparing._turns._ends["costly"] > LIGHT_PIXELS > preparing._turns._ends["cheap"]
+
+    run(test, workers=2)
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
@@ -333,10 +347,10 @@ def test_b16_a_caller_that_leaves_is_forgotten_undecoded(held: Held) -> None:
         waiting(server, 6)
         others.hang_up(range(6))
         waiting(server, 0)
-        held.release()
-        assert server.post(ASKED | {"image": SMALL}).status == 200
         server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 6)
-    assert held.began <= 1
+        held.release()
+        assert server.post(ASKED | {"image": BIG, "robot_id": "after"}).status == 200  # they had come before it
+    assert held.began <= 2
 
 
 def test_b22_a_newer_request_replaces_one_whose_pictures_wait(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class DecodeOrder:
     """
 
     def __init__(self, most: float = WAITING_PIXELS) -> None:
-        self._most = most
+        self.most = most
         self._light: LazyHeap[Job, float] = LazyHeap()  # and those nobody has looked at
         self._large: LazyHeap[Job, float] = LazyHeap()
         self._now = 0.0
@@ -103,7 +103,7 @@ class DecodeOrder:
             return None
         self._large.push(job.tag, job)
         self.waiting_pixels += job.pixels
-        if self.waiting_pixels <= self._most or len(self._large) == 1:
+        if self.waiting_pixels <= self.most or len(self._large) == 1:
             return None
         last = max(self._large.ascending(), key=lambda waiting: waiting.tag)
         self.discard(last)
@@ -208,7 +208,7 @@ class Preparing:
                     self._idle.append(worker)
             if job is None:
                 worker.bell.get()
-            elif not job.gone:
+            else:
                 self._run(job)
 
     def _run(self, job: Job) -> None:
@@ -239,7 +239,7 @@ class Preparing:
             "too many large pictures wait to be decoded",
             retry_after=max(1.0, waiting * self._pace),
             waiting_pixels=waiting,
-            max_waiting_pixels=WAITING_PIXELS,
+            max_waiting_pixels=self._turns.most,
         )
 
     def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
