@@ -400,6 +400,17 @@ def test_g4_who_does_not_come_back_is_waited_for_no_longer_than_max_hold() -> No
     assert len(take(scheduler, 1.0125)) == 1
 
 
+def test_g4_beside_streams_that_go_on_nobody_waits_longer_than_max_hold_however_many_end_meanwhile() -> None:
+    scheduler, controller = returning(2)
+    controller.streams[""] = [16]
+    ask(scheduler, 1.0005)
+    held(scheduler, 1.0005, until=1.0035)
+    controller.ended("", 1.003)
+    scheduler.set_room("default", None, 1.003)
+    held(scheduler, 1.003, until=1.0035)
+    assert len(take(scheduler, 1.0035)) == 1
+
+
 def test_g4_callers_that_do_not_come_back_are_not_expected() -> None:
     scheduler, controller = returning(0)
     for i in range(4):
