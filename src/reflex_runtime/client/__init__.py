@@ -12,7 +12,7 @@ Errors, by the word the server says (`docs/errors.md`):
     │   └── TimedOut            no answer in time
     ├── BadAnswer               an answer that is none: too large, not parseable, without usable actions
     └── ServerError             an error the server told; one class per code:
-        ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · InvalidConfig
+        ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · RequestTimeout · InvalidConfig
         ├── Unauthorized · Forbidden
         ├── QueueFull · ClientAtCapacity · TooManyRequests · Overloaded · SloViolated
         ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
@@ -45,6 +45,7 @@ from reflex_runtime.client.errors import (
     ProcessorFailed,
     ProcessorHung,
     QueueFull,
+    RequestTimeout,
     ServerError,
     ShuttingDown,
     SloViolated,
@@ -92,6 +93,7 @@ __all__ = [
     "ProcessorFailed",
     "ProcessorHung",
     "QueueFull",
+    "RequestTimeout",
     "Retries",
     "ServerError",
     "ShuttingDown",

@@ -108,6 +108,12 @@ class MethodNotAllowed(ServerError):
     code = "method_not_allowed"
 
 
+class RequestTimeout(ServerError):
+    """The request did not reach the server in time."""
+
+    code = "request_timeout"
+
+
 class TooLarge(ServerError):
     """Send JPEG, or smaller pictures."""
 
