@@ -74,12 +74,14 @@ def test_b20_a_signal_while_loading_ends_it_at_once(tiny: Path, tmp_path: Path, 
 
 
 def test_b20_sigterm_with_32_in_flight_is_32_right_answers_and_no_process(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "400") as server:
+    with Server(tiny, held=True) as server, busy(server):
         process = psutil.Process(server.process.pid)
         with server.burst(numbered(32)) as burst:
             burst.send()
-            server.reach(lambda m: m("reflex_in_flight_requests") == 32)
+            server.reach(lambda m: m("reflex_in_flight_requests") == 33)
             server.process.send_signal(signal.SIGTERM)
+            server.wait_log("draining: 33 requests")
+            server.release()
             answers = burst.answers()
         assert all(right(a, i) for i, a in enumerate(answers))
         assert server.wait() == 0
@@ -110,7 +112,7 @@ def test_b20_two_stages_are_finished_as_well() -> None:
 
 
 def test_b20_while_it_drains_new_requests_are_refused_and_health_says_so(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "1500") as server, busy(server) as plug, server.connect() as kept:
+    with Server(tiny, held=True) as server, busy(server) as plug, server.connect() as kept:
         kept.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # a connection that was there before
         assert b"200 OK" in kept.recv(65536)
         server.process.send_signal(signal.SIGTERM)
@@ -124,6 +126,7 @@ def test_b20_while_it_drains_new_requests_are_refused_and_health_says_so(tiny: P
         health = server.get("/health")
         assert (health.status, health.json["state"]) == (503, "draining")
         assert server.metrics()("reflex_requests_total", outcome="rejected") == 2
+        server.release()
         (answer,) = plug.answers()
         assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert server.wait() == 0
@@ -158,12 +161,14 @@ def test_h14_a_request_that_is_never_completed_is_answered_at_the_end(tiny: Path
 
 def test_b20_a_request_completed_while_it_drains_is_served(tiny: Path) -> None:
     body = encode(numbered(1)[0])
-    with Server(tiny, "--inject-latency-ms", "300") as server, busy(server), server.connect() as slow:
+    with Server(tiny, held=True) as server, busy(server), server.connect() as slow:
         slow.sendall(body[:-5])
         server.get("/health")
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining: 2 requests")
         slow.sendall(body[-5:])
+        server.reach(queued(1))
+        server.release()
         (answer,) = parse_answers(read_all(slow))
         assert right(answer, 0)
         assert server.wait() == 0

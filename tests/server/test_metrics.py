@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,21 +136,23 @@ def test_b14_a_flush_moves_cost_size_and_reason(tiny: Path) -> None:
         assert seen("reflex_batch_size_per_flush_sum") == 8
         assert seen("reflex_batch_cost_per_flush_ms_count") == 8
         assert seen("reflex_batch_cost_per_flush_ms_bucket", le="50.0") < 8  # it learned of the 60 ms
-    with Server(tiny, "--max-batch-size", "4", "--inject-latency-ms", "300") as server, busy(server):
-        server.at_once(numbered(8))
+    with Server(tiny, "--max-batch-size", "4", held=True) as server, busy(server):
+        server.behind(numbered(8))
         seen = server.reach(lambda m: m("reflex_batch_flush_total") == 3)
         assert seen("reflex_batch_flush_total", reason="budget_reached", cause="size_reached") >= 1  # four, the cap
         assert seen("reflex_batch_size_per_flush_bucket", le="2.0") == 1
 
 
 def test_b14_the_queue_depth_is_read_live(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "800") as server, busy(server), server.burst(numbered(5)) as burst:
+    with Server(tiny, held=True) as server, busy(server) as plug, server.burst(numbered(5)) as burst:
         burst.send()
         seen = server.reach(queued(5))
         assert seen("reflex_in_flight_requests") == 6
         burst.hang_up([0, 1])
         server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == 3 and m("reflex_in_flight_requests") == 4)
+        server.release()
         burst.answers([2, 3, 4])
+        plug.answers()
         seen = server.metrics()
         assert seen("reflex_policy_runtime_queue_depth") == seen("reflex_in_flight_requests") == 0
 
@@ -182,14 +185,16 @@ def test_b14_the_hit_rate_is_over_the_last_100_flushes(tiny: Path) -> None:
 
 def test_b15_waits_and_latencies_are_seconds(tiny: Path) -> None:
     with Server(tiny, "--inject-latency-ms", "400") as server:
+        began = time.monotonic()
         with busy(server):
             (answer,) = server.at_once(numbered(1))
         assert answer.status == 200
         seen = server.metrics()
+        took = time.monotonic() - began
     assert seen("reflex_queue_wait_seconds_count") == 2
-    assert 0.0 < seen("reflex_queue_wait_seconds_sum") < 0.8
+    assert 0.0 < seen("reflex_queue_wait_seconds_sum") < 2 * took
     assert seen("reflex_act_latency_seconds_count") == 2
-    assert 0.8 <= seen("reflex_act_latency_seconds_sum") < 4.0
+    assert 0.8 <= seen("reflex_act_latency_seconds_sum") < 2 * took
     assert seen("reflex_request_latency_seconds_sum", outcome="ok") >= seen("reflex_act_latency_seconds_sum")
 
 
@@ -209,18 +214,19 @@ def test_b15_every_outcome_is_counted(tiny: Path) -> None:
     ids = [f"id-{i}" for i in range(40)]
     bad = min(marked("raise", 0.2, ids))
     fine = [i for i in ids if i not in marked("raise", 0.2, ids)]
-    options = ("--inject-fault", "prod:raise:0.2", "--inject-latency-ms", "400", "--latest-only", "--max-queue", "3")
-    with Server(tiny, *options, "--drain-timeout-s", "0") as server:
+    options = ("--inject-fault", "prod:raise:0.2", "--latest-only", "--max-queue", "3", "--drain-timeout-s", "0")
+    with Server(tiny, *options, held=True) as server:
         assert server.act(request_id=bad).status == 500
         assert server.post(b"{").status == 400
-        for i in range(3):
-            assert server.act(request_id=fine[i]).status == 200  # it learns the 400 ms
         with busy(server), server.burst(_ends(fine)) as burst:
-            burst.send()
+            burst.send(0, 3)
             server.reach(lambda m: _count(m, "superseded") == 1)
             burst.hang_up([0])
             server.reach(lambda m: _count(m, "cancelled") == 1)
-            assert server.act(deadline_ms=1, request_id=fine[20]).code in ("deadline_unreachable", "deadline_exceeded")
+            burst.send(3)
+            server.reach(queued(3))
+            assert server.act(request_id=fine[20]).code == "queue_full"
+            server.release()
             seen = server.reach(lambda m: m("reflex_in_flight_requests") == 0)
         for outcome in ("ok", "cancelled", "superseded", "failed", "client_error", "rejected"):
             assert seen("reflex_requests_total", outcome=outcome) >= 1, outcome
@@ -235,6 +241,8 @@ def _ends(fine: list[str]) -> list[dict[str, Any]]:
         state | {"request_id": fine[10], "robot_id": "leaves"},
         state | {"request_id": fine[11], "robot_id": "newer"},
         state | {"request_id": fine[12], "robot_id": "newer"},
+        state | {"request_id": fine[13], "robot_id": "one"},
+        state | {"request_id": fine[14], "robot_id": "another"},
     ]
 
 
