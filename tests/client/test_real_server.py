@@ -30,6 +30,13 @@ def server(export: Path) -> Iterator[Server]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    export = write_tiny(tmp_path_factory.mktemp("seeing"), cameras=("image", "wrist"))
+    with Server(export, "--api-key", "key") as running:
+        yield running
+
+
 def url_of(server: Server) -> str:
     return f"http://127.0.0.1:{server.port}"
 
@@ -39,7 +46,7 @@ def test_real_server_answers(make: Make, server: Server, wire: str) -> None:
     caller = make(url_of(server), api_key="key", wire=wire)
     for seed in range(3):
         chunk = caller.act(
-            image=PICTURE, state=np.array([0.1, -0.2]), seed=seed, episode_id="épisode", robot_id="r",
+            state=np.array([0.1, -0.2]), seed=seed, episode_id="épisode", robot_id="r",
             priority="urgent", deadline_ms=60_000.0, request_id=f"request {seed} ü",
         )  # fmt: skip
         np.testing.assert_allclose(chunk.actions, expected([0.1, -0.2], seed), atol=1e-6)
@@ -53,8 +60,8 @@ def test_real_server_answers(make: Make, server: Server, wire: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["raw", "png", "jpeg"])
 @pytest.mark.parametrize("wire", ["msgpack", "json"])
-def test_real_server_takes_every_encoding(make: Make, server: Server, wire: str, encoding: str) -> None:
-    caller = make(url_of(server), api_key="key", wire=wire, encoding=encoding)
+def test_real_server_takes_every_encoding(make: Make, seeing: Server, wire: str, encoding: str) -> None:
+    caller = make(url_of(seeing), api_key="key", wire=wire, encoding=encoding)
     assert caller.act(image=PICTURE, images={"wrist": PICTURE}, state=[0.0, 0.0]).actions.shape == (3, 2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
 
 def write_tiny(
     root: Path, batch: str | int = "batch", weight: int = 0, fails: bool = False,
-    weights: NDArray[np.float32] = WEIGHTS, **settings: Any,
+    weights: NDArray[np.float32] = WEIGHTS, cameras: Sequence[str] = (), **settings: Any,
 ) -> Path:
     """A policy of state alone: actions = tanh(noise + state · weights), CHUNK times.
 
     batch: the leading axis. weight: how many times each row is multiplied with a matrix of 4 MB for nothing; 64 take a
-    few milliseconds. fails: it loads, and raises in every call. settings: further keys of its configuration.
+    few milliseconds. fails: it loads, and raises in every call. cameras: pictures of 6 × 8 that it asks for and
+    ignores. settings: further keys of its configuration.
     """
     root.mkdir(parents=True, exist_ok=True)
     nodes = [
@@ -58,9 +60,9 @@ def write_tiny(
     def port(name: str, *dims: int) -> Any:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, *dims])
 
-    graph = helper.make_graph(
-        nodes, "tiny", [port("pose", STATE), port("x", CHUNK, ACTIONS)], [port("chunk", CHUNK, ACTIONS)], constants
-    )
+    pictures = [helper.make_tensor_value_info(name, TensorProto.UINT8, [batch, 6, 8, 3]) for name in cameras]
+    asked = [port("pose", STATE), port("x", CHUNK, ACTIONS), *pictures]
+    graph = helper.make_graph(nodes, "tiny", asked, [port("chunk", CHUNK, ACTIONS)], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
     (root / "model.onnx").write_bytes(model.SerializeToString())
@@ -72,9 +74,11 @@ def write_tiny(
         "action_dim": ACTIONS,
         "chunk_size": CHUNK,
         "num_denoising_steps": 1,
-        "inputs": {"state": "pose", "noise": "x"},
+        "inputs": {"state": "pose", "noise": "x", **{name: name for name in cameras}},
         "outputs": {"actions": "chunk"},
     }
+    if cameras:
+        config["images"] = {name: [6, 8] for name in cameras}
     (root / "reflex_config.json").write_text(json.dumps(config | settings))
     return root
 

@@ -117,8 +117,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate one rule, or compare them."""
     config = load(SimulateConfig, "simulate", None, {}, vars(args))
-    if config.picture and not Path(config.picture).absolute().parent.is_dir():  # said now, not after minutes
-        raise ConfigError(f"--picture={one_line(config.picture)}: its directory does not exist")
+    if config.picture:
+        try:  # now, not after minutes
+            Path(config.picture).absolute().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            where = f"--picture={one_line(config.picture)}"
+            raise ConfigError(f"{where}: cannot make its directory: {error.strerror}") from None
     if config.stages:
         return _stages(config)
     return _compare(config) if config.compare else _one(config)
