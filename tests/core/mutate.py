@@ -237,7 +237,7 @@ MUTANTS = [
     ),
     M("core/admission.py", "one too many in the queue", ">= config.capacity", "> config.capacity"),
     M("core/admission.py", "one too many in flight", "- replaces >= cap:", "- replaces > cap:"),
-    M("core/admission.py", "hopeless deadlines are admitted", "if now + needed > ticket.deadline:", "if False:"),
+    M("core/admission.py", "hopeless deadlines are admitted", "if now + needed > ticket.deadline and", "if False and"),
     # when and how large
     M(
         "core/forming.py",
@@ -467,7 +467,12 @@ MUTANTS = [
     M("core/forming.py", "classes are equals", "if request.cost_class != cost_class or request", "if request"),
     M("core/forming.py", "held ones are equals", "ticket.stage != stage or ticket.held:", "ticket.stage != stage:"),
     M("core/forming.py", "hopeless equals are candidates", "[t for t in some if ends <= t.deadline]", "some"),
-    M("core/forming.py", "equals are refused in any order", "sorted(late, key=lambda t: (t.deadline, t.seq))", "late"),
+    M(
+        "core/forming.py",
+        "equals are refused in any order",
+        "sorted((t for t in late if self._refused(t, chosen)), key=lambda t: (t.deadline, t.seq))",
+        "[t for t in late if self._refused(t, chosen)]",
+    ),
     M(
         "core/forming.py",
         "only returns may hold",
@@ -754,8 +759,13 @@ MUTANTS = [
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
     M("core/forming.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
     # refusals
-    M("core/evidence.py", "an estimate refuses for ever", "now - of_shape < RENEW and", "True or"),
-    M("core/evidence.py", "a class beside others is never tried", "and now - of_key < max(RENEW, seconds / SHARE)", ""),
+    M("core/evidence.py", "an estimate refuses for ever", "and now - of_shape >= RENEW:", "and False:"),
+    M(
+        "core/evidence.py",
+        "a class beside others is never tried",
+        "or now - of_key < max(RENEW, seconds / SHARE)",
+        "or True",
+    ),
     M("core/evidence.py", "a class beside others is tried each second", "max(RENEW, seconds / SHARE)", "RENEW"),
     M("core/evidence.py", "everybody is let in at once", "return probe is not ticket and not (", "return False and ("),
     M("core/evidence.py", "a probe in time proves nothing", "if answered and now <= ticket.deadline:", "if False:"),
@@ -771,7 +781,7 @@ MUTANTS = [
     M("core/evidence.py", "a running probe is replaced", "probe.state is WAITING and _limit", "_limit"),
     M("core/evidence.py", "what was learned before serving is tried at once", "return now, 0.0", "return -inf, 0.0"),
     M("core/forming.py", "a probe is shed", "probe = next((t for t in hopeless", "probe = next((t for t in ()"),
-    M("core/scheduler.py", "nothing renews an estimate", "group.evidence.returned(batch, elapsed, now)", "pass"),
+    M("core/scheduler.py", "nothing renews an estimate", "elapsed, now, not failed)", "elapsed, now, False)"),
     M("core/scheduler.py", "a probe is free", "ticket.queue.client.counter += share / ticket", "0.0 + share / ticket"),
     M(
         "core/scheduler.py",

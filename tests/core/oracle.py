@@ -571,9 +571,9 @@ class Oracle:
         return ticket.deadline < inf and self.now + w.meter.remaining(ticket) > ticket.deadline
 
     def refuses(self, w: World, ticket: Seen) -> bool:
-        """Whether an estimate may refuse it: for a second after a batch of its shape came back, and of its class for
-        ten times what that took; not after one that was tried was in time; and while one is being tried, unless that
-        still waits and has less time."""
+        """Whether an estimate may refuse it: while a batch of its shape runs and for a second after, and of its class
+        for ten times what that took; not after one that was tried was in time; and while one is being tried, unless
+        that still waits and has less time."""
         limit = ticket.request.time_limit or 0.0
         for probe in w.probes:
             if kind(probe) == kind(ticket):
@@ -582,7 +582,8 @@ class Oracle:
             if not any(k == key for k, _, _ in w.renewed):
                 w.renewed.append((key, self.now, 0.0))
             at, seconds = [(at, seconds) for k, at, seconds in w.renewed if k == key][-1]
-            if self.now - at >= max(1.0, span * seconds):
+            runs = any(key in (t.request.shape, kind(t)) for b in self.in_flight for t, _ in b.grants)
+            if not (runs and w.meter.in_seconds) and self.now - at >= max(1.0, span * seconds):
                 return False
         return True
 

@@ -76,6 +76,15 @@ def test_b17_one_is_let_in_at_a_time(flush: FlushPolicy) -> None:
     assert refused(scheduler, 1.06)
 
 
+def test_b17_a_batch_that_runs_is_about_to_renew_it() -> None:
+    scheduler = believing()
+    ask(scheduler, 0.0)
+    batch = take(scheduler, 0.0)
+    assert refused(scheduler, 5.0)
+    finish(scheduler, batch, 6.0, 6.0, Failed(ProcessorError("bad")))
+    assert not refused(scheduler, 6.5)
+
+
 def test_b17_a_probe_in_time_lets_the_next_in_at_once() -> None:
     scheduler = believing()
     assert refused(scheduler, 0.0)
@@ -105,7 +114,7 @@ def test_b17_a_probe_that_fails_is_not_followed_at_once() -> None:
 
 def test_b17_a_probe_that_never_ran_is_followed_at_once() -> None:
     scheduler = believing()
-    ask(scheduler, 0.0)
+    ask(scheduler, 0.0, partition="other", shape="other")
     busy = take(scheduler, 0.0)
     assert refused(scheduler, 0.0)
     gone = ask(scheduler, 1.0, time_limit=0.1)
@@ -119,7 +128,7 @@ def test_b17_a_probe_that_never_ran_is_followed_at_once() -> None:
 
 def test_b17_who_has_more_time_takes_the_turn_of_a_probe_that_waits() -> None:
     scheduler = believing()
-    busy = ask(scheduler, 0.0)
+    busy = ask(scheduler, 0.0, partition="other", shape="other")
     batch = take(scheduler, 0.0)
     assert refused(scheduler, 0.0)
     hurried = ask(scheduler, 1.0, time_limit=0.3)

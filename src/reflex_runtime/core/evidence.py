@@ -1,7 +1,7 @@
 """Whether an estimate may refuse: only while something renews it.
 
 A refused request runs nothing, so nothing is measured, and a wrong estimate that refuses everybody would do so for
-ever. Therefore an estimate refuses for at most `RENEW` seconds after the last batch of its shape came back. Then one
+ever. Therefore an estimate refuses while a batch of its shape runs and for `RENEW` seconds after. Then one
 request, the probe, is let in against the estimate; the others are refused as before until it has settled. A probe that
 was answered in time disproves the estimate: the next request is let in at once, until the cost model has learned.
 A probe that was late renews the refusal. So an idle device tries at once, and a hopeless one once a second.
@@ -26,12 +26,13 @@ MAX_KEYS = 1024  # shapes and classes remembered; one that was forgotten counts 
 class Evidence:
     """What renews the estimates of one group."""
 
-    __slots__ = ("_renewed", "pending")
+    __slots__ = ("_flying", "_renewed", "pending")
 
     def __init__(self) -> None:
         self._renewed: dict[
             Hashable, tuple[float, float]
         ] = {}  # when, and the seconds its batch took; by shape and key
+        self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
@@ -42,7 +43,9 @@ class Evidence:
             return probe is not ticket and not (probe.state is WAITING and _limit(ticket) > _limit(probe))
         of_shape, _ = self._since(shape, now)
         of_key, seconds = self._since(key, now)
-        return now - of_shape < RENEW and now - of_key < max(RENEW, seconds / SHARE)
+        if shape not in self._flying and now - of_shape >= RENEW:
+            return False
+        return key in self._flying or now - of_key < max(RENEW, seconds / SHARE)
 
     def probe(self, ticket: Ticket) -> None:
         """The ticket is let in against the estimate."""
@@ -52,11 +55,19 @@ class Evidence:
         """Whether the ticket is such a one."""
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
-    def returned(self, batch: Batch, elapsed: float, now: float) -> None:
-        """A batch came back without a fault."""
-        for shape, cost_class in {(t.request.shape, t.request.cost_class) for t in batch.grants}:
-            self._renew(shape, now, elapsed)
-            self._renew((shape, cost_class), now, elapsed)
+    def scheduled(self, batch: Batch) -> None:
+        """A batch runs."""
+        for key in _keys(batch):
+            self._flying[key] = self._flying.get(key, 0) + 1
+
+    def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
+        """It came back. clean: without a fault."""
+        for key in _keys(batch):
+            self._flying[key] -= 1
+            if not self._flying[key]:
+                del self._flying[key]
+            if clean:
+                self._renew(key, now, elapsed)
 
     def settled(self, ticket: Ticket, answered: bool, now: float) -> None:
         """A probe ended."""
@@ -80,6 +91,12 @@ class Evidence:
         if key not in self._renewed and len(self._renewed) >= MAX_KEYS:
             del self._renewed[next(iter(self._renewed))]
         self._renewed[key] = (now, seconds)
+
+
+def _keys(batch: Batch) -> set[Hashable]:
+    """The shapes of its members, and what has an estimate of its own."""
+    keys: set[Hashable] = {_key(ticket) for ticket in batch.grants}
+    return keys | {ticket.request.shape for ticket in batch.grants}
 
 
 def _key(ticket: Ticket) -> Hashable:

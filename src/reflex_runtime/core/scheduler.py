@@ -240,8 +240,8 @@ class Scheduler:
         group.charge(partition, elapsed - batch.expected)
         if not failed:
             group.cost.observe(batch, elapsed)
-            if group.cost.unit == "seconds":
-                group.evidence.returned(batch, elapsed, now)
+        if group.cost.unit == "seconds":
+            group.evidence.returned(batch, elapsed, now, not failed)
         resources = group.config.resources
         if resources is not None:
             resources.rollback(batch) if void else resources.commit(batch)
@@ -472,6 +472,8 @@ class Scheduler:
         if formed.part is not None:
             partition.suspects.take(formed.part)
         self._in_flight[batch] = None
+        if model.unit == "seconds":
+            evidence.scheduled(batch)
         self._decided = -1
         group.charge(partition, batch.expected)
         looked = tuple(self._looked)
