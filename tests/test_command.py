@@ -35,8 +35,8 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     ("arguments", "says"),
     [
         ("demo-export {file}/x", "reflex demo-export: {file}/x: Not a directory"),
-        ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: its dir"),
-        ("simulate --duration-s 3 --picture /nowhere/x", "reflex simulate: --picture=/nowhere/x: its dir"),
+        ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: cannot make"),
+        ("simulate --duration-s 3 --picture /proc/no/x", "reflex simulate: --picture=/proc/no/x: cannot make"),
         ("demo --out {file}/x", "reflex demo: {file}/x: Not a directory"),
         ("trace {file}/x", "reflex trace: {file}/x"),
         ("replay {file}/x --schedule", "reflex replay: "),

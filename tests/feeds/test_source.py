@@ -97,7 +97,7 @@ def test_a_name_holds_no_credentials() -> None:
 
 def test_without_pyav_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match=r"pip install 'reflex-runtime\[feeds\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[feeds\]'"):
         source_of("a.mp4")
 
 

@@ -7,7 +7,7 @@ time, so that the clean answer which brings it back can happen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import ceil, exp, isfinite, log
 from typing import Any, Final
 
@@ -85,6 +85,30 @@ class Evidence:
     def alarmed(self) -> bool:
         """Whether it says so now: 1/alpha is reached, by `least` crashes or more."""
         return self.crashes >= self._least and self.log_e >= self._limit
+
+
+class Poison:
+    """The share of a slot's requests that fail while other clients are answered, over some 64 of them.
+
+    A failure counts once somebody else was answered after it: of a slot that answers nobody nothing is learned.
+    """
+
+    def __init__(self) -> None:
+        self.share = 0.0
+        self._failed = 0  # since somebody else was answered
+        self._client: Hashable = None  # whose failed last
+
+    def failed(self, client: Hashable) -> None:
+        """A request of the client failed in the model."""
+        self._failed += 1
+        self._client = client
+
+    def answered(self, client: Hashable) -> None:
+        """A request of the client was answered."""
+        if self._failed and client != self._client:
+            self.share = 1.0 - (1.0 - self.share) * (1.0 - 1.0 / 64.0) ** self._failed
+            self._failed = 0
+        self.share -= self.share / 64.0
 
 
 class _Slot:

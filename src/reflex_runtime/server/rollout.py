@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.breaker import Breaker
+from reflex_runtime.policies.breaker import Breaker, Poison
 from reflex_runtime.policies.comparison import Comparison, wilson
 from reflex_runtime.policies.ramp import Decision, GuardWatch, Ramp, RampGuard
 from reflex_runtime.policies.router import Router, Routing
@@ -75,6 +75,7 @@ class Rollout:
     ) -> None:
         self.slots = tuple(slots)
         self.breaker = breaker
+        self.poison = {slot: Poison() for slot in self.slots}
         self.router = Router(split) if len(self.slots) == 2 else None
         self.comparison = Comparison(split, margin=margin) if self.router is not None else None
         self.ramp: Ramp | None = None
@@ -221,8 +222,12 @@ class Rollout:
         """Forget a slot's crashes."""
         if slot not in self.slots:
             raise NotFound(f"no slot {slot[:20]!r}: {', '.join(self.slots)}")
-        self.breaker.reset(slot, now)
+        self._forget_crashes(slot, now)
         self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
+
+    def _forget_crashes(self, slot: str, now: float) -> None:
+        self.breaker.reset(slot, now)
+        self.poison[slot] = Poison()
 
     def may_exchange(self) -> None:
         """Conflict while a ramp runs: what it has seen so far would be said of another policy."""
@@ -235,7 +240,7 @@ class Rollout:
             return
         self._policies[slot] += 1
         self._drained.discard(slot)
-        self.breaker.reset(slot, now)
+        self._forget_crashes(slot, now)
         self.outcomes[slot] = [0, 0]
         if self.comparison is not None:
             self.comparison = Comparison(self.comparison.split, margin=self._margin)

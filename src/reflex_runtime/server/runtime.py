@@ -425,52 +425,30 @@ class _Verdict:
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self._clean = ""  # the slot whose batch came back and has not answered yet
-        self._poison = {slot: _Poison() for slot in rollout.slots}
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, BatchFinished):
             slot, part = event.batch.group, event.batch.part
             self._clean = "" if event.crashed else slot
-            if event.crashed and slot in self._poison:
+            if event.crashed and slot in self._rollout.poison:
                 by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
-                self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._poison[slot].share)
+                self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
             verdict = self._rollout.breaker.verdict
             if verdict != "ok":
                 event.batch.notes["verdict"] = verdict  # for the trace: its sink comes after this one
-        elif isinstance(event, RequestSettled) and event.ticket.request.group in self._poison:
+        elif isinstance(event, RequestSettled) and event.ticket.request.group in self._rollout.poison:
             self._settled(event.ticket, event.at)
 
     def _settled(self, ticket: Ticket, now: float) -> None:
         slot, outcome = ticket.request.group, ticket.outcome
         if isinstance(outcome, Done):
-            self._poison[slot].answered(ticket.request.client)
+            self._rollout.poison[slot].answered(ticket.request.client)
             if slot == self._clean:
                 self._rollout.computed(slot, now)
                 self._clean = ""
         elif isinstance(outcome.error, ProcessorError):
-            self._poison[slot].failed(ticket.request.client)
+            self._rollout.poison[slot].failed(ticket.request.client)
 
-
-class _Poison:
-    """The share of a slot's requests that fail while other clients are answered, over some 64 of them.
-
-    A failure counts once somebody else was answered after it: of a slot that answers nobody nothing is learned.
-    """
-
-    def __init__(self) -> None:
-        self.share = 0.0
-        self._failed = 0  # since somebody else was answered
-        self._client: Hashable = None  # whose failed last
-
-    def failed(self, client: Hashable) -> None:
-        self._failed += 1
-        self._client = client
-
-    def answered(self, client: Hashable) -> None:
-        if self._failed and client != self._client:
-            self.share = 1.0 - (1.0 - self.share) * (1.0 - 1.0 / 64.0) ** self._failed
-            self._failed = 0
-        self.share -= self.share / 64.0
 
 
 def _warmed(policy: Policy) -> WarmUp:
