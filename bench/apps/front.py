@@ -12,7 +12,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.server.serve import bind
+from reflex_runtime.server.listen import bind
 from reflex_runtime.server.serve_model import serve
 from reflex_runtime.server.workers import WorkersConfig, opened
 
