@@ -28,7 +28,13 @@ def test_v12_a_ramp_advances_by_itself_and_finishes(pair: Pair) -> None:
         assert (begun["split"], begun["ramp"]["state"], begun["ramp"]["share"]) == (80, "running", 20)
         (early,) = episodes("a", 1, split=80)
         assert version_of(server.act(episode_id=early, seed=1), 1) == "v1"
-        until(lambda: rollout(server)["ramp"]["state"] == "finished", Load(server))
+        load = Load(server)
+
+        def goes_on() -> None:
+            load()
+            server.act(episode_id=early, seed=1)  # one that runs: 10,000 newer ones would make an idle one forgotten
+
+        until(lambda: rollout(server)["ramp"]["state"] == "finished", goes_on)
         told = rollout(server)
         assert told["split"] == 0
         assert [d["action"] for d in told["ramp"]["decisions"]] == ["advance", "advance", "finish"]
