@@ -14,8 +14,11 @@ setup: .venv/ready           ## make .venv with everything for development
 demo: setup                  ## simulated robots on a real policy, with the batches drawn
 	$(BIN)/reflex demo
 
-test: setup                  ## every test, under ten minutes on two cores
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+test: setup                  ## every test; those that measure time run alone, after the others
+	@failed=0; \
+	$(BIN)/python -m pytest -m "not timing" --numprocesses 2 --dist worksteal || failed=1; \
+	$(BIN)/python -m pytest -m timing $$(grep -rl --include='test_*.py' 'pytest\.mark\.timing' tests) || failed=1; \
+	exit $$failed
 
 lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -67,6 +67,7 @@ def test_a_millimetre_changes_the_picture() -> None:
     assert (after.image != before.image).any()
 
 
+@pytest.mark.timing
 def test_a_picture_takes_less_than_a_millisecond(record_property: pytest.RecordProperty) -> None:
     medians = {}
     for task in INSTRUCTIONS:

@@ -272,6 +272,7 @@ ENDLESS = """
 """
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("gzip", [True, False])
 def test_t3_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path, gzip: bool) -> None:
     """kill -9 in the middle: everything flushed is read, at most the last line is torn."""
@@ -314,6 +315,7 @@ def test_t3_what_was_recorded_can_be_read_within_a_second(tmp_path: Path, gzip: 
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_t3_the_caller_pays_microseconds_and_the_thread_keeps_up(tmp_path: Path) -> None:
     """Bounds a few times what it takes on a quiet machine (4 us an answer; 70 us of the thread): no wait hides here."""
     made = recorder(tmp_path, capacity=100_000)
