@@ -29,7 +29,8 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQue
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.drivers.batcher import SLICE, Batcher
+from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.drivers.slices import SLICE
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.function import FunctionProcessor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.drivers.dispatcher import Dispatcher
+from reflex_runtime.drivers.slices import SLICE
 
 HOLD = 0.005
 
@@ -262,6 +264,80 @@ def test_cancel_takes_a_waiting_request_at_once_and_drops_the_answer_of_one_that
         with pytest.raises(Cancelled):
             await out.waiter
         assert calls.payloads == [["out"]]
+
+    run(main())
+
+
+def test_b16_ten_thousand_that_are_cancelled_together_are_taken_back_in_slices() -> None:
+    """Others need the loop between two of them, and none is sent meanwhile, although there is room for it."""
+
+    async def main() -> None:
+        calls, turn, left = Calls(), 0, list[Ticket]()
+        told: Counter[int] = Counter()
+        many = GroupConfig(flush=FlushPolicy(max_batch_size=64), capacity=20_000)
+        dispatcher = Dispatcher([many], calls, max_batches=1)
+        dispatcher.start()
+        dispatcher.submit(Request("out"))
+        await calls.until(1)
+
+        def settled(ticket: Ticket) -> None:
+            assert isinstance(ticket.outcome.error, Cancelled)  # type: ignore[union-attr]
+            left.append(ticket)
+            told[turn] += 1
+
+        tickets = [dispatcher.submit(Request(i), settled) for i in range(10_000)]
+        stays = dispatcher.submit(Request("stays"))
+        calls.answer()  # there is room in the next turn
+        for ticket in tickets:
+            dispatcher.cancel(ticket)
+        assert dispatcher.scheduler.queued("default") == 10_001 - SLICE
+        while len(left) < 10_000:
+            turn += 1
+            before = dispatcher.scheduler.queued("default")
+            await asyncio.sleep(0)
+            assert before - dispatcher.scheduler.queued("default") <= 2 * SLICE
+        assert left == tickets
+        assert max(told.values()) <= 2 * SLICE
+        await calls.until(2)
+        assert calls.payloads == [["out"], ["stays"]]
+        calls.answer()
+        assert await stays.waiter == "stays"
+
+    run(main())
+
+
+def test_x2_everybody_is_told_when_it_has_closed_however_many_there_are() -> None:
+    async def main() -> None:
+        calls, ended = Calls(), Counter[Ticket]()
+        many = GroupConfig(flush=FlushPolicy(max_batch_size=1), capacity=9000)
+        dispatcher = Dispatcher([many], calls, max_batches=1)
+        dispatcher.start()
+        tickets = [dispatcher.submit(Request(i), lambda ticket: ended.update([ticket])) for i in range(8000)]
+        await calls.until(1)
+        for ticket in tickets[1000:]:
+            dispatcher.cancel(ticket)
+        await dispatcher.close(drain=False)
+        assert ended == Counter(tickets)
+
+    run(main())
+
+
+def test_answers_by_the_thousand_are_told_in_slices_and_in_order() -> None:
+    async def main() -> None:
+        calls, log = Calls(), Log()
+        everyone = GroupConfig(flush=FlushPolicy(max_batch_size=1000), capacity=1000)
+        dispatcher = Dispatcher([everyone], calls, [log])
+        dispatcher.start()
+        tickets = [dispatcher.submit(Request(i)) for i in range(1000)]
+        await calls.until(1)
+        calls.answer()
+        seen, most = 0, 0
+        while seen < 1000:
+            await turns(1)
+            now = len(log.of(RequestSettled))
+            seen, most = now, max(most, now - seen)
+        assert most <= 2 * SLICE
+        assert [event.ticket for event in log.of(RequestSettled)] == tickets
 
     run(main())
 

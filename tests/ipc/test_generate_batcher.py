@@ -488,6 +488,26 @@ def test_g7_a_stream_that_was_taken_back_is_gone_at_once_and_its_name_is_free() 
     run(main())
 
 
+def test_g7_of_a_thousand_that_leave_together_none_is_sent_into_a_place_that_gets_free() -> None:
+    async def main() -> None:
+        async with world(GenerateBatcherConfig(stream_limit=4)) as made:
+            first = [made.ask(f"first {i}") for i in range(4)]
+            await asyncio.gather(*first)
+            tasks = [made.ask(f"s{i}") for i in range(1000)]
+            await made.round()
+            for id in list(made.runtime.live):
+                made.runtime.end(id)
+            for task in tasks:
+                task.cancel()
+            assert {type(await outcome(task)) for task in tasks} == {Cancelled}
+            while made.registry.unfinished or made.batcher.get_stats()["pending"]:
+                await made.round()
+            assert made.runtime.ids == [f"first {i}" for i in range(4)]
+            await made.ask("after")
+
+    run(main())
+
+
 def test_g7_cancelled_before_it_came_it_is_not_even_queued() -> None:
     async def main() -> None:
         async with world() as made:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.drivers.slices import SLICE
 
 log = logging.getLogger("reflex.batcher")
 
@@ -26,26 +28,49 @@ class Audience:
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
+        self._untold: deque[Event] = deque()
 
     def add(self, sink: Sink) -> None:
         """One more sink, for the events from now on."""
         self._sinks.append(sink)
         self._sinks_of.clear()
 
-    def tell(self, events: Iterable[Event]) -> None:
-        """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket."""
-        for event in events:
-            kind = type(event)
-            sinks = self._sinks_of.get(kind)
-            if sinks is None:
-                sinks = self._listening(kind)
-            for sink in sinks:
-                try:
-                    sink(event)
-                except Exception:
-                    log.exception("a sink failed on %s", kind.__name__)
-            if isinstance(event, RequestSettled):
-                resolve(event.ticket)
+    def tell(self, events: Iterable[Event], all: bool = False) -> bool:
+        """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket.
+
+        Without `all` it tells as many events as one turn of the loop has time for. Returns whether some are left, which
+        the next call tells first.
+        """
+        self._untold.extend(events)
+        while self._untold:
+            for event in self._slice():
+                self._tell(event)
+            if not all:
+                break
+        return bool(self._untold)
+
+    def _slice(self) -> Iterator[Event]:
+        """The next events of one turn: answers cost much more than others."""
+        answers = 0
+        for _ in range(16 * SLICE):
+            if not self._untold or answers == SLICE:
+                return
+            event = self._untold.popleft()
+            answers += isinstance(event, RequestSettled)
+            yield event
+
+    def _tell(self, event: Event) -> None:
+        kind = type(event)
+        sinks = self._sinks_of.get(kind)
+        if sinks is None:
+            sinks = self._listening(kind)
+        for sink in sinks:
+            try:
+                sink(event)
+            except Exception:
+                log.exception("a sink failed on %s", kind.__name__)
+        if isinstance(event, RequestSettled):
+            resolve(event.ticket)
 
     def _listening(self, kind: type[Any]) -> list[Sink]:
         found = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]

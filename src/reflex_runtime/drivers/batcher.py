@@ -9,24 +9,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
 from typing import Any, Self
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
-from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.audience import Sink as Sink
 from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.base import Processor
-
-SLICE = 64  # requests cancelled, and events told, in one turn of the loop: a few milliseconds
 
 
 class Batcher:
@@ -68,9 +65,7 @@ class Batcher:
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_due = self._pump_due = False
-        self._untold: deque[Event] = deque()
-        self._cancelled = 0  # tickets cancelled in this turn of the loop
-        self._to_cancel: deque[Ticket] = deque()
+        self._cancels = Cancels(self._cancel)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._idle: asyncio.Event | None = None
@@ -163,13 +158,7 @@ class Batcher:
         At once, or in one of the loop's next turns where many are cancelled together: others need the loop, too.
         """
         assert self._loop is not None
-        if not self._cancelled:
-            self._loop.call_soon(self._cancel_more)
-        if self._cancelled < SLICE and not self._to_cancel:
-            self.device.cancel(ticket)
-        else:
-            self._to_cancel.append(ticket)
-        self._cancelled += 1
+        self._cancels.add(ticket, self._loop)
 
     def flush(self) -> None:
         """Hand the sinks the events so far, as many as fit in a turn of the loop: those nobody waits for otherwise come
@@ -235,44 +224,22 @@ class Batcher:
             self._pump_due = True
             self._loop.call_soon(self._pump)
 
-    def _cancel_more(self) -> None:
-        self._cancelled = min(SLICE, len(self._to_cancel))
-        if not self._cancelled:
-            return
-        tickets = [self._to_cancel.popleft() for _ in range(self._cancelled)]
-
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
         def cancel(scheduler: Scheduler, now: float) -> None:
             for ticket in tickets:
                 scheduler.cancel(ticket, now)
 
         self.device.input(cancel)
-        assert self._loop is not None
-        self._loop.call_soon(self._cancel_more)
 
     def _pump(self, all: bool = False) -> None:
         """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""
         self._pump_due = False  # first: what comes from now on asks for another turn
-        self._untold.extend(self.device.take_events())
-        while self._untold:
-            self._audience.tell(self._slice())
-            if not all:
-                break
-        if self._untold:
+        if self._audience.tell(self.device.take_events(), all):
             self._pump_soon()
         if self._idle is not None and self.scheduler.idle:
             self._idle.set()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self._due())
-
-    def _slice(self) -> Iterator[Event]:
-        """As many events as one turn of the loop tells: answers cost much more than others."""
-        answers = 0
-        for _ in range(16 * SLICE):
-            if not self._untold or answers == SLICE:
-                return
-            event = self._untold.popleft()
-            answers += isinstance(event, RequestSettled)
-            yield event
 
     # -- the timer -----------------------------------------------------------------------------------------------------
 

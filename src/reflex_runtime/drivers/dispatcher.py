@@ -20,6 +20,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Sink
 from reflex_runtime.drivers.device import Clock
+from reflex_runtime.drivers.slices import Cancels
 
 T = TypeVar("T")
 Send = Callable[[Batch], Awaitable[Sequence[Outcome]]]
@@ -51,6 +52,7 @@ class Dispatcher:
         self.scheduler = Scheduler(groups, max_batches)
         self._send = send
         self._audience = Audience(sinks)
+        self._cancels = Cancels(self._cancel)
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shortest = 0.0
@@ -83,8 +85,11 @@ class Dispatcher:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take a request back: at once while it waits; once its call is out its answer is awaited, and dropped."""
-        self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
+        """Take a request back. One that waits is not sent any more; its future ends with `Cancelled` at once, or in one
+        of the loop's next turns where many are cancelled together: others need the loop, too. Once its call is out its
+        answer is awaited, and dropped."""
+        assert self._loop is not None, "Dispatcher.start was not called"
+        self._cancels.add(ticket, self._loop)
 
     def input(self, action: Callable[[Scheduler, float], T]) -> T:
         """Any other input, such as a pause: action gets the scheduler and the time. It takes effect in this turn."""
@@ -114,7 +119,7 @@ class Dispatcher:
                 else:
                     self._complete(batch, CutShort("its call was still out when the time to shut down was over"))
                     call.cancel()
-            self._turn()
+            self._turn(all=True)
             self._wake_at(inf)
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -124,13 +129,22 @@ class Dispatcher:
             self._turn_due = True
             self._loop.call_soon(self._turn)
 
-    def _turn(self) -> None:
-        """Decide, send, tell."""
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
+        def cancel(scheduler: Scheduler, now: float) -> None:
+            for ticket in tickets:
+                scheduler.cancel(ticket, now)
+
+        self.input(cancel)
+
+    def _turn(self, all: bool = False) -> None:
+        """Decide, send, tell; with very many events, in several turns."""
         self._turn_due = False  # first: what comes from now on asks for another turn
         scheduler, now = self.scheduler, self._clock()
-        while (batch := scheduler.next_batch(now)) is not None:
+        # a batch that was formed now could hold a request that is about to be cancelled
+        while not self._cancels.pending and (batch := scheduler.next_batch(now)) is not None:
             self._begin(batch)
-        self._audience.tell(scheduler.take_events())
+        if self._audience.tell(scheduler.take_events(), all):
+            self._turn_soon()
         if self._idle is not None and scheduler.idle:
             self._idle.set()
         if not self._turn_due:

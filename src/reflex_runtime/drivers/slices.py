@@ -1,0 +1,46 @@
+"""Work of which thousands of pieces may come in one turn of the loop is done in slices, so that others get their turn
+in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from reflex_runtime.core.request import Ticket
+
+SLICE: Final = 64  # requests cancelled, and answers told, in one turn of the loop: a few milliseconds
+
+
+class Cancels:
+    """Cancels requests at once, as long as there are few in a turn of the loop; the others in its next turns.
+
+    cancel: takes back these tickets now. Called on the loop.
+    """
+
+    def __init__(self, cancel: Callable[[Sequence[Ticket]], None]) -> None:
+        self._cancel = cancel
+        self._cancelled = 0  # in this turn of the loop
+        self._later: deque[Ticket] = deque()
+
+    @property
+    def pending(self) -> bool:
+        """Whether some were added that are not cancelled yet."""
+        return bool(self._later)
+
+    def add(self, ticket: Ticket, loop: asyncio.AbstractEventLoop) -> None:
+        """Cancel it now or soon, after those that were added before. loop: the running one."""
+        if not self._cancelled:
+            loop.call_soon(self._next_turn, loop)
+        self._cancelled += 1
+        if self._cancelled <= SLICE and not self._later:
+            self._cancel([ticket])
+        else:
+            self._later.append(ticket)
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._cancelled = min(SLICE, len(self._later))
+        if self._cancelled:
+            loop.call_soon(self._next_turn, loop)
+            self._cancel([self._later.popleft() for _ in range(self._cancelled)])
