@@ -6,6 +6,7 @@ Nothing here sleeps: a server is ready when its pipe says so, and a state is rea
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http.client
 import json
 import os
@@ -73,6 +74,29 @@ from reflex_runtime.core.time_cost import TimeCost
 _learn = TimeCost.observe
 TimeCost.observe = lambda self, batch, elapsed: _learn(self, batch, {takes})
 """
+
+
+class Latch:
+    """Keeps code of other processes waiting while it is shut: `wait` is Python that they run. It is open at first.
+
+    A lock on a file: nobody polls, and it opens by itself when the test ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+        self.wait = f"with open({str(path)!r}) as latch: __import__('fcntl').flock(latch, {fcntl.LOCK_SH})"
+
+    def shut(self) -> None:
+        """From now on they wait."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def open(self) -> None:
+        """Let all of them go, and those that come later."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """Open it for good."""
+        self._file.close()
 
 
 class Server:

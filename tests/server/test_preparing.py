@@ -21,7 +21,7 @@ from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.policies.observation import MAX_IMAGE_PIXELS
 from reflex_runtime.server.preparing import LIGHT_PIXELS, DecodeOrder, Job, Preparing
 
-from .harness import Server
+from .harness import Latch, Server
 
 LARGE = 4 * LIGHT_PIXELS
 
@@ -236,16 +236,15 @@ def test_b21_a_client_pays_for_the_pictures_that_were_decoded_at_once() -> None:
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 HELD = '''
-import pathlib, time
 import reflex_runtime.policies.policy as policy
 
-decode, there = policy.decode_image, pathlib.Path({path!r})
+decode = policy.decode_image
 def held(data, field="image", size=None):
     image = decode(data, field, size)
     if policy.pixels_of(data) > 1 << 20:
-        there.with_suffix(".began").open("a").write("x")
-        while not there.exists():  # the test opens it
-            time.sleep(0.002)
+        with open({began!r}, "a") as began:
+            began.write("x")
+        {wait}
     return image
 policy.decode_image = held
 '''
@@ -265,18 +264,18 @@ class Held:
     """A server whose large pictures are decoded when the test says so."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.gate = folder / "open"
-        export = write_export(folder / "export")
-        self.server = Server(export, *options, before=HELD.format(path=str(self.gate)))
+        self._latch, self._began = Latch(folder / "latch"), folder / "began"
+        self._latch.shut()
+        before = HELD.format(began=str(self._began), wait=self._latch.wait)
+        self.server = Server(write_export(folder / "export"), *options, before=before)
 
     @property
     def began(self) -> int:
         """Large pictures whose decoding has begun."""
-        told = self.gate.with_suffix(".began")
-        return len(told.read_text()) if told.exists() else 0
+        return len(self._began.read_text()) if self._began.exists() else 0
 
     def release(self) -> None:
-        self.gate.touch()
+        self._latch.close()
 
 
 @pytest.fixture

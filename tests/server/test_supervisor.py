@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from .exports import write_tiny
-from .harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all, refusal
+from .harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answers, read_all, refusal
 from .pair import Pair, episodes
 from .test_batching import numbered, right
 
@@ -31,38 +31,37 @@ def ready_again(server: Server, times: int) -> Answer:
     return server.get("/health")
 
 
-@contextlib.contextmanager
-def held(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Python to run first, by which a server waits before it loads for as long as a file stands there."""
-    gate = tmp_path / "gate"
-    yield (
-        f"""
-import os, threading
+def held(latch: Latch) -> str:
+    """Python to run first, by which a server waits at the latch before it loads."""
+    return f"""
 from reflex_runtime.policies import Export
 inner = Export.load
 def load(path):
-    while os.path.exists({str(gate)!r}):
-        threading.Event().wait(0.01)
+    {latch.wait}
     return inner(path)
 Export.load = load
-""",
-        gate,
-    )
+"""
+
+
+@pytest.fixture
+def latch(tmp_path: Path) -> Iterator[Latch]:
+    made = Latch(tmp_path / "latch")
+    yield made
+    made.close()
 
 
 # -- lost and started again --------------------------------------------------------------------------------------------
 
 
-def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(tiny: Path, tmp_path: Path) -> None:
+def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(tiny: Path, latch: Latch) -> None:
     with (
-        held(tmp_path) as (before, gate),
-        Server(tiny, "--inject-latency-ms", "60000", before=before, supervised=True) as server,
+        Server(tiny, "--inject-latency-ms", "60000", before=held(latch), supervised=True) as server,
         server.connect() as waiting,
     ):
         assert server.get("/health").json["restarts"] == 0
         waiting.sendall(encode({"state": STATE}))
         server.reach(lambda m: m("reflex_in_flight_requests") == 1)
-        gate.touch()  # the next one waits before it accepts
+        latch.shut()  # the next one waits before it accepts
         below(server).send_signal(signal.SIGSEGV)
         with contextlib.suppress(ConnectionResetError):
             assert read_all(waiting) == b""  # the kernel closes what the server had open
@@ -74,7 +73,7 @@ def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(ti
         health = server.get("/health")
         assert (health.status, health.json["state"], health.json["model_loaded"]) == (503, "restarting", False)
         assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
-        gate.unlink()
+        latch.open()
         health = ready_again(server, 2)
         assert (health.status, health.json["state"]) == (200, "ready")
         assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
@@ -121,9 +120,9 @@ def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Pa
         assert not any("restart " in line for line in server.log)
 
 
-def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, tmp_path: Path) -> None:
-    with held(tmp_path) as (before, gate), Server(tiny, before=before, supervised=True) as server:
-        gate.touch()
+def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, latch: Latch) -> None:
+    with Server(tiny, before=held(latch), supervised=True) as server:
+        latch.shut()
         below(server).send_signal(signal.SIGSEGV)
         server.wait_log("restart 1 in")
         idle = [server.connect() for _ in range(300)]  # more than are kept
@@ -139,7 +138,7 @@ def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, tmp
         assert idle[0].recv(1) == b""  # turned away for the newest
         for sock in idle:
             sock.close()
-        gate.unlink()
+        latch.open()
         assert ready_again(server, 2).status == 200
 
 
@@ -169,15 +168,13 @@ def test_b20_a_signal_while_there_is_no_server_ends_it_at_once(tiny: Path) -> No
         assert server.stop() == 0
 
 
-def test_b20_a_signal_before_the_server_is_ready_ends_both(tiny: Path, tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    gate.touch()
-    with held(tmp_path) as (before, _):
-        before = before.replace("    while", "    print('loads', flush=True, file=__import__('sys').stderr)\n    while")
-        with Server(tiny, before=before, until="loads", supervised=True) as server:
-            child = below(server)
-            assert server.stop() == 0
-            assert not child.is_running()
+def test_b20_a_signal_before_the_server_is_ready_ends_both(tiny: Path, latch: Latch) -> None:
+    latch.shut()
+    before = held(latch).replace("    with", "    print('loads', flush=True, file=__import__('sys').stderr)\n    with")
+    with Server(tiny, before=before, until="loads", supervised=True) as server:
+        child = below(server)
+        assert server.stop() == 0
+        assert not child.is_running()
 
 
 def test_b2_what_is_wrong_ends_both_with_2_and_one_line(tmp_path: Path, tiny: Path) -> None:
