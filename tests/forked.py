@@ -1,0 +1,169 @@
+"""Processes that have the command's imports behind them: half a second of CPU time less for each server of a test.
+
+One process per pytest process imports what `reflex serve` imports, and forks at its top level for every `Forked`. The
+fork runs its code as `python -c` would: its own environment, directory and descriptors, and a whole interpreter exit.
+What a test can no longer see there is an import that is missing, or slow: those tests start a `Popen`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import IO, Final
+
+_SIZE: Final = 64  # bytes of a message in either direction
+
+# Each request is five descriptors: the program, where to tell pid and status, and the three standard ones.
+_FORKS = """
+import json, os, select, signal, socket, sys
+from reflex_runtime.processors.quiet import telemetry_off
+telemetry_off()
+import uvicorn.main, uvloop, httptools, onnxruntime, numpy.random
+import reflex_runtime.server.serve
+from reflex_runtime.cli import build_parser
+build_parser()
+with open("/proc/self/stat") as stat:
+    threads = int(stat.read().rpartition(")")[2].split()[17])
+assert threads == 1, f"{threads} threads: a fork would lose all but one"
+
+def serve(asked):
+    running = {}
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        for ready in select.select([asked, woken], [], [])[0]:
+            if ready is woken:
+                woken.recv(4096)
+                while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    told = running.pop(ended[0])
+                    os.write(told, b"%d" % os.waitstatus_to_exitcode(ended[1]))
+                    os.close(told)
+                continue
+            word, received, _, _ = socket.recv_fds(asked, 1, 5)
+            if not word:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (asked, woken, wake):
+                    end.close()
+                for other in running.values():
+                    os.close(other)
+                return received
+            running[pid] = received[1]
+            for other in (received[0], *received[2:]):
+                os.close(other)
+
+def become(program, told, *standard):
+    os.write(told, b"%d" % os.getpid())
+    os.close(told)
+    for number, other in enumerate(standard):
+        os.dup2(other, number)
+        os.close(other)
+    with open(program, encoding="utf-8") as text:
+        wanted = json.load(text)
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
+    return wanted["code"]
+
+exec(become(*serve(socket.socket(fileno=int(sys.argv.pop())))), {"__name__": "__main__"})
+"""
+
+
+@cache
+def _forks() -> socket.socket:
+    """The process that forks, as a connection to it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _FORKS, str(theirs.fileno())],
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # so that it has one thread
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+class Forked:
+    """As `subprocess.Popen([sys.executable, "-c", code])` without standard input, with what the tests use of it."""
+
+    def __init__(
+        self, code: str, *, env: Mapping[str, str], stdout: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
+    ) -> None:
+        self.returncode: int | None = None
+        self._waiting = threading.Lock()
+        self._status, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as theirs:
+            theirs.enter_context(told)
+            program, text = os.pipe()
+            theirs.callback(os.close, program)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            theirs.callback(os.close, nothing)
+            standard = [nothing]
+            streams: list[IO[bytes] | None] = []
+            for wanted in (stdout, stderr):
+                if wanted == subprocess.PIPE:
+                    read, wanted = os.pipe()
+                    theirs.callback(os.close, wanted)
+                    streams.append(open(read, "rb"))  # noqa: SIM115
+                else:
+                    streams.append(None)
+                standard.append(nothing if wanted == subprocess.DEVNULL else wanted)
+            self.stdout, self.stderr = streams
+            socket.send_fds(_forks(), [b"."], [program, told.fileno(), *standard])
+        pid = self._status.recv(_SIZE)
+        if not pid:
+            raise RuntimeError("the process that forks has ended: see its standard error")
+        self.pid = int(pid)
+        with open(text, "w", encoding="utf-8") as file:
+            json.dump({"env": dict(env), "cwd": os.getcwd(), "code": code}, file)
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self._waiting.locked():  # another thread waits, so there is something to wait for
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended."""
+        with self._waiting:
+            if self.returncode is None:
+                if not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+                self.returncode = int(self._status.recv(_SIZE))
+                self._status.close()
+            return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
