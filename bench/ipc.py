@@ -397,7 +397,7 @@ class Floating(Server):
 
     def __init__(self, directory: Path, *flags: str) -> None:
         self.model = directory.name
-        command = ["-m", "reflex_runtime", "serve", str(directory), "--port", "PORT", *flags]
+        command = ["-m", "reflex_runtime", "serve", str(directory), "--port", "PORT", "--no-supervise", *flags]
         super().__init__(" ".join(("reflex serve", *flags)), command, "/health", pinned=False)
 
     def streamed(self, **job: Any) -> Streamed:

@@ -291,6 +291,9 @@ class LLMServeConfig:
     )
     head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
     body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    supervise: bool = option(
+        True, "a small process above the server starts it again when it is lost; off where another supervisor does"
+    )
     watchdog_s: float = option(
         60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
         low=0, high=3600, unit="s",

@@ -134,6 +134,7 @@ LLM_EFFECT = {
     "idle_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
     "head_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
     "body_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
+    "supervise": "test_b19_a_model_server_that_crashes_comes_back_and_its_callers_are_told_in_the_apis_form",
     "watchdog_s": "test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back",
     "drain_timeout_s": "test_b20_when_the_time_is_over_streams_end_with_an_error",
     "host": "test_h11_a_model_reachable_from_outside_without_a_key_warns",

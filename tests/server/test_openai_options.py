@@ -127,7 +127,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line a start that must fail prints."""
     try:
-        status = main(["serve", *arguments])
+        status = main(["serve", "--no-supervise", *arguments])  # in this process
     except SystemExit as exit:
         status = int(exit.code or 0)
     out, err = capsys.readouterr()
@@ -137,8 +137,8 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_h10_the_served_name_is_the_directorys_unless_said(model_dir: Path, served: list[Any]) -> None:
-    assert main(["serve", str(model_dir), "--port", "0"]) == 0
-    assert main(["serve", str(model_dir), "--port", "0", "--served-model-name", "other"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--served-model-name", "other"]) == 0
     assert [name for _, name, _ in served] == ["my-model", "other"]
 
 
@@ -151,7 +151,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     monkeypatch.setattr(module, "load", lambda path, **options: asked.append((path, options)))
     options = "--device cpu --runner torch --dtype float32 --threads 3 --max-model-len 99 --block-size 8"
     for more in ([], [*options.split(), "--kv-cache-gb", "1.5"]):
-        assert main(["serve", str(model_dir), "--port", "0", *more]) == 0
+        assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", *more]) == 0
         load_model(model_dir, served[-1][0])
     auto = {"device": "auto", "runner": "auto", "dtype": "auto"}
     none = dict.fromkeys(("block_size", "kv_cache_bytes", "max_model_len", "threads"))
@@ -212,11 +212,11 @@ def in_workers(monkeypatch: pytest.MonkeyPatch) -> list[WorkersConfig]:
 def test_h10_workers_run_the_model_with_the_same_settings(
     model_dir: Path, served: list[Any], in_workers: list[WorkersConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(["serve", str(model_dir), "--port", "0"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0"]) == 0
     assert in_workers == []
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     more = ["--max-num-seqs", "9", "--trace", str(model_dir / "steps.jsonl"), "--api-key", "secret"]
-    assert main(["serve", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "2", *more]) == 0
     (config,) = in_workers
     assert (config.count, config.path) == (2, str(model_dir))
     told = config.options(1, 0)
@@ -226,9 +226,9 @@ def test_h10_workers_run_the_model_with_the_same_settings(
     assert told["threads"] == 4  # its part of the cores: threads of two models on one core wait for each other
     assert not {"api_key", "port", "host", "workers"} & told.keys()
     assert LLMServeConfig(**told).max_num_seqs == 9
-    assert main(["serve", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1", "--threads", "3"]) == 0
     assert in_workers[1].options(0, 0)["threads"] == 3
-    assert main(["serve", str(model_dir), "--port", "0", "--workers", "1"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--workers", "1"]) == 0
     assert in_workers[2].options(0, 0)["threads"] == 0
 
 
@@ -262,13 +262,13 @@ def test_g11_the_section_of_the_file_is_honoured(
     }  # fmt: skip
     lines = [f"{name} = {json.dumps(value)}" for name, value in given.items()]
     file.write_text("\n".join(["[serve]", "port = 0", "workers = 1", "[generate_batcher]", *lines]))
-    assert main(["serve", str(model_dir), "--config", str(file)]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--config", str(file)]) == 0
     batcher = in_workers[0].batcher
     assert {f.name: getattr(batcher, f.name) for f in fields(batcher)} == {**given, "ungroupable_options": ()}
-    assert main(["serve", str(model_dir), "--workers", "1", "--port", "0"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--workers", "1", "--port", "0"]) == 0
     assert in_workers[1].batcher == GenerateBatcherConfig()
     bounds = ["--max-queue", "5", "--max-queued-tokens", "50"]
-    assert main(["serve", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--workers", "1", "--port", "0", *bounds]) == 0
     assert in_workers[2].batcher == GenerateBatcherConfig(max_pending=5, max_pending_tokens=50)
     assert (served[0][0].max_queue, served[0][0].max_queued_tokens) == (77, 999)  # what n choices are measured against
     capsys.readouterr()
@@ -288,7 +288,7 @@ def test_g11_a_section_that_nobody_needs_is_told(
     file = tmp_path / "r.toml"
     file.write_text("[serve]\nport = 0\n[generate_batcher]\nmax_hold_ms = 2.0\n")
     for more, told in (([], True), (["--workers", "1"], False)):
-        assert main(["serve", str(model_dir), "--config", str(file), *more]) == 0
+        assert main(["serve", "--no-supervise", str(model_dir), "--config", str(file), *more]) == 0
         assert ("[generate_batcher] has no effect without --workers" in caplog.text) is told
         caplog.clear()
 
@@ -300,7 +300,8 @@ def test_h10_file_then_environment_then_flags_and_the_table_tells(
     file.write_text('[serve]\nmax_queue = 7\nmax-num-seqs = 8\nprefix_caching = false\nport = 0\napi_key = "k"\n')
     monkeypatch.setenv("REFLEX_MAX_NUM_SEQS", "9")
     monkeypatch.setenv("REFLEX_BLOCK_SIZE", "32")
-    assert main(["serve", str(model_dir), "--config", str(file), "--block-size", "64", "--runner", "torch"]) == 0
+    options = ["--config", str(file), "--block-size", "64", "--runner", "torch"]
+    assert main(["serve", "--no-supervise", str(model_dir), *options]) == 0
     config = served[0][0]
     assert (config.max_queue, config.max_num_seqs, config.block_size, config.prefix_caching) == (7, 9, 64, False)
     shown = capsys.readouterr().err
@@ -315,10 +316,10 @@ def test_h10_file_then_environment_then_flags_and_the_table_tells(
 def test_h11_a_model_reachable_from_outside_without_a_key_warns(
     model_dir: Path, served: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["serve", str(model_dir), "--port", "0"]) == 0
-    assert main(["serve", str(model_dir), "--port", "0", "--host", "0.0.0.0", "--api-key", "k"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--host", "0.0.0.0", "--api-key", "k"]) == 0
     assert "reachable from outside" not in caplog.text
-    assert main(["serve", str(model_dir), "--port", "0", "--host", "0.0.0.0"]) == 0
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--host", "0.0.0.0"]) == 0
     assert "--host=0.0.0.0 is reachable from outside" in caplog.text
 
 

@@ -1,12 +1,14 @@
-"""A policy server that is lost is started again, and callers are told meanwhile (contract B19, B20, H6, H14)."""
+"""A server that is lost is started again, and callers are told meanwhile (contract B19, B20, H6, H14)."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -121,7 +123,8 @@ def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Pa
 
 
 def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, latch: Latch) -> None:
-    with Server(tiny, before=held(latch), supervised=True) as server:
+    slowly = f"import reflex_runtime.server.supervisor as s; s.CALLER_LIMIT = {PATIENCE}"
+    with Server(tiny, before=held(latch) + slowly, supervised=True) as server:
         latch.shut()
         below(server).send_signal(signal.SIGSEGV)
         server.wait_log("restart 1 in")
@@ -227,3 +230,132 @@ def test_the_supervisor_imports_little(tiny: Path) -> None:
         assert "onnxruntime" not in maps
         assert "onnxruntime" in Path(f"/proc/{below(server).pid}/maps").read_text()
         assert psutil.Process(server.process.pid).memory_info().rss < 80 << 20
+
+
+# -- of language models ------------------------------------------------------------------------------------------------
+
+SMALL = ("--kv-cache-gb", "0.05")
+ASKED = {"model": "scribe", "prompt": "Once there was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+BEFORE_IT_ACCEPTS = """
+from reflex_runtime.llm.tokenizer import HFTokenizer
+inner = HFTokenizer.load
+def load(path):
+    {wait}
+    return inner(path)
+HFTokenizer.load = load
+"""
+IN_A_STEP = """
+from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+inner = OpenVinoRunner.forward
+def forward(self, step):
+    {wait}
+    return inner(self, step)
+OpenVinoRunner.forward = forward
+"""
+
+
+def complete(server: Server, **fields: Any) -> Answer:
+    body = json.dumps(ASKED | {"max_tokens": 2, "stream": False} | fields).encode()
+    return server.ask("POST", "/v1/completions", body, {"X-Request-Id": "mine"})
+
+
+def test_b19_a_model_server_that_crashes_comes_back_and_its_callers_are_told_in_the_apis_form(latch: Latch) -> None:
+    openai = pytest.importorskip("openai")
+    before = BEFORE_IT_ACCEPTS.format(wait=latch.wait)
+    with Server("scribe", *SMALL, before=before, supervised=True) as server:
+        assert server.get("/health").json["restarts"] == 0
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as client:
+            extra = {"extra_body": {"ignore_eos": True}}
+            stream = client.completions.create(**{k: v for k, v in ASKED.items() if k != "ignore_eos"}, **extra)
+            next(iter(stream))
+            latch.shut()  # the next one waits before it accepts
+            below(server).send_signal(signal.SIGSEGV)
+            with pytest.raises(openai.APIConnectionError):
+                list(stream)
+            server.wait_log("was ended by SIGSEGV; restart 1 in")
+            with pytest.raises(openai.InternalServerError, match="is started again") as refused:
+                client.models.list()
+            assert (refused.value.status_code, refused.value.code, refused.value.type) == (
+                503, "not_ready", "server_error",
+            )  # fmt: skip
+        answer = complete(server)
+        assert answer.json["error"] == {
+            "message": "the server was ended by SIGSEGV and is started again",
+            "type": "server_error", "param": None, "code": "not_ready",
+        }  # fmt: skip
+        told = [answer.headers[name] for name in ("x-request-id", "x-should-retry", "retry-after")]
+        assert told == ["mine", "true", "1"]
+        health = server.get("/health")
+        assert (health.status, health.json["state"], health.json["model_loaded"]) == (503, "restarting", False)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        latch.open()
+        health = ready_again(server, 2)
+        assert (health.status, health.json["state"]) == (200, "ready")
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        assert complete(server).status == 200
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "openvino" not in maps
+        assert server.stop() == 0
+
+
+def test_b19_a_model_that_hangs_for_good_ends_its_server_and_another_takes_over(latch: Latch) -> None:
+    before = IN_A_STEP.format(wait=latch.wait)
+    with Server("scribe", *SMALL, "--watchdog-s", "0.3", before=before, supervised=True) as server:
+        latch.shut()
+        answer = complete(server)
+        assert (answer.status, answer.json["error"]["code"]) == (500, "processor_hung")
+        server.wait_log("the server exited with status 1; restart 1 in")
+        latch.open()
+        assert ready_again(server, 2).json["last_exit"] == "exited with status 1"
+        assert complete(server).status == 200
+
+
+def test_b19_the_front_of_runtime_processes_comes_back_with_new_ones() -> None:
+    with Server("scribe", *SMALL, "--workers", "1", supervised=True) as server:
+        first = below(server)
+        runtimes = first.children(recursive=True)
+        assert len(runtimes) == 2  # the model's, and the one that tokenises
+        first.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs(runtimes, timeout=PATIENCE)[1] == []
+        health = ready_again(server, 2).json
+        assert (health["restarts"], health["last_exit"]) == (1, "was ended by SIGKILL")
+        assert health["workers"][0]["restarts"] == 0
+        assert complete(server).status == 200
+        runtimes = below(server).children(recursive=True)
+        assert server.stop() == 0
+        assert psutil.wait_procs(runtimes, timeout=PATIENCE)[1] == []
+
+
+def test_b20_a_signal_drains_a_model_server_and_hangup_is_no_end_of_it(tmp_path: Path, latch: Latch) -> None:
+    file = tmp_path / "steps.jsonl"
+    before = IN_A_STEP.format(wait=latch.wait)
+    with Server("scribe", *SMALL, "--trace", str(file), before=before, supervised=True) as server:
+        child = below(server)
+        assert complete(server).status == 200
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: (tmp_path / "steps.jsonl.1").exists())
+        latch.shut()
+        body = json.dumps(ASKED | {"max_tokens": 4, "stream": False}).encode()
+        with server.connect() as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            server.wait_until(lambda: server.get("/health").json["running"] == 1)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log("draining: 1 requests")
+            latch.open()
+            (answer,) = parse_answers(read_all(sock))
+            assert answer.json["usage"]["completion_tokens"] == 4
+        assert server.wait() == 0
+        assert not child.is_running()
+
+
+def test_b2_what_is_wrong_with_a_model_ends_both_with_2_and_one_line(tmp_path: Path) -> None:
+    assert "--max-model-len=99999: must be at most" in refusal("scribe", "--max-model-len", "99999")
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_without_a_supervisor_the_process_is_the_model_server() -> None:
+    with Server("scribe", *SMALL) as server:
+        assert psutil.Process(server.process.pid).children() == []
+        assert "restarts" not in server.get("/health").json

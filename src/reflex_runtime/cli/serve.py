@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.cli import status_of
     from reflex_runtime.server import listen
-    from reflex_runtime.server.supervisor import supervise
+    from reflex_runtime.server.supervisor import Form, supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if not config.supervise:
         return serve()
     sock = listen.bind(config.host, config.port)
-    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), ("reflex", "serve")))
+    told = ("reflex", "serve")
+    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), Form())
 
 
 def _serve(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -18,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
 from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.server.served_model import Open, ServedModel
+    from reflex_runtime.server.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
 
@@ -42,7 +45,8 @@ then, with any client of the OpenAI API:
 
 Every option also stands in a TOML file (--config, table [serve]) and in the environment (REFLEX_MAX_NUM_SEQS=64).
 Ctrl-C or SIGTERM finishes what was received and leaves; a second Ctrl-C does not wait.
-Exit status: 0 after a drain, 1 when the model was lost, 2 for a wrong option or directory, 130 after a second Ctrl-C.
+Exit status: 0 after a drain, 1 when the model could not be started or was lost again and again (with --no-supervise:
+when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
@@ -75,29 +79,55 @@ def names_model(args: Sequence[str]) -> bool:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
+    from reflex_runtime.cli import status_of
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.llm.checkpoint import Checkpoint
-    from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.server.listen import bind
-    from reflex_runtime.server.local_model import opened
-    from reflex_runtime.server.serve_model import serve
+    from reflex_runtime.server import listen
+    from reflex_runtime.server.supervisor import Form, supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
+    if batcher != GenerateBatcherConfig() and not config.workers:
+        logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
+    serve = partial(_serve, config, batcher, args.model)
+    if not config.supervise:
+        return serve()
+    sock, told = listen.bind(config.host, config.port), ("reflex", "serve")
+    form = Form(_api_error, ("X-Should-Retry: true",), echoes=True)
+    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
+
+
+def _api_error(error: ReflexError, request_id: str) -> dict[str, Any]:
+    from reflex_runtime.server.errors import api_error
+
+    return api_error(error.message, "server_error", error.code)
+
+
+def _serve(
+    config: LLMServeConfig,
+    batcher: GenerateBatcherConfig,
+    directory: Path,
+    sock: socket.socket | None = None,
+    parent: Parent | None = None,
+) -> int:
+    """The server itself: alone, or below a supervisor that has bound its socket."""
+    from reflex_runtime.llm.checkpoint import Checkpoint
+    from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.server import listen
+    from reflex_runtime.server.local_model import opened
+    from reflex_runtime.server.serve_model import serve
+
     for path in _traces(config):
         check_trace(path)
-    check_model(config, Checkpoint.open(args.model).config.max_position_embeddings)
-    tokenizer = HFTokenizer.load(args.model)
+    check_model(config, Checkpoint.open(directory).config.max_position_embeddings)
+    tokenizer = HFTokenizer.load(directory)
     if config.workers:
         config, batcher = _one_bound(config, batcher)
-        open = _in_workers(args.model, config, batcher, tokenizer)
+        open = _in_workers(directory, config, batcher, tokenizer)
     else:
-        open = opened(partial(load_model, args.model, config))
-        if batcher != GenerateBatcherConfig():
-            logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)
-    name = config.served_model_name or args.model.resolve().name
-    sock = bind(config.host, config.port)
+        open = opened(partial(load_model, directory, config))
+    name = config.served_model_name or directory.resolve().name
+    sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
     _announce(config, batcher, name, address)
     status, clean = serve(
@@ -105,8 +135,9 @@ def run(args: argparse.Namespace) -> int:
         name,
         open,
         sock,
-        lambda: logging.info("listening on %s, loading %s", url(address), args.model),
+        lambda: logging.info("listening on %s, loading %s", url(address), directory),
         lambda model: _ready(model, address),
+        parent,
     )
     if not clean:
         if not config.workers:  # their processes have ended

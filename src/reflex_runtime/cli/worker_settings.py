@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.tokenizer import Tokenizer
 
 GPUS = "CUDA_VISIBLE_DEVICES"
-_OF_THE_DOOR = {"workers", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name"}
+_OF_THE_FRONT = {
+    "workers", "supervise", "host", "port", "api_key", "api_key_file", "allow_host", "served_model_name",
+}  # fmt: skip
 
 
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
@@ -74,7 +76,7 @@ def trace_of(path: str, number: int, restarts: int = 0) -> str:
 
 def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
     """What a runtime process is told of the settings: those of the model, its own trace, its part of the CPU."""
-    names = LLMServeConfig.__dataclass_fields__.keys() - _OF_THE_DOOR
+    names = LLMServeConfig.__dataclass_fields__.keys() - _OF_THE_FRONT
     found = {name: getattr(config, name) for name in sorted(names)}
     if config.trace:
         found["trace"] = trace_of(config.trace, number, restarts)

@@ -47,27 +47,27 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
     results: nobody can tell whose is missing.
     """
+    whole = _call(processor, batch)
+    if not isinstance(whole, ReflexError):
+        return whole
+    apart = len(batch) > 1 and processor.repeatable and not isinstance(whole, ResultCountMismatch | ProcessorHung)
+    return [Apart(whole) if apart else Failed(whole)] * len(batch)
+
+
+def _call(processor: Processor, batch: Batch) -> list[Outcome] | ReflexError:
+    """One call: outcomes, or the error that befell it as a whole."""
     try:
-        return outcomes_of(processor.run(batch), batch)
+        results = processor.run(batch)
+        count = len(results)
+    except ReflexError as error:
+        return error
     except Exception as error:
-        return failure_of(error, batch, processor.repeatable)
-
-
-def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
-    """One outcome per ticket from what a call returned. Raises ResultCountMismatch for too few or too many."""
-    if len(results) != len(batch.grants):
-        raise ResultCountMismatch(f"the processor returned {len(results)} results for {len(batch.grants)} requests")
-    return [_outcome(result) for result in results]
-
-
-def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
-    """One outcome per ticket from what a call raised; see `run_batch`."""
-    apart = len(batch) > 1 and repeatable and not isinstance(error, ResultCountMismatch | ProcessorHung)
-    if not isinstance(error, ReflexError):
         wrapped = ProcessorError(f"{type(error).__name__}: {error}")
         wrapped.__cause__ = error
-        error = wrapped
-    return [Apart(error) if apart else Failed(error)] * len(batch)
+        return wrapped
+    if count != len(batch.grants):
+        return ResultCountMismatch(f"the processor returned {count} results for {len(batch.grants)} requests")
+    return [_outcome(result) for result in results]
 
 
 def _outcome(result: Any) -> Outcome:

@@ -29,6 +29,7 @@ from reflex_runtime.server.serve import (
     until_set,
 )
 from reflex_runtime.server.served_model import Open, ServedModel
+from reflex_runtime.server.supervisor import Parent
 
 log = logging.getLogger("reflex.server")
 
@@ -82,12 +83,13 @@ def serve(
     sock: socket.socket,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[ServedModel], None] | None = None,
+    parent: Parent | None = None,
 ) -> tuple[int, bool]:
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
     When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
     name, open: see `ServedModel`. on_listening: called on the loop once the port answers; on_ready: once the model is
-    warm or has failed.
+    warm or has failed. parent: the supervisor, where there is one.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
@@ -105,7 +107,7 @@ def serve(
         stop_on_signals(asyncio.get_running_loop(), stop)
         if config.trace:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a trace
-        return await serving(config, name, open, sock, stop, on_listening, ready)
+        return await serving(config, name, open, sock, stop, on_listening, ready, parent)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
@@ -119,6 +121,7 @@ async def serving(
     stop: asyncio.Event,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[ServedModel], None] | None = None,
+    parent: Parent | None = None,
 ) -> tuple[int, bool]:
     """Serve until `stop` is set; see `serve`."""
     lost = False
@@ -129,21 +132,27 @@ async def serving(
         log.error("the model is lost; answering what is left and leaving")
         stop.set()
 
-    model = ServedModel(config, name, open, give_up)
+    model = ServedModel(config, name, open, give_up, None if parent is None else parent.lives)
     app = OpenAIApp(model)
     server = listening(app, StreamingProtocol)
     sock.listen(server.config.backlog)  # connections wait from now on; nobody is refused
     running = asyncio.create_task(server.serve(sockets=[sock]))
+    if parent is not None:
+        parent.accepts()
     if on_listening is not None:
         on_listening()
     stopping = asyncio.create_task(stop.wait())
     await _started(model, stopping)
+    if parent is not None and model.state == "ready":
+        parent.ready()
     if on_ready is not None and model.state in ("ready", "warmup_failed"):
         on_ready(model)
     if not model.unusable:
         await stopping
     stopping.cancel()
     clean = await _drain(config, model, app, server)
+    if parent is not None:
+        parent.leaves()
     server.should_exit = True
     await running
     if model.unusable:

@@ -17,6 +17,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.server.errors import NotReady
 from reflex_runtime.server.generation import Generator
+from reflex_runtime.server.supervisor import Lives
 from reflex_runtime.telemetry.series import Counter
 
 log = logging.getLogger("reflex.server")
@@ -69,13 +70,19 @@ class ServedModel:
     """One model. `start` returns when it is ready or has failed.
 
     name: by which clients ask for it. open: makes the host, called once; what it raises means that the model could not
-    be loaded. on_fatal: called on the loop when the model is lost for good.
+    be loaded. on_fatal: called on the loop when the model is lost for good. lives: what the server's supervisor knows,
+    where there is one.
     """
 
     def __init__(
-        self, config: LLMServeConfig, name: str, open: Open, on_fatal: Callable[[], None] | None = None
+        self,
+        config: LLMServeConfig,
+        name: str,
+        open: Open,
+        on_fatal: Callable[[], None] | None = None,
+        lives: Lives | None = None,
     ) -> None:
-        self.config, self.name = config, name
+        self.config, self.name, self.lives = config, name, lives
         self.created = int(time.time())
         self.error = ""
         self.unusable = False  # the directory or an option is wrong: there is nothing to wait for
@@ -160,6 +167,8 @@ class ServedModel:
         }
         if self.host is not None:
             body |= self.host.health()
+        if self.lives is not None:
+            body |= {"restarts": self.lives.restarts, "last_exit": self.lives.last_exit}
         if self.error:
             body["error"] = self.error
         return body

@@ -4,7 +4,8 @@ callers meanwhile.
 The server is a fork of the supervisor, so it is the same program with the same arguments and needs no protocol between
 the two: it tells over a pipe when it accepts connections, is ready, and ceases to accept. A crash in native code ends
 it alone. The kernel then closes its connections, which is how callers learn of it, and the supervisor accepts the new
-ones: it answers `/health` with `restarting` and everything else with 503 `not_ready`, until the next server accepts.
+ones: it answers `/health` with `restarting` and everything else with 503 `not_ready` in the server's own form, until
+the next server accepts.
 No thread and no event loop: both would be in the way of a fork.
 """
 
@@ -15,6 +16,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 import secrets
 import selectors
 import signal
@@ -22,11 +24,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import random
 from typing import Any, Final, NoReturn
 
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.restarts import Restarts
+from reflex_runtime.server.errors import NotReady, describe_error
 
 log = logging.getLogger("reflex.supervisor")
 
@@ -39,7 +43,21 @@ CALLER_LIMIT: Final = 2.0  # seconds that one of them may take
 HEAD: Final = 16_384  # bytes in which a request must name its path
 _ACCEPTS, _READY, _LEAVES = b"a", b"r", b"l"
 _PR_SET_PDEATHSIG: Final = 1
+_OWN_ID: Final = re.compile(rb"\r\nx-request-id:[ \t]*([!-~]([ -~]{0,254}[!-~])?)[ \t]*\r\n", re.IGNORECASE)
 EXIT_LOST: Final = 1  # status of a server that lost its device, and of a supervisor that gives up
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a server tells its callers of errors.
+
+    body: of the answer to a request of this id. headers: lines beside those that every server has. echoes: whether the
+    id of a request is the one that its caller gave it.
+    """
+
+    body: Callable[[ReflexError, str], dict[str, Any]] = describe_error
+    headers: tuple[str, ...] = ()
+    echoes: bool = False
 
 
 @dataclass(slots=True)
@@ -73,14 +91,15 @@ class Parent:
             os.write(self._pipe, word)
 
 
-def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int]) -> int:
+def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: Form) -> int:
     """Run `serve` in a fork, again whenever that is lost. Returns the exit status.
 
-    sock: bound; the server listens. A server that ends with a status other than 1 has ended on purpose, and one that
-    was lost before any was ever ready would be lost again: then the supervisor ends with it.
+    sock: bound; the server listens. form: of what callers are answered while there is none. A server that ends with a
+    status other than 1 has ended on purpose, and one that was lost before any was ever ready would be lost again: then
+    the supervisor ends with it.
     """
     restarts = Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)
-    return _Supervisor(sock, backlog, serve, restarts).run()
+    return _Supervisor(sock, backlog, serve, form, restarts).run()
 
 
 class _Caller:
@@ -94,9 +113,9 @@ class _Caller:
 
 class _Supervisor:
     def __init__(
-        self, sock: socket.socket, backlog: int, serve: Callable[[Parent], int], restarts: Restarts
+        self, sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: Form, restarts: Restarts
     ) -> None:
-        self._sock, self._backlog, self._serve, self._restarts = sock, backlog, serve, restarts
+        self._sock, self._backlog, self._serve, self._form, self._restarts = sock, backlog, serve, form, restarts
         self._lives = Lives()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -293,22 +312,24 @@ class _Supervisor:
 
     def _answer(self, head: bytes) -> bytes:
         """/health as far as it is known here, and for everything else that it is to be asked again."""
-        lives = self._lives
-        body: dict[str, Any] = {"restarts": lives.restarts, "last_exit": lives.last_exit}
+        own = _OWN_ID.search(head) if self._form.echoes else None
+        request_id = own[1].decode() if own else secrets.token_hex(16)
+        told: dict[str, Any] = {"state": "restarting", **asdict(self._lives)}
+        headers: tuple[str, ...] = ()
         if head.split(b" ", 2)[1:2] == [b"/health"]:
-            body = {"status": "restarting", "state": "restarting", "model_loaded": False} | body
+            body = {"status": "restarting", **told, "model_loaded": False, "request_id": request_id}
         else:
-            message = f"the server {lives.last_exit} and is started again"
-            body = {"error": "not_ready", "message": message, "retry_safe": True, "state": "restarting"} | body
-        body["request_id"] = secrets.token_hex(16)
+            message = f"the server {self._lives.last_exit} and is started again"
+            body, headers = self._form.body(NotReady(message, **told), request_id), self._form.headers
         data = json.dumps(body).encode()
         lines = [
             "HTTP/1.1 503 Service Unavailable",
             "Content-Type: application/json",
             f"Content-Length: {len(data)}",
             "Retry-After: 1",
-            f"X-Request-Id: {body['request_id']}",
+            f"X-Request-Id: {request_id}",
             "Connection: close",
+            *headers,
         ]
         return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
 

@@ -14,7 +14,7 @@ import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.server.errors import Unauthorized
+from reflex_runtime.server.errors import Unauthorized, api_error
 from reflex_runtime.server.wire.openai import BadRequest, ModelNotFound
 
 DONE = b"data: [DONE]\n\n"
@@ -271,7 +271,7 @@ def _queue_full(error: QueueFull) -> str:
 def error_body(error: ReflexError) -> bytes:
     """The body of an answer that is no success."""
     found = told(error)
-    return _encode({"error": {"message": found.message, "type": found.type, "param": found.param, "code": found.code}})
+    return _encode(api_error(found.message, found.type, found.code, found.param))
 
 
 def schemas(kind: type) -> dict[str, Any]:
