@@ -1,6 +1,7 @@
 # Everything needs only Python 3.11 and make; each target builds what it needs first.
 PYTHON ?= python3
 BIN := .venv/bin
+unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
 .PHONY: setup demo test lint bench docs clean
 
