@@ -710,7 +710,7 @@ class Oracle:
                 self.settle(ticket, "deadline_exceeded")
 
     def halve(self, w: World, partition: Hashable, grants: list[tuple[Seen, float]], origin: Origin) -> None:
-        middle = ceil(len(grants) / 2)
+        middle = max(1, len(grants) // 2)
         halves = [Trial(some, origin) for some in (grants[:middle], grants[middle:]) if some]
         if len(halves) == 2:
             halves[0].other, halves[1].other = halves[1], halves[0]

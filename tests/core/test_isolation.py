@@ -98,6 +98,16 @@ def test_b18_the_half_that_must_be_guilty_is_not_called_whole() -> None:
     assert sizes == [16, 8, 4, 2, 1, 1]
 
 
+def test_b18_of_two_halves_the_smaller_one_goes_first() -> None:
+    sizes = []
+    for guilty in range(3):
+        bench = Bench()
+        tickets = bench.ask(3)
+        bench.run({tickets[guilty]})
+        sizes.append([len(b) for b in bench.batches])
+    assert sizes == [[3, 1, 2], [3, 1, 1, 1], [3, 1, 1, 1]]
+
+
 def waits(seconds: Callable[[int], float]) -> list[list[float]]:
     """Of 16 with one bad among them, at each place: when its neighbours were answered, in times of the whole batch."""
     found = []
@@ -147,7 +157,7 @@ def test_b18_between_the_parts_other_groups_deadlines_and_callers_have_their_say
     bench.now = 0.011
     batch = bench.step()
     assert outcome_of(late) == "deadline_exceeded"
-    assert list(batch.grants) == tickets[1:5]
+    assert list(batch.grants) == tickets[1:4]
 
 
 def test_b18_parts_go_before_newcomers_and_are_not_mixed_with_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import itertools
 import json
 import logging
 import sys
@@ -241,6 +242,32 @@ def test_h4_nothing_keeps_a_body_once_it_is_answered(tiny: Path, size: int, fiel
     gc.disable()
     try:
         with_app(tiny, check, inject_latency_ms=500.0)
+    finally:
+        gc.enable()
+
+
+def test_failed_requests_leave_nothing_for_the_collector(tiny: Path) -> None:
+    """Neither those that failed alone nor those in the calls that were repeated in parts."""
+    robots = itertools.count()
+
+    async def check(app: App) -> None:
+        async def ask() -> int:
+            caller = Caller()
+            caller.say(_padded(1000, robot_id=f"r{next(robots)}"))
+            return await caller.ask(app)
+
+        answers = list(await asyncio.gather(*(ask() for _ in range(16))))
+        gc.collect()
+        for _ in range(8):
+            answers += await asyncio.gather(*(ask() for _ in range(16)))
+        assert answers.count(500) > 5
+        assert answers.count(200) > 5
+        await asyncio.sleep(0)
+        assert gc.collect() < 10
+
+    gc.disable()
+    try:
+        with_app(tiny, check, inject_fault=("prod:raise:0.2",))
     finally:
         gc.enable()
 

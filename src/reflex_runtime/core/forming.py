@@ -199,10 +199,11 @@ class Former:
         group, partition = self.group, self.partition
         if not group.cost.linear or partition.residents:
             return None
+        offenders = group.offenders
+        if offenders and any(q.client.key in offenders for tier in partition.tiers for q in tier.queues()):
+            return None
         line = Cursor.fixed_order(partition)
         if line:
-            if group.offenders and any(t.request.client in group.offenders for t in line):
-                return None
             one, stage = line[0].request, line[0].stage
             shape, cost_class = one.shape, one.cost_class
             for ticket in line:

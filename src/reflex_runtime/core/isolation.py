@@ -3,8 +3,9 @@
 A call that failed as a whole is repeated in two halves, a half that fails in two halves again, until each guilty
 request has failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeded, other
 groups take their turns in between, and no single batch lasts long. Larger parts go first, so that most neighbours wait
-for two calls more. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more calls, with g at most
-2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+for two calls more. Of two halves the smaller one goes first where they differ: it is the one more likely to succeed,
+and then the other needs no call as a whole. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more
+calls, with g at most 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Suspects:
     def split(self, grants: dict[Ticket, float], origin: Origin) -> None:
         """Two halves of what failed together."""
         tickets = list(grants)
-        middle = (len(tickets) + 1) // 2
+        middle = len(tickets) // 2 or 1
         halves = [Part({t: grants[t] for t in some}, origin) for some in (tickets[:middle], tickets[middle:]) if some]
         if len(halves) == 2:
             halves[0].other, halves[1].other = halves[1], halves[0]
@@ -82,6 +83,8 @@ class Suspects:
     def take(self, part: Part) -> None:
         """The part `next` returned runs now."""
         self._parts.remove(part)
+        if part.other is not None:
+            part.other.other = None  # what the other half shows is of no use to this one; nor are they a cycle
 
     def clear(self) -> None:
         """Nobody of the partition is left."""

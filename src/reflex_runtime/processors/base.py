@@ -47,27 +47,29 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
     results: nobody can tell whose is missing.
     """
-    whole = _call(processor, batch)
-    if not isinstance(whole, ReflexError):
-        return whole
-    apart = len(batch) > 1 and processor.repeatable and not isinstance(whole, ResultCountMismatch | ProcessorHung)
-    return [Apart(whole) if apart else Failed(whole)] * len(batch)
-
-
-def _call(processor: Processor, batch: Batch) -> list[Outcome] | ReflexError:
-    """One call: outcomes, or the error that befell it as a whole."""
     try:
         results = processor.run(batch)
         count = len(results)
-    except ReflexError as error:
-        return error
     except Exception as error:
-        wrapped = ProcessorError(f"{type(error).__name__}: {error}")
-        wrapped.__cause__ = error
-        return wrapped
+        return _raised(processor, batch, error)  # no variable of this frame keeps it: its traceback keeps the frame
     if count != len(batch.grants):
-        return ResultCountMismatch(f"the processor returned {count} results for {len(batch.grants)} requests")
+        wrong = f"the processor returned {count} results for {len(batch.grants)} requests"
+        return [Failed(ResultCountMismatch(wrong))] * len(batch)
     return [_outcome(result) for result in results]
+
+
+def _raised(processor: Processor, batch: Batch, error: Exception) -> list[Outcome]:
+    """The outcomes of a call that raised as a whole."""
+    known = error if isinstance(error, ReflexError) else _wrapped(error)
+    apart = len(batch) > 1 and processor.repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
+    return [Apart(known) if apart else Failed(known)] * len(batch)
+
+
+def _wrapped(error: BaseException) -> ProcessorError:
+    """An exception of the model, as an error that callers are told."""
+    wrapped = ProcessorError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _outcome(result: Any) -> Outcome:
@@ -76,9 +78,7 @@ def _outcome(result: Any) -> Outcome:
     if isinstance(result, ReflexError):
         return Failed(result)
     if isinstance(result, BaseException):
-        wrapped = ProcessorError(f"{type(result).__name__}: {result}")
-        wrapped.__cause__ = result
-        return Failed(wrapped)
+        return Failed(_wrapped(result))
     return Done(result)
 
 

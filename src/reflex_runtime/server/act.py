@@ -193,6 +193,7 @@ class Act:
             if isinstance(ticket.request.payload, Job):  # its pictures need not be decoded
                 self.runtime.preparing.discard(ticket.request.payload)
             self.fail(exchange, outcome.error)
+            _forget_frames(outcome.error)
             return
         now = time.monotonic()
         try:
@@ -291,6 +292,14 @@ def _routed(exchange: Exchange) -> Headers | None:
     if placement.verdict != "ok":
         headers.append((b"x-reflex-verdict", placement.verdict.encode()))
     return headers
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """An error that was told needs no traceback: its frames hold the batch, the batch this ticket, the ticket the error,
+    and with a fifth of the requests bad the collector took a twentieth of the server's time."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _result(future: asyncio.Future[T]) -> T:
