@@ -1,4 +1,4 @@
-"""Every submission counted by hand, against metrics and health: 10⁵ operations drawn at random, faults and all."""
+"""Every submission counted by hand, against metrics and health: operations drawn at random, faults and all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from reflex_runtime.telemetry.health import (
 )
 
 THREADS = 8
-OPERATIONS = 100_000
+OPERATIONS = 40_000  # thousands of batches: every fault comes at least a dozen times
 CONFIG = BatchConfig(
     max_batch_size=8,
     max_latency=0.001,
@@ -87,7 +87,7 @@ class Moody:
             self.pause.wait(0.001)
         elif mood < 0.182:
             self.pause.wait(0.012)  # callers of `submit_and_wait` give up
-        elif mood < 0.1825:
+        elif mood < 0.184:
             self.pause.wait(0.06)  # beyond the watchdog
         elif any(e.frame % 211 == 0 for e in entries):
             raise ValueError("a bad frame")

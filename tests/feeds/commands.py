@@ -12,8 +12,6 @@ import pty
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import threading
 import time
@@ -24,10 +22,20 @@ from typing import Any, Self
 
 import pytest
 
+from forked import PIPE, Forked
 from reflex_runtime.cli import main
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
-LEAVING = 5.0  # seconds for a process on a busy machine to be gone after it was done
+LEAVING = 30.0  # seconds within which a process that was told to end is gone, on a machine with much else to do
+
+# What a run would spend half a second on.
+IMPORTS = [
+    f"reflex_runtime.{name}"
+    for name in (
+        "cli.feeds_asked", "cli.feeds_board", "cli.feeds_words", "demo.markers", "demo.shapes", "drivers.coordinator",
+        "feeds.onnx", "feeds.runtime", "feeds.series", "feeds.sinks", "feeds.status", "feeds.video", "telemetry.trace",
+    )
+]  # fmt: skip
 
 # Processors as a user writes them. SECONDS: what a batch takes.
 PROCESSORS = '''
@@ -131,15 +139,12 @@ class Feeds:
         env: Mapping[str, str] | None = None,
         terminal: tuple[int, int] | None = None,
     ) -> None:
-        run = [sys.executable, "-m", "reflex_runtime", "feeds", *arguments]
-        master, err = -1, subprocess.PIPE
+        master, err = -1, PIPE
         if terminal is not None:
             master, err = pty.openpty()
             fcntl.ioctl(err, termios.TIOCSWINSZ, struct.pack("HHHH", terminal[1], terminal[0], 0, 0))
         environment = clean(env) | {"TERM": "xterm"}
-        self.process = subprocess.Popen(
-            run, stdout=subprocess.PIPE, stderr=err, stdin=subprocess.DEVNULL, cwd=cwd, env=environment
-        )
+        self.process = Forked(["feeds", *arguments], cwd, environment, IMPORTS, err)
         self.out: list[str] = []
         self.log: list[str] = []
         self.raw = b""

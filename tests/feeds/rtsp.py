@@ -76,7 +76,7 @@ class RtspCamera:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
-            thread.join(10.0)
+            thread.join(60.0)
         self._threads.clear()
         self.playing.clear()
 

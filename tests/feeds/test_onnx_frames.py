@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
+from feeds.fakes import PATIENCE
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
@@ -281,6 +282,6 @@ def test_it_warms_up_before_the_first_frame_and_lets_go_at_the_end(
 def test_it_serves_behind_a_coordinator(tmp_path: Path) -> None:
     with BatchCoordinator(OnnxFrames(mean_model(tmp_path), id="means"), BatchConfig(max_latency=0.01)) as handle:
         futures = [handle.submit(f"cam{i}", plain(i, 6 + i, 8)) for i in range(4)]
-        assert [f.result(5)["mean"][0] for f in futures] == [0, 1, 2, 3]
+        assert [f.result(PATIENCE)["mean"][0] for f in futures] == [0, 1, 2, 3]
         with pytest.raises(ProcessorError, match="NoneType"):
             handle.submit_and_wait("cam0", None)

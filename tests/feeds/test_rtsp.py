@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from av.container import core
 
+from feeds.fakes import PATIENCE
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, number_of, picture
 from reflex_runtime.feeds import video
@@ -20,7 +21,7 @@ from reflex_runtime.feeds.video import VideoSource
 
 FPS = 100.0
 PICTURES = [picture(i) for i in range(200)]
-SOON = 1.0  # seconds within which an interrupted wait ends; 0.2 is promised, and a busy machine gets more
+SOON = 30.0  # seconds within which an interrupted wait of 60 ends; 0.2 is promised, and a busy machine gets more
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_f14_a_frozen_camera_is_lost_after_the_timeout(camera: RtspCamera) -> No
     camera.freeze()
     began = time.monotonic()
     error = lost(source)
-    assert 0.3 <= time.monotonic() - began < 1.5
+    assert 0.3 <= time.monotonic() - began < 4.5, "its own timeout, and not the usual one of 5 s"
     assert str(error) == f"rtsp://127.0.0.1:{camera.port}/camera: no frame for 0.3 s"
     assert error.retryable
     source.close()
@@ -165,12 +166,12 @@ def test_f14_a_wait_for_a_camera_can_be_interrupted(
         camera.silence()
     reader.start()
     if trouble == "freeze":
-        assert reader.started_reading.wait(10.0)
+        assert reader.started_reading.wait(PATIENCE)
         camera.freeze()
-    assert asked.waiting.wait(10.0)
+    assert asked.waiting.wait(PATIENCE)
     began = time.monotonic()
     reader.source.interrupt()
-    reader.join(10.0)
+    reader.join(PATIENCE)
     assert time.monotonic() - began < SOON
     assert str(reader.error).endswith("/camera: interrupted")
     assert reader.error is not None
@@ -238,7 +239,7 @@ def test_a_video_over_http_ends() -> None:
 
 def test_f14_http_that_freezes_is_lost() -> None:
     with web(clip(30, ending="ts").read_bytes(), size=10**9) as url:
-        source = VideoSource(url, open_timeout=2.0, read_timeout=0.3)
+        source = VideoSource(url, open_timeout=PATIENCE, read_timeout=0.3)
         source.open()
         error = lost(source)
         source.close()

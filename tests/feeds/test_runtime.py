@@ -468,7 +468,7 @@ def test_f11_a_processor_that_hangs_does_not_hang_the_stop() -> None:
     detector.busy()
     began = time.monotonic()
     report = runtime.stop(0.3)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PATIENCE / 2
     assert feed.detached == ()  # the coordinator's end released it
     assert len(report.detached) == 1
     assert "detector" in report.detached[0]
@@ -617,7 +617,7 @@ def test_f10_an_ordinary_stop_is_no_stage_error() -> None:
     log = Told(runtime)
     with runtime:
         for sink in sinks:
-            sink.wait(20)
+            sink.wait(5)
     log.all()
     assert log.of(StageError) == log.of(FeedFailed) == log.of(ThreadDetached) == []
     assert balanced(runtime)

@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from drivers.helpers import PATIENCE
 from drivers.test_batch_metrics import FAULT, Play
 from reflex_runtime.core.batch import Done
 from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, Times, Timing
@@ -268,7 +269,7 @@ def test_f13_a_real_coordinator_tells_the_same_both_ways() -> None:
     coordinator = BatchCoordinator(Doubles(), BatchConfig(max_batch_size=4, max_latency=0.005))
     with coordinator as handle:
         futures = [handle.submit(f"cam{i % 8}", i) for i in range(8)]
-        assert [future.result(20) for future in futures] == [2 * i for i in range(8)]
+        assert [future.result(PATIENCE) for future in futures] == [2 * i for i in range(8)]
         assert handle.submit_and_wait("cam1", 21) == 42
         snapshot = RuntimeSnapshot(
             state="running", uptime=1.0, feeds={}, coordinators={coordinator.id: handle.metrics()}

@@ -285,7 +285,7 @@ def test_realtime_gives_pictures_when_they_are_due() -> None:
     began = time.monotonic()
     read = read_all(source)
     assert numbers(read) == list(range(10))
-    assert 0.18 <= time.monotonic() - began < 1.0
+    assert time.monotonic() - began >= 0.18
 
 
 def test_realtime_waits_can_be_interrupted() -> None:
@@ -294,10 +294,8 @@ def test_realtime_waits_can_be_interrupted() -> None:
     source.read()
     timer = threading.Timer(0.05, source.interrupt)
     timer.start()
-    began = time.monotonic()
-    with pytest.raises(SourceError, match="interrupted") as caught:
+    with pytest.raises(SourceError, match="interrupted") as caught:  # and no picture, which would be due after 1 s
         source.read()
-    assert time.monotonic() - began < 0.5
     assert not caught.value.retryable
     timer.join()
     for again in (source.read, source.open):
@@ -333,10 +331,10 @@ def test_being_late_is_not_made_up_for_in_a_rush_and_a_leap_is_not_waited_for() 
 def test_only_an_interrupted_source_sees_another_time() -> None:
     clock = video._Clock()
     stop = threading.Event()
-    assert abs(clock.monotonic() - time.monotonic()) < 1.0
+    assert abs(clock.monotonic() - time.monotonic()) < 60.0
     video._waiting.stop = stop
     try:
-        assert abs(clock.monotonic() - time.monotonic()) < 1.0
+        assert abs(clock.monotonic() - time.monotonic()) < 60.0
         stop.set()
         first = clock.monotonic()
         assert clock.monotonic() - first > 600.0, "longer than any timeout since the call before"
@@ -344,6 +342,6 @@ def test_only_an_interrupted_source_sees_another_time() -> None:
         other = threading.Thread(target=lambda: seen.append(clock.monotonic()))
         other.start()
         other.join()
-        assert abs(seen[0] - time.monotonic()) < 1.0
+        assert abs(seen[0] - time.monotonic()) < 60.0
     finally:
         video._waiting.stop = None

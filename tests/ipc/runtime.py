@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
@@ -210,14 +211,23 @@ class Client:
 
 
 class World:
-    """A batcher, its registry, a client and a runtime."""
+    """A batcher, its registry, a client and a runtime, on a clock that `later` sets ahead."""
 
     def __init__(self, registry: StreamRegistry, gated: bool) -> None:
+        self._ahead = 0.0
         self.registry = registry
         self.client = Client(registry)
         self.runtime = Runtime(gated)
         self.batcher: GenerateBatcher
         self._ends: list[Peer] = []
+
+    def clock(self) -> float:
+        return time.monotonic() + self._ahead
+
+    async def later(self, seconds: float) -> None:
+        """So much time has gone by, and what was due within it has happened."""
+        self._ahead += seconds
+        await self.round()
 
     async def connect(self) -> None:
         """A new connection, as after a restart."""
@@ -260,7 +270,8 @@ async def world(
 ) -> AsyncIterator[World]:
     config = config or GenerateBatcherConfig()
     made = World(StreamRegistry(config.stream_limit, window), gated)
-    made.batcher = GenerateBatcher(made.client, made.registry, config, **options)
+    asyncio.get_running_loop().time = made.clock  # type: ignore[method-assign]
+    made.batcher = GenerateBatcher(made.client, made.registry, config, clock=made.clock, **options)
     await made.connect()
     try:
         yield made

@@ -288,9 +288,9 @@ def test_g14_a_first_start_that_fails_raises_why_and_leaves_nothing(wrong: Excep
     [
         ("exits", StartFailed, "exited with status 3"),
         ("older", ProtocolError, "w speaks protocol 2, and this end protocol 1"),
-        ("silent", StartFailed, "was not ready within 1 s"),
-        ("mute", StartFailed, "was not ready within 1 s"),
-        ("garbage", StartFailed, "was not ready within 1 s"),
+        ("silent", StartFailed, "was not ready within 0.3 s"),
+        ("mute", StartFailed, "was not ready within 0.3 s"),
+        ("garbage", StartFailed, "was not ready within 0.3 s"),
         ("stranger", StartFailed, "before it connected"),
     ],
 )
@@ -299,7 +299,7 @@ def test_g14_a_runtime_that_does_not_come_up_is_a_failed_start(
 ) -> None:
     async def test() -> None:
         slow = behaviour in ("silent", "mute", "garbage")
-        client = Watch().client(child(behaviour), limits(start_timeout_s=1 if slow else PATIENCE))
+        client = Watch().client(child(behaviour), limits(start_timeout_s=0.3 if slow else PATIENCE))
         error = await failure(client.start())
         assert isinstance(error, kind)
         assert says in str(error)

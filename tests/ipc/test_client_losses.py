@@ -38,14 +38,16 @@ def now() -> float:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_g14_kill_9_under_load_fails_every_caller_at_once_and_another_process_takes_over(loop: str) -> None:
-    """Told within 100 ms: the best of seven, because this machine may be busy with something else."""
+    """Told within 100 ms: once in at most ten kills, because this machine may be busy with something else."""
 
     async def test() -> None:
         watch = Watch()
         client = watch.client(child("well"))
         await client.start()
         pids, times = [], []
-        for n in range(1, 8):
+        n = 0
+        while n < 2 or (min(times) >= 0.1 and n < 10):
+            n += 1
             pids.append(client.pid)
             waiting = [client.call("never", {"text": "x" * 1000}) for _ in range(200)]
             flooded = client.request("flood", {"n": 2000})
@@ -66,13 +68,12 @@ def test_g14_kill_9_under_load_fails_every_caller_at_once_and_another_process_ta
             assert isinstance(refused, Rejected)
             await watch.times("ready", n + 1)
         assert min(times) < 0.1, times
-        print("kill to told:", sorted(times))
-        assert len(set(pids)) == 7
+        assert len(set(pids)) == n
         assert not any(alive(pid) for pid in pids)
-        assert client.restarts == 7
+        assert client.restarts == n
         assert "SIGKILL" in client.last_error
         await client.close()
-        assert watch.states == ["ready", "restarting"] * 7 + ["ready", "stopped"]
+        assert watch.states == ["ready", "restarting"] * n + ["ready", "stopped"]
 
     run(test(), loop)
 
@@ -100,7 +101,7 @@ def test_g14_a_process_that_stands_still_is_given_up_and_killed(loop: str) -> No
             pass
 
         watch = Watch()
-        client = watch.client(child("well"), limits(heartbeat_s=0.1, hung_after_s=1.5), prepare=prepare)
+        client = watch.client(child("well"), limits(heartbeat_s=0.1, hung_after_s=0.6), prepare=prepare)
         await client.start()
         pid = client.pid or 0
         os.kill(pid, signal.SIGSTOP)
@@ -108,9 +109,9 @@ def test_g14_a_process_that_stands_still_is_given_up_and_killed(loop: str) -> No
         client.on_lost = lambda error: (refused.append(client.call("never", {})), watch.lost(error))
         refused: list[Any] = []
         assert isinstance(await failure(client.call("never", {})), ConnectionLost)
-        assert now() - since >= 1.4
+        assert now() - since >= 0.5
         assert isinstance(await failure(refused[0]), WorkerUnavailable)
-        assert "nothing was answered for 1.5 s" in str(watch.losses[0])
+        assert "nothing was answered for 0.6 s" in str(watch.losses[0])
         await watch.times("ready", 2)
         assert not alive(pid)
         await client.close()
@@ -404,10 +405,10 @@ def test_g14_close_ends_who_does_not_end_by_itself(loop: str, hung: bool) -> Non
             os.kill(pid, signal.SIGSTOP)
         waiting = client.call("never", {})
         since = now()
-        closing = asyncio.create_task(client.close(0.5))
+        closing = asyncio.create_task(client.close(0.2))
         assert isinstance(await failure(waiting), ConnectionLost)
         await closing
-        assert now() - since >= 0.45
+        assert now() - since >= 0.18
         assert not alive(pid)
         assert [type(error) for error in watch.losses] == [CutShort]
 

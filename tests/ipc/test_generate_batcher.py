@@ -33,6 +33,7 @@ from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamRegistry
 
 LONG = 20_000.0  # ms: a hold that only something else ends
+OVER = 21.0  # s: longer than that
 HELD = GenerateBatcherConfig(min_hold_ms=1000.0, max_hold_ms=1000.0, background_extra_ms=1000.0)
 
 
@@ -130,7 +131,7 @@ def test_g4_a_lone_request_is_written_in_the_turn_after_it_came() -> None:
                 assert made.client.peer is not None
                 assert made.batcher.get_stats()["messages_out"] == 1
                 await asking
-                await asyncio.sleep(0.004)  # longer than max_hold: nobody came within it
+                await made.later(0.004)  # longer than max_hold: nobody came within it
 
     run(main())
 
@@ -884,7 +885,9 @@ def test_g14_a_timeout_is_its_requests_own_while_it_waits() -> None:
     async def main() -> None:
         async with world(GenerateBatcherConfig(stream_limit=1)) as made:
             await made.ask("first")
-            short, patient = made.ask("short", timeout_ms=5.0), made.ask("patient")
+            short, patient = made.ask("short", timeout_ms=LONG), made.ask("patient")
+            await made.round()
+            await made.later(OVER)
             assert isinstance(await outcome(short), Expired)
             made.runtime.end("first")
             await patient
@@ -898,7 +901,10 @@ def test_g14_a_timeout_is_its_requests_own_while_it_waits() -> None:
 def test_g14_a_timeout_is_its_requests_own_while_it_is_out() -> None:
     async def main() -> None:
         async with world(gated=True) as made:
-            short, patient = made.ask("short", timeout_ms=200.0), made.ask("patient")
+            short, patient = made.ask("short", timeout_ms=LONG), made.ask("patient")
+            await made.runtime.until(lambda: made.runtime.calls)
+            assert not short.done()
+            await made.later(OVER)
             assert isinstance(await outcome(short), Expired)
             await made.round()
             assert made.runtime.cancels == ["short"]
@@ -917,7 +923,10 @@ def test_g14_the_stream_of_a_request_whose_time_is_over_says_so_and_keeps_its_pl
     async def main() -> None:
         async with world(gated=True) as made:
             handle = made.registry.register("short")
-            assert isinstance(await outcome(made.ask("short", timeout_ms=200.0)), Expired)
+            short = made.ask("short", timeout_ms=LONG)
+            await made.runtime.until(lambda: made.runtime.calls)
+            await made.later(OVER)
+            assert isinstance(await outcome(short), Expired)
             with pytest.raises(Expired):
                 await handle.read()
             assert (handle.ended, made.registry.active_count()) == (True, 1)
@@ -931,9 +940,8 @@ def test_g14_the_stream_of_a_request_whose_time_is_over_says_so_and_keeps_its_pl
 def test_g14_a_timeout_ends_with_the_response() -> None:
     async def main() -> None:
         async with world() as made:
-            await made.ask("s", timeout_ms=200.0)
-            await asyncio.sleep(0.21)
-            await made.round()
+            await made.ask("s", timeout_ms=LONG)
+            await made.later(OVER)
             assert made.runtime.cancels == []
 
     run(main())
@@ -945,14 +953,15 @@ def test_g14_the_time_until_the_first_token_counts_from_when_it_came() -> None:
             await made.ask("first")
             task = made.ask("s", timeout_ms=LONG, model_id="m")
             own = asyncio.ensure_future(made.batcher.enqueue({"stream_id": "own", "timeout_ms": LONG}))
-            await asyncio.sleep(0.01)
+            await made.round()
+            await made.later(5.0)
             made.runtime.end("first")
             await task
             made.runtime.end("s")
             await own
             sent = {one["stream_id"]: one.get("timeout_ms") for _, (one,) in made.runtime.messages}
             assert sent["s"] is None, "that is for the response alone"
-            assert LONG - 10_000 < sent["own"] <= LONG - 10
+            assert 0 < sent["own"] <= LONG - 5_000
 
     run(main())
 
@@ -1160,7 +1169,8 @@ def test_g3_background_that_waits_long_counts_as_default_and_is_counted() -> Non
         async with world(config) as made:
             await made.ask("first")
             background = made.ask("background", "background")
-            await asyncio.sleep(0.01)  # over 10 x max_hold
+            await made.round()
+            await made.later(0.01)  # over 10 x max_hold
             default = made.ask("default")
             await made.round()
             made.runtime.end("first")

@@ -1,4 +1,4 @@
-"""A hundred thousand random operations on the generate batcher, over a real connection that is lost now and then."""
+"""Random operations on the generate batcher, tens of thousands, over a real connection that is lost now and then."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.peer import ConnectionLost
 from reflex_runtime.ipc.registry import StreamHandle
 
-OPERATIONS = 100_000
+OPERATIONS = 25_000  # of each seed; whatever can happen happens dozens of times
 CONFIG = GenerateBatcherConfig(
     max_batch_size=5, stream_limit=12, max_pending=30, call_timeout_ms=60.0, pause_on_backpressure_ms=1.0,
     ungroupable_options=("seed",),
@@ -241,22 +241,23 @@ def objects() -> int:
     return len(gc.get_objects())
 
 
-def test_x2_a_hundred_thousand_random_operations_settle_every_caller_once_and_return_every_place(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("seed", [6, 7])
+def test_x2_random_operations_settle_every_caller_once_and_return_every_place(
+    seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = Watch()
     caplog.set_level(logging.ERROR)
 
     async def main() -> None:
         async with world(CONFIG, gated=True, window=32, sinks=[watch]) as made:
-            operations = Operations(made, Random(6))
+            operations = Operations(made, Random(seed))
             before = garbage = 0
             gc.collect()
             gc.disable()  # what lives and what lies in circles is counted here
             try:
                 for n in range(OPERATIONS):
                     await operations.one()
-                    if n % 10_000 == 9_999:
+                    if n % 5_000 == 4_999:
                         garbage += gc.collect()
                     if n == OPERATIONS // 5:
                         before = objects()
@@ -265,7 +266,7 @@ def test_x2_a_hundred_thousand_random_operations_settle_every_caller_once_and_re
                 gc.enable()
             await finish(made, operations)
             check_ends(made, operations, watch)
-            assert after - before < 10_000, f"{after - before} objects more after four fifths of the operations"
+            assert after - before < 2_500, f"{after - before} objects more after four fifths of the operations"
             assert garbage < 0.1 * operations.callers, f"{garbage} objects in circles of {operations.callers} requests"
 
     asyncio.run(asyncio.wait_for(main(), 110))

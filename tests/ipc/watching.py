@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from ipc.child import PLAIN, Child
+from ipc.answering import PLAIN, Child
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.frames import Codec, Notification
