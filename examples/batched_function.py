@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from reflex_runtime import batched
 
-calls = []
+calls: list[int] = []
 
 
 @batched(max_batch_size=16, max_latency=0.002)

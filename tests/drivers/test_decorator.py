@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 
-from drivers.helpers import PATIENCE, run
+from drivers.helpers import PATIENCE, Log, run
 from reflex_runtime.core.errors import (
     Closed,
     ConfigError,
     CutShort,
     Drained,
+    Expired,
     ProcessorError,
     QueueFull,
     ResultCountMismatch,
     WaitTimeout,
 )
-from reflex_runtime.drivers.decorator import BatchedFunction, batched
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQueued, RequestRejected, RequestSettled
+from reflex_runtime.core.request import Priority
+from reflex_runtime.drivers.batched_function import BatchedFunction
+from reflex_runtime.drivers.decorator import batched
 from reflex_runtime.processors.function import FunctionProcessor
 
 
@@ -41,7 +45,7 @@ class Slow:
 
         self.double: BatchedFunction[int, int] = double
         self._asked = threading.Semaphore(0)
-        submit = double._device.submit
+        submit = double._driver.device.submit
 
         def counted(*args: Any) -> Any:
             try:
@@ -49,7 +53,7 @@ class Slow:
             finally:
                 self._asked.release()
 
-        double._device.submit = counted  # type: ignore[method-assign]
+        double._driver.device.submit = counted  # type: ignore[method-assign]
 
     def asked(self, n: int) -> None:
         """Returns once n more items have been asked for."""
@@ -261,6 +265,78 @@ def test_closing_one_that_never_ran() -> None:
         slow.double(1)
 
 
+def test_an_urgent_item_goes_first() -> None:
+    slow = Slow(max_batch_size=1)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(slow.double, 1)]
+        slow.busy()
+        asked.append(pool.submit(slow.double, 2))
+        slow.asked(2)
+        asked.append(pool.submit(slow.double, 3, priority=Priority.URGENT))
+        slow.asked(1)
+        slow.gate.set()
+        assert [f.result() for f in asked] == [2, 4, 6]
+    assert slow.calls == [[1], [3], [2]]
+    assert slow.double.close()
+
+
+def test_b17_an_item_past_its_time_limit_ends_while_the_function_still_runs_and_is_not_computed() -> None:
+    slow = Slow()
+
+    async def from_a_coroutine() -> None:
+        with pytest.raises(Expired):
+            await slow.double.aio(3, time_limit=0.010)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(slow.double, 1, time_limit=PATIENCE)
+        slow.busy()
+        with pytest.raises(Expired):
+            slow.double(2, time_limit=0.010)
+        with pytest.raises(Expired):
+            slow.double(2, time_limit=0.010, timeout=PATIENCE)
+        run(from_a_coroutine())
+        assert not first.done()
+        slow.gate.set()
+        assert first.result() == 2
+    assert slow.calls == [[1]]
+    assert slow.double.close()
+
+
+def test_a_timeout_before_the_time_limit_is_the_callers() -> None:
+    slow = Slow()
+    with pytest.raises(WaitTimeout):
+        slow.double(1, timeout=0.010, time_limit=PATIENCE)
+    slow.gate.set()
+    assert slow.double.close()
+
+
+def test_a_sink_is_told_every_event_in_order() -> None:
+    slow, log = Slow(), Log()
+    slow.gate.set()
+    slow.double.add_sink(log)
+    assert slow.double(1) == 2
+    assert slow.double.close()
+    with pytest.raises(Closed):
+        slow.double(2)
+    kinds = [type(event) for event in log.seen]
+    assert kinds == [RequestQueued, BatchScheduled, BatchFinished, RequestSettled, RequestRejected]
+
+
+def test_an_answer_for_a_loop_that_is_closed_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    slow = Slow()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(slow.double.aio(1))
+    loop.run_until_complete(asyncio.wait_for(asyncio.sleep(0), PATIENCE))
+    slow.busy()
+    loop.close()
+    slow.gate.set()
+    assert slow.double(2) == 4
+    assert slow.double.close()
+    assert not [record for record in caplog.records if record.name.startswith("reflex")]
+    assert not task.done()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 # -- misuse ------------------------------------------------------------------------------------------------------------
 
 
@@ -312,20 +388,19 @@ def _generator(items: list[int]) -> Any:
     yield from items
 
 
-class _AsyncCall:
-    async def __call__(self, items: list[int]) -> list[int]:
-        return items
+class _GeneratorCall:
+    def __call__(self, items: list[int]) -> Any:
+        yield from items
 
 
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (_coroutine, "_coroutine is an async function; it runs on a thread of its own"),
-        (_async_generator, "_async_generator is an async function"),
-        (_AsyncCall(), "_AsyncCall is an async function"),
+        (_async_generator, "_async_generator is a generator function; it must return a list"),
         (_generator, "_generator is a generator function; it must return a list"),
-        (Holder._add, r"Holder._add is a method.*self.run = batched\(\)\(self._run\)"),
-        (classmethod(lambda cls, items: items), "<lambda>: must be a function"),
+        (_GeneratorCall(), "_GeneratorCall is a generator function"),
+        (classmethod(lambda cls, items: items), "<lambda> is a class method; write a static method"),
+        (lambda cls, items: items, "<lambda> is a class method; write a static method"),
         (lambda: [1], r"<lambda>\(\): must take one argument, the list of items"),
         (lambda a, b: [], r"<lambda>\(a, b\): must take one argument"),
         (lambda *, items: [], "must take one argument"),
@@ -337,6 +412,13 @@ def test_what_is_no_function_over_a_list_is_refused_where_it_is_written(function
         batched()(function)
     with pytest.raises(TypeError, match=says):
         FunctionProcessor(function)
+
+
+def test_a_function_processor_takes_what_a_thread_can_call() -> None:
+    with pytest.raises(TypeError, match="_coroutine is an async function, and a FunctionProcessor runs on a thread"):
+        FunctionProcessor(_coroutine)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Holder._add is a method.*pass it as `object.method`"):
+        FunctionProcessor(Holder._add)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -376,6 +458,10 @@ def test_the_time_limit_is_never_an_item() -> None:
         call(1, 2)
     with pytest.raises(ConfigError, match="timeout=-1: must be >= 0 seconds"):
         call(1, timeout=-1)
+    with pytest.raises(ConfigError, match="time_limit=-1: must be >= 0 seconds"):
+        call(1, time_limit=-1)
+    with pytest.raises(ConfigError, match=r"priority='urgent': must be Priority\.URGENT"):
+        call(1, priority="urgent")
     assert slow.calls == []
     assert slow.double.close()
 

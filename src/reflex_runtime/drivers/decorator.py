@@ -1,4 +1,4 @@
-"""`@batched`: write a function over a list, call it with one item, from threads or from coroutines.
+"""`@batched`: write a function over a list, call it with one item.
 
     @batched(max_batch_size=32)
     def embed(texts: list[str]) -> list[Vector]: ...
@@ -6,147 +6,173 @@
     vector = embed("one text")              # blocks this thread
     vector = await embed.aio("one text")    # does not block the loop
 
-The function runs on one thread of its own and needs no lock. Concurrent callers share its calls. It is a plain function
-with one parameter, the list; for a method, wrap the bound one in __init__: `self.embed = batched()(self._embed)`.
+    @batched
+    async def ask(questions: list[str]) -> list[str]: ...
+
+    answer = await ask("one question")
+
+Concurrent callers share its calls, of which one runs at a time. A method batches for each object apart: items of
+different objects never share a call, and their calls run side by side.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar, overload
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import ConfigError, WaitTimeout
-from reflex_runtime.core.events import RequestSettled
+from reflex_runtime.core.errors import Cancelled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.drivers.device import Device
-from reflex_runtime.processors.function import FunctionProcessor
+from reflex_runtime.drivers.batched_coroutine import BatchedCoroutine
+from reflex_runtime.drivers.batched_function import BatchedFunction
+from reflex_runtime.drivers.batched_item import Handle
+from reflex_runtime.processors.function import check_function, is_async, is_method, name_of
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Owner = TypeVar("Owner")
+Bound = TypeVar("Bound", bound=Handle)
 
 
-class BatchedFunction(Generic[Item, Result]):
-    """A function over a list that is called with single items. See the module docstring."""
+class BatchedMethod(Generic[Bound]):
+    """A batched method as it stands in its class; `object.method` is the object's own batched function.
 
-    def __init__(
-        self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool
-    ) -> None:
-        processor = FunctionProcessor(function, repeatable)
+    That is made at the first use and closed when the object goes; it does not keep the object alive, but a caller does.
+    """
+
+    def __init__(self, function: Callable[..., Any], make: Callable[[Callable[[list[Any]], Any]], Bound]) -> None:
         functools.update_wrapper(self, function)
-        self._name = getattr(function, "__name__", type(function).__name__)
-        self._scheduler = Scheduler([config])
-        self._device = Device(self._scheduler, {config.name: processor}, self._deliver, name=self._name)
-        self._group = config.name
-        self._delivery = threading.RLock()  # a future's callback may cancel another item
-        self._starting = threading.Lock()
-        self._started = False
+        self._function, self._make = function, make
+        self._bound: dict[int, Bound] = {}  # by id: an object need not be hashable, and equal ones are not the same
+        self._binding = threading.Lock()
 
-    def __call__(self, item: Item, /, *, timeout: float | None = None) -> Result:
-        """The result for one item; raises what befell it. timeout: seconds, then WaitTimeout.
+    @overload
+    def __get__(self, owner: None, kind: type) -> Self: ...
+    @overload
+    def __get__(self, owner: object, kind: type | None = None) -> Bound: ...
+    def __get__(self, owner: object | None, kind: type | None = None) -> Self | Bound:
+        if owner is None:
+            return self
+        found = self._bound.get(id(owner))
+        return (found or self._bind(owner)).held_by(owner)
 
-        RuntimeError in a thread that runs an event loop, which would stand still: there, await `aio`.
-        """
-        if self._device.current:
-            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
-        if _loop_runs():
-            raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
-        if timeout is not None and not timeout >= 0.0:
-            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
-        ticket, future = self._submit(item)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = name_of(self._function)
+        raise TypeError(f"{name} is a method: call it on an object, with one item")
+
+    def _bind(self, owner: object) -> Bound:
         try:
-            return future.result(timeout)
-        except FutureTimeout:
-            self._device.input(lambda scheduler, now: scheduler.abandon(ticket, now))
-            if future.done():
-                return future.result()  # it came at the last moment
-            raise WaitTimeout(f"no answer within {timeout:g} s") from None
-        except BaseException:  # an interrupt: nobody waits for the answer any more
-            if not future.done():
-                self._device.cancel(ticket)
-            raise
+            owner_of = weakref.ref(owner)
+        except TypeError:
+            raise TypeError(
+                f"@batched {name_of(self._function)}: a {type(owner).__name__} cannot be referred to weakly; add "
+                "'__weakref__' to its __slots__"
+            ) from None
+        with self._binding:
+            if (found := self._bound.get(id(owner))) is None:
+                found = self._bound[id(owner)] = self._make(_of_owner(self._function, owner_of))
+                found.will_be_forsaken()
+                weakref.finalize(owner, self._gone, id(owner)).atexit = False
+        return found
 
-    async def aio(self, item: Item, /) -> Result:
-        """The result for one item, without blocking the loop; cancelling the task takes the item back."""
-        ticket, future = self._submit(item)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            self._device.cancel(ticket)
-            raise
-
-    def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
-        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
-
-        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
-        """
-        self._device.input(lambda scheduler, now: scheduler.close(now, drain))
-        return self._device.stop(timeout)
-
-    def _submit(self, item: Item) -> tuple[Ticket, Future[Result]]:
-        if not self._started:
-            with self._starting:
-                if not self._started:
-                    self._device.start()
-                    self._started = True
-        future: Future[Result] = Future()
-        return self._device.submit(Request(item, group=self._group, client=threading.get_ident()), future), future
-
-    def _deliver(self) -> None:
-        with self._delivery:  # one place takes events, so they stay in order
-            for event in self._device.take_events():
-                if isinstance(event, RequestSettled):
-                    future, outcome = event.ticket.waiter, event.ticket.outcome
-                    if not future.set_running_or_notify_cancel():
-                        continue
-                    if isinstance(outcome, Done):
-                        future.set_result(outcome.value)
-                    else:
-                        future.set_exception(outcome.error)
+    def _gone(self, key: int) -> None:
+        self._bound.pop(key).forsaken()
 
 
-def _loop_runs() -> bool:
-    """Whether this thread is inside a running event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None]) -> Callable[[list[Any]], Any]:
+    """The method of one object as a function of the list that does not keep the object alive."""
+
+    def there() -> object:
+        owner = owner_of()
+        if owner is None:  # whoever waited held it, so nobody waits any more
+            raise Cancelled("its object is gone")
+        return owner
+
+    def call(items: list[Any]) -> Any:
+        return method(there(), items)
+
+    async def call_async(items: list[Any]) -> Any:
+        return await method(there(), items)
+
+    made = call_async if is_async(method) else call
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):  # no __wrapped__: that has another signature
+        setattr(made, name, getattr(method, name))
+    return made
 
 
-@overload
-def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+class Decorator(Protocol):
+    """What `batched(...)` returns: put it on a function or method, a coroutine function or method."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
+    ) -> BatchedCoroutine[Item, Result]: ...
+    @overload
+    def __call__(self, function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
+    ) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[Owner, list[Item]], Sequence[Result]], /
+    ) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
 
 
 @overload
 def batched(
+    function: Callable[[list[Item]], Awaitable[Sequence[Result]]], /
+) -> BatchedCoroutine[Item, Result]: ...
+@overload
+def batched(function: Callable[[list[Item]], Sequence[Result]], /) -> BatchedFunction[Item, Result]: ...
+@overload
+def batched(
+    function: Callable[[Owner, list[Item]], Awaitable[Sequence[Result]]], /
+) -> BatchedMethod[BatchedCoroutine[Item, Result]]: ...
+@overload
+def batched(
+    function: Callable[[Owner, list[Item]], Sequence[Result]], /
+) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
+@overload
+def batched(
     max_batch_size: int = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
-) -> Callable[[Callable[[list[Item]], Sequence[Result]]], BatchedFunction[Item, Result]]: ...
-
-
+) -> Decorator: ...
 def batched(
     max_batch_size: Any = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
 ) -> Any:
     """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
 
-    max_batch_size: most items in a call. max_latency: longest hold in seconds on a free thread, and only while threads
-    that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone caller
-    is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice (then one
-    bad item fails its whole call). Raises TypeError for what is no plain function of one list; see `FunctionProcessor`.
+    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, and only while
+    callers that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone
+    caller is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice
+    (then one bad item fails its whole call).
+
+    A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one of these
+    for every object. Raises TypeError for what is no function of one list: a generator, a class method, two parameters.
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched()(max_batch_size)
     config = GroupConfig(
         name="batched",
-        flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency),
+        flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True),
         capacity=capacity,
     )
-    return lambda function: BatchedFunction(function, config, repeatable)
+
+    def decorate(function: Any) -> Any:
+        if isinstance(function, staticmethod):
+            function = function.__func__
+        kind = BatchedCoroutine if is_async(function) else BatchedFunction
+
+        def make(of_list: Callable[[list[Any]], Any]) -> Any:
+            return kind(of_list, config, repeatable)
+
+        if not is_method(function):
+            check_function(function)
+            return make(function)
+        check_function(function, "self")
+        return BatchedMethod(function, make)
+
+    return decorate

@@ -266,9 +266,10 @@ class Device:
                 prepare()
             for processor in self._processors.values():
                 processor.start()
-            batch = self._next(generation, None)
-            while batch is not None:
-                batch = self._next(generation, run_batch(self._processors[batch.group], batch))
+            outcomes: list[Outcome] = []
+            while (batch := self._next(generation, outcomes)) is not None:
+                outcomes = run_batch(self._processors[batch.group], batch)
+                del batch  # while this thread sleeps it keeps nothing of the batch alive
         except BaseException as error:  # the thread is about to die: nobody else will answer for its batch
             self._died(generation, error)
             return
@@ -282,21 +283,20 @@ class Device:
             except Exception:
                 log.exception("a processor could not be stopped")
 
-    def _next(self, generation: int, outcomes: Sequence[Outcome] | None) -> Batch | None:
-        """Complete the batch that ran, wait for the next; None when the device stops or this thread was given up."""
+    def _next(self, generation: int, outcomes: list[Outcome]) -> Batch | None:
+        """Complete the batch that ran, wait for the next; None when the device stops or this thread was given up.
+
+        outcomes: of the batch that ran, none before the first. Emptied, so that nothing of it is kept alive meanwhile.
+        """
         while True:
             with self._lock:
                 if generation != self._generation:
                     return None
                 now = self.clock()
-                news = outcomes is not None
-                if self._late:  # somebody answered for it meanwhile
-                    self._late, outcomes = False, None
-                if outcomes is not None:
-                    assert self._running is not None
-                    batch, since = self._running
-                    self.scheduler.complete(batch, outcomes, now - since, now)
-                    self._running = outcomes = None
+                news = bool(outcomes)
+                if outcomes:
+                    self._complete(outcomes, now)
+                    outcomes.clear()
                 settled = self.scheduler.settled
                 found = self.scheduler.next_batch(now)
                 news = news or settled != self.scheduler.settled
@@ -308,10 +308,21 @@ class Device:
             if found is not None:
                 return found
             self._drop(gone)
+            del gone
             with self._lock:
                 if generation != self._generation or (self._stopping and self.scheduler.wake_at() > self.clock()):
                     return None  # stopping: what is not due now is not waited for
                 self._wait()
+
+    def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
+        """The batch that ran came back. The lock is held."""
+        if self._late:  # somebody answered for it meanwhile
+            self._late = False
+            return
+        assert self._running is not None
+        batch, since = self._running
+        self.scheduler.complete(batch, outcomes, now - since, now)
+        self._running = None
 
     def _ring(self) -> None:
         """Wake the thread if it sleeps. The lock is held."""

@@ -67,6 +67,10 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._shortest = _TICK if type(self._loop).__module__.startswith("uvloop") else 0.0
 
+    def add_sink(self, sink: Sink) -> None:
+        """One more sink, for the events from now on."""
+        self._audience.add(sink)
+
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:

@@ -48,20 +48,23 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     results: nobody can tell whose is missing.
     """
     try:
-        results = processor.run(batch)
-        count = len(results)
+        return outcomes_of(processor.run(batch), batch)
     except Exception as error:
-        return _raised(processor, batch, error)  # no variable of this frame keeps it: its traceback keeps the frame
-    if count != len(batch.grants):
-        wrong = f"the processor returned {count} results for {len(batch.grants)} requests"
+        return failure_of(error, batch, processor.repeatable)  # no variable here keeps it: its traceback keeps the frame
+
+
+def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
+    """One outcome per ticket from what a call returned; see `run_batch`."""
+    if len(results) != len(batch.grants):
+        wrong = f"the processor returned {len(results)} results for {len(batch.grants)} requests"
         return [Failed(ResultCountMismatch(wrong))] * len(batch)
     return [_outcome(result) for result in results]
 
 
-def _raised(processor: Processor, batch: Batch, error: Exception) -> list[Outcome]:
-    """The outcomes of a call that raised as a whole."""
+def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
+    """One outcome per ticket from what a call raised; see `run_batch`."""
     known = error if isinstance(error, ReflexError) else _wrapped(error)
-    apart = len(batch) > 1 and processor.repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
+    apart = len(batch) > 1 and repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
     return [Apart(known) if apart else Failed(known)] * len(batch)
 
 

@@ -19,47 +19,80 @@ class FunctionProcessor(BaseProcessor):
     """
 
     def __init__(self, function: Callable[[list[Any]], Sequence[Any]], repeatable: bool = True) -> None:
-        _check(function)
+        name = name_of(function)
+        if is_async(function):
+            raise TypeError(
+                f"{name} is an async function, and a FunctionProcessor runs on a thread: write it with `def`, or put "
+                "@batched on it"
+            )
+        if is_method(function):
+            raise TypeError(f"{name} is a method, and there is no object yet to call it on; pass it as `object.method`")
+        check_function(function)
         self._function = function
         self.repeatable = repeatable
 
     def run(self, batch: Batch) -> Sequence[Any]:
-        results = self._function([ticket.request.payload for ticket in batch.grants])
-        ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
-        if not ordered or isinstance(results, (Mapping, str, bytes)):
-            if inspect.iscoroutine(results):
-                results.close()
-            raise ResultCountMismatch(
-                f"{_name(self._function)} returned a {type(results).__name__}; it must return a list with one result "
-                "for each item, in order"
-            )
-        return results
+        return checked_results(self._function, self._function(payloads_of(batch)))
 
 
-def _check(function: Any) -> None:
-    """Raise TypeError for what cannot be called with a list of payloads and answer with a list of results."""
-    name = _name(function)
+def payloads_of(batch: Batch) -> list[Any]:
+    """What a function is called with."""
+    return [ticket.request.payload for ticket in batch.grants]
+
+
+def checked_results(function: Any, results: Any) -> Sequence[Any]:
+    """What the function returned. Raises ResultCountMismatch for what is no list: a dict, a text, None, an iterator."""
+    ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
+    if not ordered or isinstance(results, (Mapping, str, bytes)):
+        if inspect.iscoroutine(results):
+            results.close()
+        raise ResultCountMismatch(
+            f"{name_of(function)} returned a {type(results).__name__}; it must return a list with one result for each "
+            "item, in order"
+        )
+    return results  # type: ignore[no-any-return]
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling it makes a coroutine."""
+    return any(inspect.iscoroutinefunction(called) for called in _called(function))
+
+
+def is_method(function: Any) -> bool:
+    """Whether it is a function written in a class that takes the object first, as `self`."""
+    return inspect.isfunction(function) and next(iter(inspect.signature(function).parameters), "") == "self"
+
+
+def check_function(function: Any, *before: Any) -> None:
+    """Raise TypeError for what cannot be called with a list of payloads and answer with a list of results.
+
+    before: what it is called with before the list, such as the object of a method.
+    """
+    name = name_of(function)
+    if isinstance(function, classmethod):
+        raise TypeError(f"{name} is a class method; write a static method, or a function outside of the class")
     if not callable(function):
         raise TypeError(f"{name}: must be a function that takes a list and returns a list")
-    called = type(function).__call__ if not inspect.isroutine(function) else function
-    if any(inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f) for f in (function, called)):
-        raise TypeError(f"{name} is an async function; it runs on a thread of its own, so write it with `def`")
-    if inspect.isgeneratorfunction(function) or inspect.isgeneratorfunction(called):
+    if any(inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f) for f in _called(function)):
         raise TypeError(f"{name} is a generator function; it must return a list instead of yielding the results")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # some built-in functions do not tell
-    if next(iter(signature.parameters), "") in ("self", "cls"):
-        raise TypeError(
-            f"{name} is a method, and there is no object yet to call it on; wrap the bound method instead, such as "
-            f"`self.run = batched()(self._run)` in __init__"
-        )
+    if next(iter(signature.parameters), "") == "cls":
+        raise TypeError(f"{name} is a class method; write a static method, or a function outside of the class")
     try:
-        signature.bind([])
+        signature.bind(*before, [])
     except TypeError:
-        raise TypeError(f"{name}{signature}: must take one argument, the list of items") from None
+        besides = f" besides {', '.join(list(signature.parameters)[: len(before)])}" if before else ""
+        raise TypeError(f"{name}{signature}: must take one argument{besides}, the list of items") from None
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
+    """What a message calls it."""
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)
+
+
+def _called(function: Any) -> tuple[Any, Any]:
+    """The function, and what runs when it is called: they differ for an object of a class with `__call__`."""
+    return function, function if inspect.isroutine(function) else type(function).__call__

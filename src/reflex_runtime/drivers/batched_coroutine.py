@@ -1,0 +1,102 @@
+"""A coroutine function over a list, awaited with one item: what `@batched` makes of an `async def`.
+
+The function is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
+There is no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+from reflex_runtime.core.batch import Batch, Outcome
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import DEFAULT, Priority
+from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.drivers.batched_item import Handle, forget_closed, request_of
+from reflex_runtime.drivers.dispatcher import Dispatcher
+from reflex_runtime.processors.base import failure_of, outcomes_of
+from reflex_runtime.processors.function import checked_results, payloads_of
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the batch that this task runs, or ran
+
+
+class BatchedCoroutine(Handle, Generic[Item, Result]):
+    """A coroutine function over a list that is awaited with single items; `batched` makes it.
+
+    What its calls raise: `Handle`. Everything is said of the running loop: its callers, its sinks, its close.
+    """
+
+    def __init__(
+        self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], config: GroupConfig, repeatable: bool
+    ) -> None:
+        super().__init__(function)
+        self._function, self._config, self._repeatable = function, config, repeatable
+        self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
+
+    async def __call__(
+        self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None
+    ) -> Result:
+        """The result for one item; cancelling the task that awaits it takes the item back.
+
+        time_limit: seconds from now after which the item is not worth computing, then Expired.
+        """
+        calls = self._of_this_loop()
+        if (running := _inside.get()) is not None and running is calls.running:
+            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+        request = request_of(item, self._config.name, id(asyncio.current_task()), priority, time_limit)
+        ticket = calls.dispatcher.submit(request)
+        try:
+            result: Result = await ticket.waiter
+        except asyncio.CancelledError:
+            calls.dispatcher.cancel(ticket)
+            raise
+        return result
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with every event of this loop from now on, in order; it must be quick."""
+        self._of_this_loop().dispatcher.add_sink(sink)
+
+    async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
+        """Take nothing more in this loop, and finish or drop what is queued within `timeout` seconds.
+
+        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
+        """
+        await self._of_this_loop().dispatcher.close(drain, timeout)
+
+    def _of_this_loop(self) -> _Calls:
+        loop = asyncio.get_running_loop()
+        found = self._calls.get(loop)
+        if found is None:
+            forget_closed(self._calls)
+            found = self._calls[loop] = _Calls(self._function, self._config, self._repeatable)
+        return found
+
+
+class _Calls:
+    """The calls of one function in one loop. running: the batch that it is awaited for, if there is one."""
+
+    def __init__(
+        self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], config: GroupConfig, repeatable: bool
+    ) -> None:
+        self._function, self._repeatable = function, repeatable
+        self.running: Batch | None = None
+        self.dispatcher = Dispatcher([config], self._run, max_batches=1)
+        self.dispatcher.start()
+
+    async def _run(self, batch: Batch) -> Sequence[Outcome]:
+        self.running = batch
+        _inside.set(batch)
+        try:
+            results = await self._function(payloads_of(batch))
+            return outcomes_of(checked_results(self._function, results), batch)
+        except Exception as error:
+            return failure_of(error, batch, self._repeatable)
+        finally:
+            self.running = None

@@ -1,0 +1,225 @@
+"""A function over a list that threads and coroutines call with one item: what `@batched` makes of a `def`.
+
+The function runs on one thread of its own and needs no lock. That thread settles the callers: a lock for a thread that
+waits, one call into its loop per batch for coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ConfigError, Rejected, WaitTimeout
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.audience import Audience, Sink, resolve
+from reflex_runtime.drivers.batched_item import Handle, forget_closed, request_of
+from reflex_runtime.drivers.device import Device
+from reflex_runtime.processors.function import FunctionProcessor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_LATE = 0.001  # seconds; a loop's timer may go off that early, and nothing has expired then
+
+
+class BatchedFunction(Handle, Generic[Item, Result]):
+    """A function over a list that is called with single items; `batched` makes it. What its calls raise: `Handle`."""
+
+    def __init__(
+        self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool
+    ) -> None:
+        super().__init__(function)
+        self._driver = _Driver(function, config, repeatable, self._name)
+
+    def __call__(
+        self,
+        item: Item,
+        /,
+        *,
+        timeout: float | None = None,
+        priority: Priority = DEFAULT,
+        time_limit: float | None = None,
+    ) -> Result:
+        """The result for one item; this thread waits for it.
+
+        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the item is
+        not worth computing, then Expired. RuntimeError in a thread that runs an event loop: there, await `aio`.
+        """
+        driver = self._driver
+        if driver.device.current:
+            raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
+        if _loop_runs():
+            raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
+        if timeout is not None and not timeout >= 0.0:
+            raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
+        answered = threading.Lock()
+        answered.acquire()
+        request = request_of(item, driver.group, threading.get_ident(), priority, time_limit)
+        ticket = driver.submit(request, lambda _: answered.release())
+        try:
+            came = driver.wait(answered, ticket, timeout)
+        except BaseException:  # an interrupt: nobody waits for the answer any more
+            driver.device.cancel(ticket)
+            raise
+        if not came and not driver.abandon(ticket):
+            raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s")
+        outcome = ticket.outcome
+        if isinstance(outcome, Done):
+            return outcome.value  # type: ignore[no-any-return]
+        raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
+
+    async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
+        """The result for one item, without blocking the loop; cancelling the task takes the item back."""
+        driver, loop = self._driver, asyncio.get_running_loop()
+        future: asyncio.Future[Result] = loop.create_future()
+        request = request_of(item, driver.group, id(asyncio.current_task()), priority, time_limit)
+        ticket = driver.submit(request, partial(driver.inbox(loop), future))
+        alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.expire)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            driver.device.cancel(ticket)
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with every event from now on, in order, on any thread. It must be quick, and ask for no item."""
+        self._driver.audience.add(sink)
+
+    def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
+        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
+
+        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
+        """
+        self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
+        return self._driver.device.stop(timeout)
+
+    def will_be_forsaken(self) -> None:
+        if _stopper.acquire(blocking=False):
+            threading.Thread(target=_stop_forsaken, name="reflex-forsaken", daemon=True).start()
+
+    def forsaken(self) -> None:
+        _forsaken.put(self._driver.device)
+
+
+class _Driver:
+    """The thread of one batched function and whoever waits for it; it starts with the first item."""
+
+    def __init__(self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, name: str) -> None:
+        processors = {config.name: FunctionProcessor(function, repeatable)}
+        self.group = config.name
+        self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
+        self.audience = Audience()
+        self._delivery = threading.RLock()  # a sink may cancel something
+        self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
+        self._starting = threading.Lock()
+        self._started = False
+
+    def submit(self, request: Request, waiter: Callable[..., None]) -> Ticket:
+        """Admit an item. waiter: called with the settled ticket, on any thread."""
+        if not self._started:
+            with self._starting:
+                if not self._started:
+                    self.device.start()
+                    self._started = True
+        try:
+            return self.device.submit(request, waiter)
+        except Rejected:
+            self.deliver()  # the sinks hear of it
+            raise
+
+    def wait(self, answered: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait until the lock is free, and whether it was within `timeout`; at the ticket's deadline, see to that."""
+        clock = self.device.clock
+        until = threading.TIMEOUT_MAX if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+        began = clock()
+        limit = ticket.deadline - began
+        if limit < until:
+            while (left := ticket.deadline - clock()) > 0.0:
+                if answered.acquire(timeout=left):
+                    return True
+            self.expire()
+            until -= clock() - began
+        return answered.acquire(timeout=max(0.0, until))
+
+    def expire(self) -> None:
+        """Settle what is past its deadline and waits, also while the function runs."""
+        self.device.expire()
+        self.deliver()
+
+    def abandon(self, ticket: Ticket) -> bool:
+        """The caller does not wait any longer. Returns whether the answer is there after all."""
+
+        def leave(scheduler: Scheduler, now: float) -> bool:
+            if ticket.outcome is None:
+                scheduler.abandon(ticket, now)
+            return ticket.outcome is not None
+
+        return bool(self.device.input(leave))
+
+    def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
+        """Where answers for coroutines of the loop go."""
+        found = self._inboxes.get(loop)
+        if found is None:
+            forget_closed(self._inboxes)
+            found = self._inboxes.setdefault(loop, _Inbox(loop))
+        return found
+
+    def deliver(self) -> None:
+        with self._delivery:  # one place takes events, so they stay in order
+            self.audience.tell(self.device.take_events())
+
+
+class _Inbox:
+    """Answers on their way into a loop: a call into it takes all that are there, since each wakes the loop up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._come: deque[Ticket] = deque()
+        self._called = False
+
+    def __call__(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
+        """An answer, on any thread."""
+        ticket.waiter = future
+        self._come.append(ticket)
+        if not self._called:
+            self._called = True
+            try:
+                self._loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop is closed: nobody waits in it
+                self._come.clear()
+
+    def _empty(self) -> None:
+        self._called = False  # first: what comes from now on calls again
+        while self._come:
+            resolve(self._come.popleft())
+
+
+# Devices of objects that are gone. To stop one takes its lock, and the thread that collects garbage may hold that: the
+# collector only puts them here, which takes no lock, and another thread stops them.
+_forsaken: SimpleQueue[Device] = SimpleQueue()
+_stopper = threading.Lock()  # held from when the thread is there
+
+
+def _stop_forsaken() -> None:
+    while True:
+        _forsaken.get().stop(0.0)
+
+
+def _loop_runs() -> bool:
+    """Whether this thread is inside a running event loop."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

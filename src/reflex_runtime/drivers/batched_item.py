@@ -1,0 +1,51 @@
+"""What `@batched` functions have in common, whether a thread runs them or a loop awaits them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any, Self
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority, Request
+
+
+class Handle:
+    """What stands in the place of a batched function, and what `object.method` is of a batched method.
+
+    A call may raise `QueueFull` or `Closed` (refused), `Expired`, `Shed`, `Drained` (not computed), or `ProcessorError`
+    (it ran and failed; only then a retry computes the item a second time).
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        wrapper: Any = self
+        functools.update_wrapper(wrapper, function)
+        self._name = getattr(function, "__name__", type(function).__name__)
+        self._owner: object = None
+
+    def held_by(self, owner: object) -> Self:
+        """The same function through a handle that keeps its owner alive, as a bound method does its object."""
+        handle = object.__new__(type(self))
+        handle.__dict__.update(self.__dict__, _owner=owner)
+        return handle
+
+    def will_be_forsaken(self) -> None:
+        """Get ready for `forsaken`."""
+
+    def forsaken(self) -> None:
+        """The owner is gone, so nobody can call it any more. Called in the garbage collector's place: takes no lock."""
+
+
+def request_of(item: object, group: str, client: int, priority: Priority, time_limit: float | None) -> Request:
+    """A request for one item. client: identifies the thread or task that asks."""
+    if type(priority) is not Priority:
+        raise ConfigError(f"priority={priority!r}: must be Priority.URGENT, Priority.DEFAULT or Priority.BACKGROUND")
+    return Request(item, group=group, client=client, priority=priority, time_limit=time_limit)
+
+
+def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:
+    """Drop what belongs to closed loops: a program may run one after another."""
+    for loop in list(by_loop):
+        if loop.is_closed():
+            by_loop.pop(loop, None)
