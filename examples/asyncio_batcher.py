@@ -2,8 +2,7 @@
 
 import asyncio
 
-from reflex_runtime import Batcher, FlushPolicy, FunctionProcessor, GroupConfig, Request
-from reflex_runtime.core.events import BatchFinished, Event
+from reflex_runtime import Batcher, BatchFinished, Event, FlushPolicy, FunctionProcessor, GroupConfig, Request
 
 
 def model(payloads: list[int]) -> list[int]:

@@ -1,8 +1,6 @@
 """The pure scheduler without any driver: you are the clock and the device. Token budget 8, two prompts of 11 and 7."""
 
-from reflex_runtime import FlushPolicy, GroupConfig, Request, Scheduler
-from reflex_runtime.core.batch import Done, More
-from reflex_runtime.core.cost import TokenCost
+from reflex_runtime import Done, FlushPolicy, GroupConfig, More, Request, Scheduler, TokenCost
 
 OUTPUTS = 4
 

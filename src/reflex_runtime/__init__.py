@@ -3,74 +3,126 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.version import __version__
+from reflex_runtime.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from reflex_runtime.core.errors import (
-        ConfigError,
-        Dropped,
-        ProcessorError,
-        ReflexError,
-        Rejected,
-        WaitTimeout,
-    )
-    from reflex_runtime.core.flush import FlushPolicy
-    from reflex_runtime.core.group import GroupConfig
-    from reflex_runtime.core.request import Priority, Request
-    from reflex_runtime.core.scheduler import Scheduler
-    from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry, BatchProcessor
-    from reflex_runtime.drivers.batcher import Batcher
-    from reflex_runtime.drivers.coordinator import BatchCoordinator, BatchHandle
-    from reflex_runtime.drivers.decorator import batched
-    from reflex_runtime.feeds.runtime import Runtime
-    from reflex_runtime.processors.function import FunctionProcessor
+if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
+    from reflex_runtime.core.adapt import Controller as Controller
+    from reflex_runtime.core.adapt import HoldTarget as HoldTarget
+    from reflex_runtime.core.adapt import Planner as Planner
+    from reflex_runtime.core.batch import Batch as Batch
+    from reflex_runtime.core.batch import Cause as Cause
+    from reflex_runtime.core.batch import Done as Done
+    from reflex_runtime.core.batch import Failed as Failed
+    from reflex_runtime.core.batch import FlushReason as FlushReason
+    from reflex_runtime.core.batch import More as More
+    from reflex_runtime.core.cost import CostModel as CostModel
+    from reflex_runtime.core.cost import TimedUnits as TimedUnits
+    from reflex_runtime.core.cost import TokenCost as TokenCost
+    from reflex_runtime.core.cost import UnitCost as UnitCost
+    from reflex_runtime.core.errors import Cancelled as Cancelled
+    from reflex_runtime.core.errors import Closed as Closed
+    from reflex_runtime.core.errors import ConfigError as ConfigError
+    from reflex_runtime.core.errors import CutShort as CutShort
+    from reflex_runtime.core.errors import Displaced as Displaced
+    from reflex_runtime.core.errors import Drained as Drained
+    from reflex_runtime.core.errors import Dropped as Dropped
+    from reflex_runtime.core.errors import Expired as Expired
+    from reflex_runtime.core.errors import InFlightCapReached as InFlightCapReached
+    from reflex_runtime.core.errors import NonFiniteResult as NonFiniteResult
+    from reflex_runtime.core.errors import ProcessorError as ProcessorError
+    from reflex_runtime.core.errors import ProcessorHung as ProcessorHung
+    from reflex_runtime.core.errors import QueueFull as QueueFull
+    from reflex_runtime.core.errors import ReflexError as ReflexError
+    from reflex_runtime.core.errors import Rejected as Rejected
+    from reflex_runtime.core.errors import ResultCountMismatch as ResultCountMismatch
+    from reflex_runtime.core.errors import Shed as Shed
+    from reflex_runtime.core.errors import Superseded as Superseded
+    from reflex_runtime.core.errors import TooLarge as TooLarge
+    from reflex_runtime.core.errors import TooLate as TooLate
+    from reflex_runtime.core.errors import WaitTimeout as WaitTimeout
+    from reflex_runtime.core.events import BatchFinished as BatchFinished
+    from reflex_runtime.core.events import BatchScheduled as BatchScheduled
+    from reflex_runtime.core.events import DeviceLost as DeviceLost
+    from reflex_runtime.core.events import Event as Event
+    from reflex_runtime.core.events import RequestAbandoned as RequestAbandoned
+    from reflex_runtime.core.events import RequestAnswered as RequestAnswered
+    from reflex_runtime.core.events import RequestPreempted as RequestPreempted
+    from reflex_runtime.core.events import RequestProgressed as RequestProgressed
+    from reflex_runtime.core.events import RequestQueued as RequestQueued
+    from reflex_runtime.core.events import RequestRejected as RequestRejected
+    from reflex_runtime.core.events import RequestSettled as RequestSettled
+    from reflex_runtime.core.events import SchedulerPaused as SchedulerPaused
+    from reflex_runtime.core.flush import FlushPolicy as FlushPolicy
+    from reflex_runtime.core.group import GroupConfig as GroupConfig
+    from reflex_runtime.core.request import Priority as Priority
+    from reflex_runtime.core.request import Request as Request
+    from reflex_runtime.core.request import Ticket as Ticket
+    from reflex_runtime.core.request import TicketState as TicketState
+    from reflex_runtime.core.resources import Resources as Resources
+    from reflex_runtime.core.resources import UnitPool as UnitPool
+    from reflex_runtime.core.scheduler import Scheduler as Scheduler
+    from reflex_runtime.core.time_cost import TimeCost as TimeCost
+    from reflex_runtime.drivers.batch_metrics import BatchMetrics as BatchMetrics
+    from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
+    from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
+    from reflex_runtime.drivers.batch_processor import BatchProcessor as BatchProcessor
+    from reflex_runtime.drivers.batched_coroutine import BatchedCoroutine as BatchedCoroutine
+    from reflex_runtime.drivers.batched_function import BatchedFunction as BatchedFunction
+    from reflex_runtime.drivers.batcher import Batcher as Batcher
+    from reflex_runtime.drivers.coordinator import BatchCoordinator as BatchCoordinator
+    from reflex_runtime.drivers.coordinator import BatchHandle as BatchHandle
+    from reflex_runtime.drivers.decorator import batched as batched
+    from reflex_runtime.feeds.runtime import Runtime as Runtime
+    from reflex_runtime.processors.base import BaseProcessor as BaseProcessor
+    from reflex_runtime.processors.base import Processor as Processor
+    from reflex_runtime.processors.function import FunctionProcessor as FunctionProcessor
+    from reflex_runtime.processors.onnx import OnnxProcessor as OnnxProcessor
+    from reflex_runtime.telemetry.trace import TraceWriter as TraceWriter
+    from reflex_runtime.telemetry.trace import read_trace as read_trace
 
-__all__ = [
-    "BatchConfig",
-    "BatchCoordinator",
-    "BatchEntry",
-    "BatchHandle",
-    "BatchProcessor",
-    "Batcher",
-    "ConfigError",
-    "Dropped",
-    "FlushPolicy",
-    "FunctionProcessor",
-    "GroupConfig",
-    "Priority",
-    "ProcessorError",
-    "ReflexError",
-    "Rejected",
-    "Request",
-    "Runtime",
-    "Scheduler",
-    "WaitTimeout",
-    "__version__",
-    "batched",
-]
-
-_MODULES = {
-    "core.errors": ("ConfigError", "Dropped", "ProcessorError", "ReflexError", "Rejected", "WaitTimeout"),
-    "core.flush": ("FlushPolicy",),
-    "core.group": ("GroupConfig",),
-    "core.request": ("Priority", "Request"),
-    "core.scheduler": ("Scheduler",),
-    "drivers.batch_processor": ("BatchConfig", "BatchEntry", "BatchProcessor"),
-    "drivers.batcher": ("Batcher",),
-    "drivers.coordinator": ("BatchCoordinator", "BatchHandle"),
-    "drivers.decorator": ("batched",),
-    "feeds.runtime": ("Runtime",),
-    "processors.function": ("FunctionProcessor",),
+_NAMES = {
+    "core.adapt": "Controller HoldTarget Planner",
+    "core.batch": "Batch Cause Done Failed FlushReason More",
+    "core.cost": "CostModel TimedUnits TokenCost UnitCost",
+    "core.errors": (
+        "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired InFlightCapReached "
+        "NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected ResultCountMismatch Shed "
+        "Superseded TooLarge TooLate WaitTimeout"
+    ),
+    "core.events": (
+        "BatchFinished BatchScheduled DeviceLost Event RequestAbandoned RequestAnswered RequestPreempted "
+        "RequestProgressed RequestQueued RequestRejected RequestSettled SchedulerPaused"
+    ),
+    "core.flush": "FlushPolicy",
+    "core.group": "GroupConfig",
+    "core.request": "Priority Request Ticket TicketState",
+    "core.resources": "Resources UnitPool",
+    "core.scheduler": "Scheduler",
+    "core.time_cost": "TimeCost",
+    "drivers.batch_metrics": "BatchMetrics",
+    "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",
+    "drivers.batched_coroutine": "BatchedCoroutine",
+    "drivers.batched_function": "BatchedFunction",
+    "drivers.batcher": "Batcher",
+    "drivers.coordinator": "BatchCoordinator BatchHandle",
+    "drivers.decorator": "batched",
+    "feeds.runtime": "Runtime",
+    "processors.base": "BaseProcessor Processor",
+    "processors.function": "FunctionProcessor",
+    "processors.onnx": "OnnxProcessor",
+    "telemetry.trace": "TraceWriter read_trace",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
     """Names are imported when they are asked for: the command starts at once, and a client needs no scheduler."""
-    for module, names in _MODULES.items():
-        if name in names:
-            found = globals()[name] = getattr(import_module(f"reflex_runtime.{module}"), name)
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"reflex_runtime.{_MODULES[name]}"), name)
+    return found
 
 
 def __dir__() -> list[str]:
