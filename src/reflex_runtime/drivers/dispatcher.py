@@ -1,4 +1,4 @@
-"""The asyncio driver for work that is awaited, not run: calls to another process.
+"""The asyncio driver for work that is awaited, not run: calls to another process, and coroutine functions.
 
 Everything happens on the loop: no thread, no lock. What comes in one turn of the loop is decided on at the end of that
 turn, so that what came together leaves together. In between one timer waits for `wake_at`; nothing is polled.

@@ -50,7 +50,7 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     try:
         return outcomes_of(processor.run(batch), batch)
     except Exception as error:
-        return failure_of(error, batch, processor.repeatable)  # no variable here keeps it: its traceback keeps the frame
+        return failure_of(error, batch, processor.repeatable)  # kept in no variable: its traceback keeps the frame
 
 
 def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:

@@ -295,8 +295,8 @@ def _routed(exchange: Exchange) -> Headers | None:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """An error that was told needs no traceback: its frames hold the batch, the batch this ticket, the ticket the error,
-    and with a fifth of the requests bad the collector took a twentieth of the server's time."""
+    """An error that was told needs no traceback: its frames hold the batch, the batch this ticket, the ticket the
+    error, and with a fifth of the requests bad the collector took a twentieth of the server's time."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
