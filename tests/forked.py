@@ -1,89 +1,111 @@
-"""Processes of the command that start at once: forks of one process that has imported what the command imports.
+"""Processes that have the command's imports behind them: half a second of CPU time less for each run of a test.
 
-`python -m reflex_runtime` spends half a second of processor time on imports, and tests start hundreds of processes. A
-fork is a process like any other: with its own arguments, directory, environment, descriptors and signals, and it ends
-as the interpreter ends. What a fork cannot show is that the command starts from nothing; `tests/test_command.py` does.
+One process per pytest process imports what `reflex serve` and `reflex feeds` import, and forks at its top level for
+every `Forked`. The fork runs its code as `python -c` would: its own environment, directory and descriptors, and a whole
+interpreter exit.
+What a test can no longer see there is an import that is missing, or slow: those tests start a `Popen`.
 """
 
 from __future__ import annotations
 
 import atexit
-import gc
-import io
+import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Final
 
-LARGEST = 1 << 17  # bytes of a message
-PIPE = subprocess.PIPE
+_SIZE: Final = 64  # bytes of a message in either direction
 
+# Each request is five descriptors: the program, where to tell pid and status, and the three standard ones.
+_FORKS = """
+import gc, json, os, select, signal, socket, sys
+from reflex_runtime.processors.quiet import telemetry_off
+telemetry_off()
+import uvicorn.main, uvloop, httptools, onnxruntime, numpy.random
+import reflex_runtime.server.serve
+import reflex_runtime.cli.feeds_asked, reflex_runtime.cli.feeds_board, reflex_runtime.cli.feeds_words
+import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
+import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
+import reflex_runtime.feeds.status, reflex_runtime.feeds.video
+from reflex_runtime.cli import build_parser
+build_parser()
+gc.collect()
+gc.freeze()  # no collection in a fork looks through what is imported, and so copies it
+with open("/proc/self/stat") as stat:
+    threads = int(stat.read().rpartition(")")[2].split()[17])
+assert threads == 1, f"{threads} threads: a fork would lose all but one"
 
-class Forked:
-    """`reflex ARGUMENTS` as `subprocess.Popen` would give it. modules: what the process it is a fork of has imported.
+def serve(asked):
+    running = {}
+    woken, wake = socket.socketpair()
+    for end in (woken, wake):
+        end.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        for ready in select.select([asked, woken], [], [])[0]:
+            if ready is woken:
+                woken.recv(4096)
+                while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    told = running.pop(ended[0])
+                    os.write(told, b"%d" % os.waitstatus_to_exitcode(ended[1]))
+                    os.close(told)
+                continue
+            word, received, _, _ = socket.recv_fds(asked, 1, 5)
+            if not word:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for end in (asked, woken, wake):
+                    end.close()
+                for other in running.values():
+                    os.close(other)
+                return received
+            running[pid] = received[1]
+            for other in (received[0], *received[2:]):
+                os.close(other)
 
-    stdout, stderr: PIPE or a descriptor. Standard input is empty.
-    """
+def become(program, told, *standard):
+    os.write(told, b"%d" % os.getpid())
+    os.close(told)
+    for number, other in enumerate(standard):
+        os.dup2(other, number)
+        os.close(other)
+    with open(program, encoding="utf-8") as text:
+        wanted = json.load(text)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests are run by nohup
+    os.environ.clear()
+    os.environ.update(wanted["env"])
+    os.chdir(wanted["cwd"])
+    return wanted["code"]
 
-    def __init__(
-        self, arguments: Sequence[str], cwd: Path, env: Mapping[str, str], modules: Sequence[str], stderr: int = PIPE
-    ) -> None:
-        self.returncode: int | None = None
-        self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        out_read, out = os.pipe()
-        err_read, err = os.pipe() if stderr == PIPE else (-1, stderr)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        asked = json.dumps({"arguments": list(arguments), "cwd": str(cwd), "env": dict(env)}).encode()
-        socket.send_fds(_nursery(tuple(modules)), [asked], [nothing, out, err, theirs.fileno()])
-        for fd in (nothing, out, *([err] if stderr == PIPE else [])):
-            os.close(fd)
-        theirs.close()
-        self.stdout = os.fdopen(out_read, "rb")
-        self.stderr = os.fdopen(err_read, "rb") if stderr == PIPE else None
-        self.pid = int(self._status.recv(LARGEST))
-
-    def poll(self) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, as Popen has it. Raises subprocess.TimeoutExpired."""
-        if self.returncode is None:
-            self._status.settimeout(timeout)
-            try:
-                self.returncode = int(self._status.recv(LARGEST))
-            except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired("reflex", timeout or 0.0) from None
-            self._status.close()
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with suppress(ProcessLookupError):  # it ended just now
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+exec(become(*serve(socket.socket(fileno=int(sys.argv.pop())))), {"__name__": "__main__"})
+"""
 
 
 @cache
-def _nursery(modules: tuple[str, ...]) -> socket.socket:
-    """The connection to a process that has imported these; one for each process of tests."""
+def _forks() -> socket.socket:
+    """The process that forks, as a connection to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _FORKS, str(theirs.fileno())],
+            env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # so that it has one thread
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+        )
 
     def end() -> None:
         ours.close()
@@ -93,83 +115,71 @@ def _nursery(modules: tuple[str, ...]) -> socket.socket:
     return ours
 
 
-# -- the other side ----------------------------------------------------------------------------------------------------
+class Forked:
+    """As `subprocess.Popen([sys.executable, "-c", code])` without standard input, with what the tests use of it."""
 
-
-def main() -> None:
-    from reflex_runtime import cli
-
-    door = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the tests
-    cli.telemetry_off()
-    cli.build_parser()
-    for module in sys.argv[2:]:
-        import_module(module)
-    gc.collect()
-    gc.freeze()  # what is imported is garbage in no fork, and not looked through there
-    if asked := _forks(door):
-        sys.exit(cli.main(_become(*asked)))
-
-
-def _forks(door: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """In each fork what was asked for; in this process None, once the tests are gone."""
-    running: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that says that it ended
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(door, selectors.EVENT_READ)
-        while True:
-            for key, _ in waiting.select():
-                if key.fd == door.fileno():
-                    message, fds, _, _ = socket.recv_fds(door, LARGEST, 4)
-                    if not message:
-                        for pid, _ in running.values():
-                            os.kill(pid, signal.SIGKILL)
-                        return None
-                    status = socket.socket(fileno=fds.pop())
-                    with warnings.catch_warnings(action="ignore"):  # a library's threads are stopped around a fork
-                        pid = os.fork()
-                    if not pid:
-                        for fd, (_, other) in running.items():
-                            os.close(fd)
-                            other.close()
-                        status.close()
-                        door.close()
-                        return json.loads(message), fds
-                    for fd in fds:
-                        os.close(fd)
-                    status.send(b"%d" % pid)
-                    ends = os.pidfd_open(pid)
-                    running[ends] = pid, status
-                    waiting.register(ends, selectors.EVENT_READ)
+    def __init__(
+        self,
+        code: str,
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None = None,
+        stdout: int = subprocess.DEVNULL,
+        stderr: int = subprocess.PIPE,
+    ) -> None:
+        self.returncode: int | None = None
+        self._waiting = threading.Lock()
+        self._status, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.ExitStack() as theirs:
+            theirs.enter_context(told)
+            program, text = os.pipe()
+            theirs.callback(os.close, program)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            theirs.callback(os.close, nothing)
+            standard = [nothing]
+            streams: list[IO[bytes] | None] = []
+            for wanted in (stdout, stderr):
+                if wanted == subprocess.PIPE:
+                    read, wanted = os.pipe()
+                    theirs.callback(os.close, wanted)
+                    streams.append(open(read, "rb"))  # noqa: SIM115
                 else:
-                    waiting.unregister(key.fd)
-                    os.close(key.fd)
-                    pid, status = running.pop(key.fd)
-                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    with suppress(OSError):  # nobody asks any more
-                        status.send(b"%d" % code)
-                    status.close()
+                    streams.append(None)
+                standard.append(nothing if wanted == subprocess.DEVNULL else wanted)
+            self.stdout, self.stderr = streams
+            socket.send_fds(_forks(), [b"."], [program, told.fileno(), *standard])
+        pid = self._status.recv(_SIZE)
+        if not pid:
+            raise RuntimeError("the process that forks has ended: see its standard error")
+        self.pid = int(pid)
+        with open(text, "w", encoding="utf-8") as file:
+            json.dump({"env": dict(env), "cwd": str(cwd or Path.cwd()), "code": code}, file)
 
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        if self._waiting.locked():  # another thread waits, so there is something to wait for
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.wait(0.0)
+        return None
 
-def _become(asked: dict[str, Any], fds: Sequence[int]) -> list[str]:
-    """The process that was asked for, as its interpreter would have begun it; its arguments."""
-    for number, fd in enumerate(fds):
-        os.dup2(fd, number)
-        os.close(fd)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        raw = os.fdopen(number, "wb", closefd=False)
-        lines = number == 2 or raw.isatty()
-        stream = io.TextIOWrapper(raw, "utf-8", getattr(sys, name).errors, line_buffering=lines)
-        setattr(sys, name, stream)
-        setattr(sys, f"__{name}__", stream)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests are run by nohup
-    os.chdir(asked["cwd"])
-    os.environ.clear()
-    os.environ.update(asked["env"])
-    sys.path[0] = ""
-    sys.argv = ["reflex", *asked["arguments"]]
-    return list(asked["arguments"])
+    def wait(self, timeout: float | None = None) -> int:
+        """The same, once it has ended."""
+        with self._waiting:
+            if self.returncode is None:
+                if not select.select([self._status], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
+                self.returncode = int(self._status.recv(_SIZE))
+                self._status.close()
+            return self.returncode
 
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
 
-if __name__ == "__main__":
-    main()
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)

@@ -18,24 +18,16 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, Self
 
 import pytest
 
-from forked import PIPE, Forked
+from forked import Forked
 from reflex_runtime.cli import main
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 LEAVING = 30.0  # seconds within which a process that was told to end is gone, on a machine with much else to do
-
-# What a run would spend half a second on.
-IMPORTS = [
-    f"reflex_runtime.{name}"
-    for name in (
-        "cli.feeds_asked", "cli.feeds_board", "cli.feeds_words", "demo.markers", "demo.shapes", "drivers.coordinator",
-        "feeds.onnx", "feeds.runtime", "feeds.series", "feeds.sinks", "feeds.status", "feeds.video", "telemetry.trace",
-    )
-]  # fmt: skip
 
 # Processors as a user writes them. SECONDS: what a batch takes.
 PROCESSORS = '''
@@ -144,7 +136,8 @@ class Feeds:
             master, err = pty.openpty()
             fcntl.ioctl(err, termios.TIOCSWINSZ, struct.pack("HHHH", terminal[1], terminal[0], 0, 0))
         environment = clean(env) | {"TERM": "xterm"}
-        self.process = Forked(["feeds", *arguments], cwd, environment, IMPORTS, err)
+        run = f"import sys; from reflex_runtime.cli import main; sys.exit(main({['feeds', *arguments]!r}))"
+        self.process = Forked(run, env=environment, cwd=cwd, stdout=PIPE, stderr=err)
         self.out: list[str] = []
         self.log: list[str] = []
         self.raw = b""
