@@ -6,6 +6,7 @@ Nothing here sleeps: a server is ready when its pipe says so, and a state is rea
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import http.client
 import json
@@ -24,6 +25,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+
+from forked import Forked
+from reflex_runtime.cli.serve_llm import names_model
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 STATE = [0.1, -0.2]
@@ -115,7 +119,8 @@ class Server:
 
         held: the batch with the request `plug` runs when the test calls `release`, so that a queue can be arranged
         behind it without a race. takes: seconds that a `batch` is taken to have taken, as Python, however long it did.
-        supervised: whether it runs below a supervisor; otherwise `process` is the server itself.
+        supervised: whether it runs below a supervisor; otherwise `process` is the server itself, and that of a policy
+        has its imports behind it (see `Forked`).
         """
         self._folder = tempfile.TemporaryDirectory()
         self._gate = -1
@@ -131,9 +136,9 @@ class Server:
         arguments = ["serve", str(export), "--port", "0", *alone, *options]
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", run], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=clean | dict(env or {})
-        )
+        clean |= env or {}
+        warm = not supervised and not names_model([str(export)])
+        self.process: Forked | subprocess.Popen[bytes] = Forked(run, env=clean) if warm else _cold(run, clean)
         self.log: list[str] = []
         self.told = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -155,8 +160,8 @@ class Server:
         died = self.process.poll()
         if died is not None and died < 0 and not self._killed:
             raise AssertionError(f"the server died of signal {-died}:\n" + "\n".join(self.log))
-        family = [self.process]
-        if self.process.poll() is None:
+        family: list[Any] = [self.process]
+        with contextlib.suppress(psutil.NoSuchProcess):
             family += psutil.Process(self.process.pid).children(recursive=True)
         for process in family:
             process.kill()
@@ -300,6 +305,11 @@ class Server:
             if half_close:
                 sock.shutdown(socket.SHUT_WR)
             return read_all(sock)
+
+
+def _cold(run: str, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A Python that has nothing imported yet."""
+    return subprocess.Popen([sys.executable, "-c", run], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env)
 
 
 def encode(body: Any, headers: Mapping[str, str] | None = None) -> bytes:
