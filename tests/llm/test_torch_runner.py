@@ -200,7 +200,7 @@ def test_a_token_that_the_model_does_not_have_is_refused_before_anything_is_writ
         ({"num_blocks": 0}, "num_blocks=0: must be >= 1"),
         ({"threads": -1}, "threads=-1: must be >= 1"),
         ({"max_model_len": 513}, "max_model_len=513: must be at most 512"),
-        ({"kv_cache_bytes": 8191}, "kv_cache_bytes=8191: must be at least 8192"),
+        ({"kv_cache_bytes": 8191}, "kv_cache_bytes=8191: must be in .8192, "),
     ],
 )
 def test_settings_that_cannot_be(llama: Path, settings: dict[str, object], words: str) -> None:

@@ -20,6 +20,7 @@ from reflex_runtime.config import LLMServeConfig, flag, load, table
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.llm.memory import blocks_in
 from reflex_runtime.server import workers
 from reflex_runtime.server.workers import WorkersConfig
 
@@ -99,7 +100,8 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "my-model"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    opened = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000))
+    sizes = {"torch_dtype": "float32", "cache_bytes": lambda tokens, width: 64 * tokens * width}
+    opened = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=1000, **sizes))
     monkeypatch.setattr(checkpoint.Checkpoint, "open", lambda path: opened)
     monkeypatch.setattr(tokenizer.HFTokenizer, "load", lambda path: None)
     for name in (f.name for f in fields(LLMServeConfig)):
@@ -166,6 +168,14 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
         ("--runner openvino --device cuda", "--device=cuda: needs a GPU and a PyTorch that sees it"),
         ("--runner torch --dtype int8", "--dtype=int8: only the openvino runner has weights of 8 bits"),
         ("--block-size 8", "--block-size=8: blocks of the openvino runner have the size that its kernels want"),
+        ("--kv-cache-gb 0.000008191", "--kv-cache-gb=8.191e-06: must be in [8.192e-06, 20] GB: from one block"),
+        ("--runner torch --kv-cache-gb 0.000004095", "--kv-cache-gb=4.095e-06: must be in [4.096e-06, 20] GB"),
+        ("--runner torch --block-size 32 --kv-cache-gb 0.000008", "--kv-cache-gb=8e-06: must be in [8.192e-06, 20] GB"),
+        ("--dtype bfloat16 --kv-cache-gb 0.000004", "--kv-cache-gb=4e-06: must be in [4.096e-06, 20] GB"),
+        ("--kv-cache-gb 21", "--kv-cache-gb=21: must be in [8.192e-06, 20] GB"),
+        ("--runner torch --kv-cache-gb 21", "--kv-cache-gb=21: must be in [4.096e-06, 20] GB"),
+        ("--workers 4 --kv-cache-gb 6", "--kv-cache-gb=6: must be in [8.192e-06, 5] GB: from one block of this model "
+         "to the memory that is free for each of 4 processes"),
         ("--max-model-len 1001", "--max-model-len=1001: must be at most 1000, what the model was made for"),
     ],
 )
@@ -174,6 +184,7 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
 ) -> None:
     monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
+    monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
     assert says in said(capsys, str(model_dir), *options.split())
 
 
@@ -185,7 +196,7 @@ def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_
     monkeypatch.setattr("reflex_runtime.llm.load.find_spec", lambda name: None)
     line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")
     assert "--runner=openvino: runs on the cpu, not on cuda" in line
-    line = said(capsys, str(model_dir))
+    line = said(capsys, str(model_dir), "--device", "cpu")
     assert "--runner=auto: openvino is not installed: in a clone, pip install '.[llm]'" in line
     assert "--runner=torch: torch is not installed: pip install torch" in said(
         capsys, str(model_dir), "--runner", "torch"
@@ -194,11 +205,32 @@ def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_
 
 def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: Path, **options: Any) -> None:
-        raise ConfigError(f"OpenVinoRunner.kv_cache_bytes={options['kv_cache_bytes']}: one block takes 9 bytes")
+        blocks_in(options["kv_cache_bytes"], 9, 3_000_000_000)
 
     monkeypatch.setattr("reflex_runtime.llm.load.load", load)
-    with pytest.raises(ConfigError, match=r"^--kv-cache-gb=1e-09: one block takes 9 bytes"):
+    with pytest.raises(ConfigError, match=r"^--kv-cache-gb=1e-09: must be in \[9e-09, 3\] GB: from one block"):
         load_model(Path(), LLMServeConfig(kv_cache_gb=1e-9))
+
+
+def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.llm.openvino_runner._has_bfloat16", lambda core: False)
+    line = said(capsys, str(model_dir), "--device", "cpu", "--dtype", "bfloat16")
+    assert "--dtype=bfloat16: this processor has no instructions for it; use float32 or auto" in line
+
+
+def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_opens(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
+    monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
+    line = said(capsys, str(model_dir), "--dtype", "int8")
+    assert "--dtype=int8: only the openvino runner has weights of 8 bits" in line
+    line = said(capsys, str(model_dir), "--block-size", "8", "--kv-cache-gb", "21")
+    assert "--kv-cache-gb=21: must be in [2.048e-06, 20] GB" in line
 
 
 @pytest.fixture

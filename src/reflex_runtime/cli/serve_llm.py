@@ -119,7 +119,7 @@ def _serve(
 
     for path in _traces(config):
         check_trace(path)
-    check_model(config, Checkpoint.open(directory).config.max_position_embeddings)
+    check_model(config, Checkpoint.open(directory).config)
     tokenizer = HFTokenizer.load(directory)
     if config.workers:
         config, batcher = _one_bound(config, batcher)

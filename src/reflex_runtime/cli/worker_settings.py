@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from reflex_runtime.config import LLMServeConfig, flag
 from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from reflex_runtime.llm.checkpoint import ModelConfig
     from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
 
@@ -20,46 +22,51 @@ _OF_THE_FRONT = {
 
 
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
-    """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner."""
+    """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner. Errors name flags."""
     from reflex_runtime.llm.load import load as load_directory
 
     try:
-        return load_directory(
-            directory,
-            device=config.device,
-            runner=config.runner,
-            dtype=config.dtype,
-            block_size=config.block_size or None,
-            kv_cache_bytes=int(config.kv_cache_gb * 1e9) or None,
-            max_model_len=config.max_model_len or None,
-            threads=config.threads or None,
-        )
+        return load_directory(directory, **_options(config))
     except ConfigError as error:
-        name = "kv_cache_gb" if "kv_cache_bytes=" in error.message else str(error.details.get("field", ""))
-        raise _as_flag(config, name, error) from error
+        raise _as_flag(config, error) from error
 
 
-def check_model(config: LLMServeConfig, positions: int) -> None:
-    """Check what can be checked without loading the model; errors name flags. positions: most that the model takes."""
-    from reflex_runtime.llm.load import choose
+def check_model(config: LLMServeConfig, model: ModelConfig) -> None:
+    """Check what can be checked without loading the model; errors name flags."""
+    from reflex_runtime.llm.load import check
 
-    device = "cpu" if config.device == "auto" else config.device  # whether there is a GPU, loading will tell
     try:
-        choose(device, config.runner, config.dtype, config.block_size or None)
+        check(model, **_options(config), copies=max(1, config.workers))
     except ConfigError as error:
-        raise _as_flag(config, str(error.details["field"]), error) from None
-    if config.max_model_len > positions:
-        raise ConfigError(
-            f"--max-model-len={config.max_model_len}: must be at most {positions}, what the model was made for",
-            field="max_model_len",
-        )
+        raise _as_flag(config, error) from None
 
 
-def _as_flag(config: LLMServeConfig, name: str, error: ConfigError) -> ConfigError:
+def _options(config: LLMServeConfig) -> dict[str, Any]:
+    """The settings as the loader of a directory takes them."""
+    return {
+        "device": config.device,
+        "runner": config.runner,
+        "dtype": config.dtype,
+        "block_size": config.block_size or None,
+        "kv_cache_bytes": round(config.kv_cache_gb * 1e9) if config.kv_cache_gb else None,
+        "max_model_len": config.max_model_len or None,
+        "threads": config.threads or None,
+    }
+
+
+def _as_flag(config: LLMServeConfig, error: ConfigError) -> ConfigError:
     """An error about an argument, in the words of the command line; itself where it is about something else."""
+    name, why = str(error.details.get("field", "")), error.message.partition(": ")[2]
+    if name == "kv_cache_bytes":
+        low, high = (int(error.details[end] or 0) / 1e9 for end in ("low", "high"))
+        name, high = "kv_cache_gb", floor(high * 100) / 100
+        each = f" for each of {config.workers} processes" if config.workers > 1 else ""
+        why = f"must be in [{low:.10g}, {high:.10g}] GB: from one block of this model to the memory that is free{each}"
     if name not in LLMServeConfig.__dataclass_fields__:
         return error
-    return ConfigError(f"{flag(name)}={getattr(config, name)}: {error.message.partition(': ')[2]}", field=name)
+    value = getattr(config, name)
+    shown = f"{value:.10g}" if isinstance(value, float) else value
+    return ConfigError(f"{flag(name)}={shown}: {why}", field=name)
 
 
 def gpu_of(config: LLMServeConfig, number: int) -> dict[str, str]:

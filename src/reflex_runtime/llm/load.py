@@ -5,11 +5,15 @@ OpenVINO's paged attention on a CPU, PyTorch on a GPU; either can be asked for. 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.checkpoint import ModelConfig
+from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
 
@@ -69,6 +73,40 @@ def choose(device: str, runner: str, dtype: str, block_size: int | None = None) 
     return device, runner
 
 
+def check(
+    model: ModelConfig,
+    *,
+    device: str = "auto",
+    runner: str = "auto",
+    dtype: str = "auto",
+    block_size: int | None = None,
+    kv_cache_bytes: int | None = None,
+    max_model_len: int | None = None,
+    threads: int | None = None,
+    copies: int = 1,
+) -> None:
+    """Refuse options of `load` that this model or this machine cannot take. Loads nothing.
+
+    copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. Memory that
+    the weights will take is not counted: whether both fit, loading tells.
+    """
+    device, runner = choose(device, runner, dtype, block_size)
+    if max_model_len is not None and max_model_len > model.max_position_embeddings:
+        most = model.max_position_embeddings
+        raise _wrong("max_model_len", max_model_len, f"must be at most {most}, what the model was made for")
+    if dtype == "bfloat16" and runner == "openvino":
+        from reflex_runtime.llm.openvino_runner import check_bfloat16
+
+        check_bfloat16()
+    narrow = dtype == "bfloat16" or (dtype != "float32" and model.torch_dtype == "bfloat16")
+    block = model.cache_bytes(block_size or BLOCK_SIZES[runner], 2 if narrow else 4)
+    total = GIB if kv_cache_bytes is None else kv_cache_bytes
+    if device == "cpu":
+        blocks_in(total, block, free_bytes() // copies)
+    else:  # processes may have a GPU each, and a look at its memory takes some of it
+        blocks_in(total, block, free_bytes(device) if copies == 1 else max(total, block))
+
+
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
         raise _wrong(name, value, f"must be one of {', '.join(known)}")
@@ -79,8 +117,19 @@ def _wrong(name: str, value: Any, why: str) -> ConfigError:
 
 
 def _sees_cuda() -> bool:
+    if sys.platform == "linux" and not _has_driver():
+        return False  # seconds sooner than PyTorch would say so
     try:
         import torch
     except ImportError:
         return False
     return bool(torch.cuda.is_available())
+
+
+def _has_driver() -> bool:
+    """Whether there is a driver that PyTorch could see a GPU through."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()  # that of the GPUs of AMD
+    return True

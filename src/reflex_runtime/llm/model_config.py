@@ -117,6 +117,10 @@ class ModelConfig:
         span = last - first if last != first else 0.001
         return np.clip((np.arange(self.head_dim // 2) - first) / span, 0.0, 1.0)
 
+    def cache_bytes(self, tokens: int, width: int) -> int:
+        """Memory for the keys and values of so many tokens. width: bytes of a number."""
+        return 2 * self.num_layers * tokens * self.num_kv_heads * self.head_dim * width
+
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor the architecture needs."""
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -20,10 +19,10 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, Checkpoint
+from reflex_runtime.llm.memory import GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.processors.quiet import telemetry_off
 
-GIB: Final = 1 << 30
 CACHE_DIR: Final = ".reflex"
 MODEL_FILE: Final = "openvino_model.xml"  # the name other tools look for
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
@@ -91,7 +90,8 @@ class OpenVinoRunner:
         caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
         values = next(port for port in caches if port.get_any_name().startswith("value_"))
         self.block_size = values.get_partial_shape()[2].get_length()  # 8-bit keys have rows of scales beside the tokens
-        self.num_blocks = _num_blocks(num_blocks, kv_cache_bytes, sum(_block_bytes(port) for port in caches))
+        block = sum(_block_bytes(port) for port in caches)
+        self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(), num_blocks)
         self._request = compiled.create_infer_request()
         self._tensor = ov.Tensor
         self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
@@ -139,6 +139,17 @@ class OpenVinoRunner:
         return self._tensor(port.get_element_type(), shape)
 
 
+def check_bfloat16(core: Any = None) -> None:
+    """ConfigError where this processor has no instructions for bfloat16. core: OpenVINO's, where there is one."""
+    if not _has_bfloat16(core or _library().Core()):
+        why = "this processor has no instructions for it; use float32 or auto"
+        raise ConfigError(f"dtype='bfloat16': {why}", field="dtype")
+
+
+def _has_bfloat16(core: Any) -> bool:
+    return "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+
+
 def _library() -> Any:
     telemetry_off()
     try:
@@ -153,10 +164,12 @@ def _library() -> Any:
 
 def _dtype(dtype: str, checkpoint: Checkpoint, core: Any) -> str:
     if dtype == "auto":
-        fast = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        return "bfloat16" if fast and checkpoint.config.torch_dtype == "bfloat16" else "float32"
+        fast = checkpoint.config.torch_dtype == "bfloat16" and _has_bfloat16(core)
+        return "bfloat16" if fast else "float32"
     if dtype not in _HINTS:
         raise ConfigError(f"OpenVinoRunner.dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
+    if dtype == "bfloat16":
+        check_bfloat16(core)
     return dtype
 
 
@@ -173,32 +186,6 @@ def _block_bytes(port: Any) -> int:
     shape = port.get_partial_shape()
     values = shape[1].get_length() * shape[2].get_length() * shape[3].get_length()
     return int(values * port.get_element_type().bitwidth // 8)
-
-
-def _num_blocks(wanted: int | None, total: int, block_bytes: int) -> int:
-    if wanted is not None and wanted < 1:
-        raise ConfigError(f"OpenVinoRunner.num_blocks={wanted}: must be >= 1, or None")
-    count = wanted if wanted is not None else total // block_bytes
-    if count < 1:
-        raise ConfigError(f"OpenVinoRunner.kv_cache_bytes={total}: one block takes {block_bytes} bytes")
-    free = _free_memory()
-    if count * block_bytes > free:
-        sizes = f"{count} blocks of {block_bytes} bytes are {count * block_bytes / GIB:.1f} GiB"
-        raise ConfigError(
-            f"OpenVinoRunner: {sizes}, but {free / GIB:.1f} GiB are free: at most {free // block_bytes} blocks"
-        )
-    return count
-
-
-def _free_memory() -> int:
-    """Bytes that can be had without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------

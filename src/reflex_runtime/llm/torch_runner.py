@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
+from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
 
@@ -82,9 +83,9 @@ class TorchRunner:
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZES["torch"],
         num_blocks: int | None = None,
-        kv_cache_bytes: int = 1 << 30,
+        kv_cache_bytes: int = GIB,
         max_model_len: int | None = None,
         threads: int | None = None,
         cuda_graphs: bool = True,
@@ -99,13 +100,14 @@ class TorchRunner:
             dtype = "bfloat16" if config.torch_dtype == "bfloat16" else "float32"
         kind: torch.dtype = getattr(torch, dtype)
         self.vocab_size, self.block_size = config.vocab_size, block_size
-        self.num_blocks = num_blocks or _blocks_in(kv_cache_bytes, config, block_size, kind)
         self.max_model_len = max_model_len or config.max_position_embeddings
         self.name = f"torch {device} {dtype}"
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = device
         self._decoder = Decoder(checkpoint, device, kind)
+        block = config.cache_bytes(block_size, kind.itemsize)
+        self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
         # One block more than anybody is given: padding reads and writes there. Zeros, because a row that was never
         # written is multiplied with a weight of zero, and not-a-number times zero is not zero.
         shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
@@ -283,14 +285,6 @@ def _cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
 def _power_of_two(number: int) -> int:
     """The smallest that is not below number >= 1."""
     return 1 << (number - 1).bit_length()
-
-
-def _blocks_in(kv_cache_bytes: int, config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    numbers = 2 * config.num_layers * block_size * config.num_kv_heads * config.head_dim
-    block = numbers * (2 if dtype == torch.bfloat16 else 4)
-    if kv_cache_bytes < block:
-        raise ConfigError(f"kv_cache_bytes={kv_cache_bytes}: must be at least {block}, one block of this model")
-    return kv_cache_bytes // block
 
 
 def _check_device(device: str, dtype: str) -> None:
