@@ -44,7 +44,7 @@ from reflex_runtime.ipc.messages import LOAD
 from reflex_runtime.ipc.peer import Answer
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
-from reflex_runtime.server.serve import loop_factory
+from reflex_runtime.web.serve import loop_factory
 
 CASE = "workers"
 CONCURRENT = (1, 2, 4, 8, 10, 16, 32, 64)

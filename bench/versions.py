@@ -29,7 +29,7 @@ from reflex_runtime.core.request import Admission, Ticket
 from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, load_policy
 from reflex_runtime.policies.breaker import Breaker
 from reflex_runtime.policies.slots import Version
-from reflex_runtime.server.exchange import Door, Exchange
+from reflex_runtime.server.asking import Ask
 from reflex_runtime.server.recorded import asked_and_answered, header_of
 from reflex_runtime.server.rollout import Placement, Rollout
 from reflex_runtime.server.slots import Slot
@@ -151,9 +151,8 @@ class _Calls:
         slots = {"a": Slot("a", config, self.policy, ())}
         self.rollout = Rollout(("a", "b"), Breaker(("a", "b")), 50)
         self.recorder = Recorder(directory, header_of(config, slots, []), capacity=1_000_000)
-        self._door = Door()
         self._body = json.dumps(STATE | {"episode_id": "episode-7"}).encode()
-        self._exchange = self._asked(slots["a"].version)
+        self._ask = self._asked(slots["a"].version)
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
         self._chunk = ActionChunk(actions, 1, guard=GuardReport())
         timing = wire.Timing(0.1, 1.0, 1.1, 1.1)
@@ -171,10 +170,10 @@ class _Calls:
 
     def record(self, i: int) -> None:
         """A request, and every so often the batch that it ran in."""
-        exchange, now = self._exchange, time.monotonic()
-        assert exchange.ticket is not None
-        detail = asked_and_answered(exchange, "a", now, self._answer, self._chunk, None, 0.0)
-        self.recorder(RequestAnswered(now, "a", "ok", 200, 0.001, exchange.ticket, detail))
+        ask, now = self._ask, time.monotonic()
+        assert ask.ticket is not None
+        detail = asked_and_answered(ask, "a", now, self._answer, self._chunk, None, 0.0)
+        self.recorder(RequestAnswered(now, "a", "ok", 200, 0.001, ask.ticket, detail))
         if i % COMPANY == 0:
             self._batch.id = i
             self.recorder(BatchScheduled(now, self._batch, 0))
@@ -187,22 +186,22 @@ class _Calls:
             before = self.recorder.recorded
             time.sleep(0.5)
 
-    def _asked(self, version: Version) -> Exchange:
-        exchange = self._door.open({"headers": []}, lambda status, headers, body: None)
-        exchange.fields = fields = wire.decode(self._body, False)
-        exchange.received = time.monotonic()
-        exchange.version = version
-        exchange.placement = Placement("a", self.rollout.place("episode-7", exchange.request_id, 0.0).routing)
-        observation = self.policy.prepare(state=wire.state_of(fields), request_id=exchange.request_id)
-        ticket = Ticket(self.policy.request(observation), 0, exchange.received)
+    def _asked(self, version: Version) -> Ask:
+        ask = Ask(time.monotonic(), "request", None, lambda answer: None, lambda error: None)
+        ask.fields = fields = wire.decode(self._body, False)
+        ask.received = time.monotonic()
+        ask.version = version
+        ask.placement = Placement("a", self.rollout.place("episode-7", ask.request_id, 0.0).routing)
+        observation = self.policy.prepare(state=wire.state_of(fields), request_id=ask.request_id)
+        ticket = Ticket(self.policy.request(observation), 0, ask.received)
         ticket.admission = Admission(1, COMPANY, "timeout", "idle", 0.001)
         ticket.started = ticket.arrived
-        exchange.ticket = ticket
+        ask.ticket = ticket
         company = tuple(Ticket(ticket.request, i, ticket.arrived) for i in range(COMPANY))
         self._batch = Batch(
             1, "a", "", "", Cause.IDLE, ticket.arrived, 0.0, 0.0, dict.fromkeys(company, 1.0), company
         )
-        return exchange
+        return ask
 
 
 # -- recording at a pace -----------------------------------------------------------------------------------------------

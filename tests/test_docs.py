@@ -9,9 +9,6 @@ from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-import reflex_runtime.policies.observation
-import reflex_runtime.server.errors
-import reflex_runtime.server.workers  # noqa: F401 - all three bring their codes
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, described, flag
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries

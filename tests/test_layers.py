@@ -13,24 +13,26 @@ PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version"}  # names the package's version; anyone may read it
+MODULES = {"version", "pacing"}  # anyone may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
+    "pacing": set(),
     "processors": {"core"},
     "telemetry": {"core"},
     "drivers": {"core", "processors"},
+    "web": {"core", "drivers"},
     "sim": MIDDLE,
     "policies": MIDDLE,
     "feeds": MIDDLE,
     "ipc": MIDDLE,
     "llm": MIDDLE,
-    "server": MIDDLE | {"sim", "policies", "feeds", "ipc", "llm"},
+    "server": MIDDLE | {"web", "sim", "policies", "feeds", "ipc", "llm"},
     "cluster": {"server"},
     "client": set(),
     "config": set(),
 }
-READS_CONFIG = {"server"}  # a tree of frozen values; besides it only those at the top read it
+READS_CONFIG = {"server", "web"}  # a tree of frozen values; besides it only those at the top read it
 ALONE = {("config", f"{PACKAGE}.core.errors")}  # a wrong setting is a ConfigError
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 

@@ -12,9 +12,10 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.server.listen import bind
-from reflex_runtime.server.serve_model import serve
+from reflex_runtime.server.openai import serving
 from reflex_runtime.server.workers import WorkersConfig, opened
+from reflex_runtime.web.listen import bind
+from reflex_runtime.web.serve import serve
 
 
 def main() -> None:
@@ -24,7 +25,8 @@ def main() -> None:
     batcher = GenerateBatcherConfig(enabled="off" not in rest)
     workers = WorkersConfig(1, lambda number: spawned(command), "toy", lambda number, restarts: {}, batcher)
     config = LLMServeConfig(served_model_name="toy")
-    status, clean = serve(config, "toy", opened(workers, ByteTokenizer()), bind("127.0.0.1", int(port)))
+    make = serving(config, "toy", opened(workers, ByteTokenizer()))
+    status, clean = serve(make, bind("127.0.0.1", int(port)), config.drain_timeout_s)
     os._exit(status if clean else 1)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.ipc.restarts import Pulse, Restarts
+from reflex_runtime.pacing import Pulse, Restarts
 
 
 def restarts(**given: Any) -> Restarts:

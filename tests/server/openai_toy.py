@@ -21,11 +21,11 @@ from reflex_runtime.core.events import Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.server.listen import bind
 from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.serve import loop_factory
-from reflex_runtime.server.serve_model import serving
+from reflex_runtime.server.openai import serving as making
 from reflex_runtime.server.served_model import Open, ServedModel
+from reflex_runtime.web.listen import bind
+from reflex_runtime.web.serve import loop_factory, serving
 
 from .harness import Answer, Metrics
 
@@ -159,9 +159,9 @@ class Toy:
             stop = asyncio.Event()
             self.loop = asyncio.get_running_loop()
             self._stop = lambda: self.loop.call_soon_threadsafe(stop.set)
-            self.status, self.clean = await serving(
-                self.config, self.config.served_model_name, self.opening(), sock, stop, self._listening.set, ready
-            )
+            make = making(self.config, self.config.served_model_name, self.opening())
+            drain_s = self.config.drain_timeout_s
+            self.status, self.clean = await serving(make, sock, drain_s, stop, self._listening.set, ready)
 
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(main())

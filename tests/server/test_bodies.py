@@ -22,19 +22,21 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.policies.observation import InvalidRequest
 from reflex_runtime.server import act as act_module
-from reflex_runtime.server.app import App
-from reflex_runtime.server.bodies import LARGE, Bodies
-from reflex_runtime.server.connections import Connections, Limits, Seldom
-from reflex_runtime.server.errors import CallerLeft, Overloaded
 from reflex_runtime.server.images import PIECE, _from_base64
 from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.openai import OpenAIApp
+from reflex_runtime.server.openai import OpenAI
+from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.wire import act, openai
+from reflex_runtime.web.app import App
+from reflex_runtime.web.bodies import LARGE, Bodies
+from reflex_runtime.web.connections import Connections, Limits, Seldom
+from reflex_runtime.web.errors import CallerLeft, Overloaded
+from reflex_runtime.web.exchange import Exchange
 
 from .harness import PATIENCE, STATE
+from .in_process import Caller, nothing, with_app
 from .openai_toy import Model, Toy
-from .test_ways_in import Caller, with_app
 
 MB = 2**20
 
@@ -79,7 +81,7 @@ def test_a_refusal_of_bodies_is_one_line_in_the_log_until_it_was_quiet(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("reflex_runtime.server.connections.time.monotonic", lambda: now)
+    monkeypatch.setattr("reflex_runtime.web.connections.time.monotonic", lambda: now)
     bodies = _bodies(10)
     bodies.take(Held(), 10)
     with caplog.at_level(logging.WARNING):
@@ -103,43 +105,35 @@ def _padded(size: int, **fields: Any) -> bytes:
 
 
 def test_h4_bodies_over_max_bodies_mb_in_all_are_503_and_taken_again_once_there_is_room(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        slow, refused, later = Caller(), Caller(), Caller()
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        slow, refused, later = Caller(app), Caller(app), Caller(app)
         slow.say(bytes(900_000), more=True)
-        reading = asyncio.create_task(slow.ask(app))
-        await _until(lambda: app.door.bodies.held == 900_000)
+        assert app.bodies.held == 900_000
         refused.say(_padded(50_000), more=True)
         refused.say(b" " * 100_000)
-        assert await refused.ask(app) == 503
-        body = json.loads(refused.sent[1]["body"])
-        assert (body["error"], body["retry_safe"]) == ("overloaded", True)
-        assert dict(refused.sent[0]["headers"])[b"retry-after"] == b"1"
-        assert app.door.bodies.held == 900_000
+        answer = await refused.answer()
+        assert (answer.status, answer.code, answer.json["retry_safe"]) == (503, "overloaded", True)
+        assert answer.headers["retry-after"] == "1"
+        assert app.bodies.held == 900_000
         slow.leave()
-        assert await reading == 499
+        assert app.bodies.held == 0
         later.say(_padded(150_000))
-        assert await later.ask(app) == 200
-        assert app.door.bodies.held == 0
+        assert (await later.answer()).status == 200
+        assert app.bodies.held == 0
 
     with_app(tiny, check, max_bodies_mb=1.0)
 
 
 def test_h4_a_whole_body_counts_until_it_is_answered(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        answers: list[int] = []
-
-        def ask(body: bytes) -> None:
-            scope = {"type": "http", "path": "/act", "method": "POST", "client": ("here", 1), "headers": []}
-            app.whole(scope, body, lambda status, headers, body: answers.append(status))
-
-        ask(_padded(700_000))
-        ask(_padded(700_000))
-        assert answers == [503]
-        await _until(lambda: len(answers) == 2)
-        ask(_padded(700_000))
-        await _until(lambda: len(answers) == 3)
-        assert answers == [503, 200, 200]
-        assert app.door.bodies.held == 0
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        first, second, third = Caller(app), Caller(app), Caller(app)
+        first.say(_padded(700_000))
+        second.say(_padded(700_000))
+        assert (await second.answer()).status == 503
+        assert (await first.answer()).status == 200
+        third.say(_padded(700_000))
+        assert (await third.answer()).status == 200
+        assert app.bodies.held == 0
 
     with_app(tiny, check, max_bodies_mb=1.0)
 
@@ -155,28 +149,25 @@ def test_l9_bodies_over_max_bodies_mb_in_all_are_503_and_a_prompt_is_let_go_once
         config = LLMServeConfig(max_bodies_mb=1.0)
         model = ServedModel(config, "toy", opened(lambda: (runner, ByteTokenizer())))
         await model.start()
-        app = OpenAIApp(model)
+        app = OpenAI(model).app
         runner.stop()
-        queued, slow, refused, later = (Caller("/v1/completions") for _ in range(4))
+        queued, slow, refused, later = (Caller(app, "/v1/completions") for _ in range(4))
         queued.say(asked(900_000))
-        answering = asyncio.create_task(queued.ask(app))
         await _until(lambda: runner.inside)
         assert app.bodies.held == 0  # it was understood: nothing of its body is needed any more
         slow.say(bytes(900_000), more=True)
-        reading = asyncio.create_task(slow.ask(app))
-        await _until(lambda: app.bodies.held == 900_000)
+        assert app.bodies.held == 900_000
         refused.say(asked(200_000))
-        assert await refused.ask(app) == 503
-        assert json.loads(refused.sent[1]["body"])["error"]["code"] == "overloaded"
-        told = dict(refused.sent[0]["headers"])
-        assert (told[b"x-should-retry"], told[b"retry-after"]) == (b"true", b"1")
+        answer = await refused.answer()
+        assert (answer.status, answer.json["error"]["code"]) == (503, "overloaded")
+        assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("true", "1")
         slow.leave()
-        assert await reading == 499
+        assert app.bodies.held == 0
         runner.go()
         later.say(asked(200_000))
-        assert [await answering, await later.ask(app)] == [200, 200]
+        assert [(await queued.answer()).status, (await later.answer()).status] == [200, 200]
         assert app.bodies.held == 0
-        await model.stop(1.0)
+        await model.stop(asyncio.get_running_loop().time() + 1.0, nothing)
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE))
 
@@ -196,14 +187,14 @@ def test_h4_a_large_body_is_decoded_beside_the_loop_and_a_small_one_on_it(
 
     monkeypatch.setattr(act_module.wire, "decode", seen)
 
-    async def check(app: App) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
         for size in (1000, LARGE + 1):
-            caller = Caller()
+            caller = Caller(app)
             caller.say(_padded(size))
-            assert await caller.ask(app) == 200
-        wrong = Caller()
+            assert (await caller.answer()).status == 200
+        wrong = Caller(app)
         wrong.say(_padded(LARGE + 1, seed=-1))
-        assert await wrong.ask(app) == 422
+        assert (await wrong.answer()).status == 422
 
     with_app(tiny, check)
     here = threading.current_thread().name
@@ -216,26 +207,21 @@ def test_h4_a_large_body_is_decoded_beside_the_loop_and_a_small_one_on_it(
 def test_h4_nothing_keeps_a_body_once_it_is_answered(tiny: Path, size: int, fields: dict[str, Any]) -> None:
     """Not even until the next collection: they are rare here, and bodies large."""
 
-    async def check(app: App) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
         body = _padded(size, **fields)
         alone = sys.getrefcount(body)
-        answers: asyncio.Queue[int] = asyncio.Queue()
-        scope = {"type": "http", "path": "/act", "method": "POST", "client": ("here", 1), "headers": []}
-        app.whole(scope, body, lambda status, headers, body: answers.put_nowait(status))
-        assert await answers.get() == (422 if fields else 200)
-        await asyncio.sleep(0)
-        caller = Caller()
-        caller.say(body)
-        asking = asyncio.create_task(caller.ask(app))
+        caller, unsettled = Caller(app), runtime.batcher.scheduler.unsettled
+        exchange = Exchange(app, caller.connection, "POST", "/act", {})
+        caller.connection._turns.append(exchange)
+        exchange.opened = exchange.whole = app.open(exchange)
+        app.run(exchange, body)
         if not fields:
-            unsettled = app.runtime.batcher.scheduler.unsettled
             await _until(lambda: bool(unsettled("prod")))
             await _until(lambda: sys.getrefcount(body) == alone or not unsettled("prod"))
             assert unsettled("prod")  # it is not kept while it is queued
-        assert await asking == (422 if fields else 200)
-        del caller, asking
+        assert (await caller.answer()).status == (422 if fields else 200)
         await asyncio.sleep(0)
-        with app.door.bodies._decoder:  # its thread has ended
+        with app.bodies._decoder:  # its thread has ended
             pass
         assert sys.getrefcount(body) == alone
 
@@ -250,11 +236,13 @@ def test_failed_requests_leave_nothing_for_the_collector(tiny: Path) -> None:
     """Neither those that failed alone nor those in the calls that were repeated in parts."""
     robots = itertools.count()
 
-    async def check(app: App) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
         async def ask() -> int:
-            caller = Caller()
+            caller = Caller(app)
             caller.say(_padded(1000, robot_id=f"r{next(robots)}"))
-            return await caller.ask(app)
+            status = (await caller.answer()).status
+            caller.leave()
+            return status
 
         answers = list(await asyncio.gather(*(ask() for _ in range(16))))
         gc.collect()
@@ -285,18 +273,15 @@ def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_th
 
     monkeypatch.setattr(act_module.wire, "decode", slow)
 
-    async def check(app: App) -> None:
-        caller = Caller()
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        caller = Caller(app)
         caller.say(_padded(LARGE + 1))
-        asking = asyncio.create_task(caller.ask(app))
         await _until(inside.is_set)
-        caller.leave()
-        await _until(lambda: caller.said.empty())
-        await asyncio.sleep(0)
+        caller.end()
         go.set()
-        assert await asking == CallerLeft.http_status
-        assert app.runtime.batcher.scheduler.unsettled("prod") == 0
-        assert b'outcome="cancelled",policy_slot="prod"} 1.0' in app.runtime.metrics.render()
+        assert (await caller.answer()).status == CallerLeft.http_status
+        assert runtime.batcher.scheduler.unsettled("prod") == 0
+        assert b'outcome="cancelled",policy_slot="prod"} 1.0' in runtime.metrics.render()
 
     with_app(tiny, check)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import heapq
 import json
@@ -20,21 +19,19 @@ from typing import Any
 
 import psutil
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.oldest import Oldest
-from reflex_runtime.server import connections as module
-from reflex_runtime.server.app import App
-from reflex_runtime.server.connections import STALLED, UNREAD, Connections, Limits, Phase, Seldom, most_connections
-from reflex_runtime.server.errors import Overloaded, TooSlow
-from reflex_runtime.server.http import HttpProtocol
+from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.web import connections as module
+from reflex_runtime.web.app import App
+from reflex_runtime.web.connections import STALLED, UNREAD, Connections, Limits, Phase, Seldom, most_connections
+from reflex_runtime.web.errors import Overloaded, TooSlow
 
 from .harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all
+from .in_process import Caller, connected, with_app
 from .openai_toy import Toy
 from .test_http import NOT_HTTP
-from .test_ways_in import Wire, with_app
 
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 LIMITS = Limits(most=3, idle=75.0, head=10.0, body=60.0)
@@ -195,7 +192,7 @@ def test_of_idle_ones_the_first_that_fell_idle_goes(loop: Loop) -> None:
 def test_too_many_connections_is_one_line_in_the_log_when_it_begins(
     loop: Loop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.server.connections.time.monotonic", loop.time)
+    monkeypatch.setattr("reflex_runtime.web.connections.time.monotonic", loop.time)
     all = Connections(LIMITS)
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
@@ -266,19 +263,6 @@ def test_max_connections_leaves_descriptors_to_others(
         "--max-connections=4096: the process may have 1024 open files, so it is 940",
         "--max-connections=4096: the process may have 64 open files, so it is 16",
     ]
-
-
-class Socket(Wire):
-    """A transport that may be told to wait."""
-
-    aborted = False
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
 
 
 # -- real sockets ------------------------------------------------------------------------------------------------------
@@ -376,22 +360,14 @@ def test_b19_a_server_with_128_descriptors_answers_beside_150_idle_connections(t
 
 
 def test_h10_max_connections_refuses_a_newcomer_only_when_all_are_being_answered(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
-        config.load()
-
-        def connect() -> tuple[HttpProtocol, Wire]:
-            connection, wire = HttpProtocol(config, ServerState(), {}), Wire()
-            connection.connection_made(wire)  # type: ignore[arg-type]
-            return connection, wire
-
-        (asking, answered), (_, idle) = connect(), connect()
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        (asking, answered), (_, idle) = connected(app), connected(app)
         asking.data_received(encode({"state": STATE}))
-        also, _ = connect()  # the idle one goes
+        also, _ = connected(app)  # the idle one goes
         assert idle.closed.is_set()
         assert idle.written.empty()
         also.data_received(encode({"state": STATE}))
-        _, refused = connect()
+        _, refused = connected(app)
         assert refused.closed.is_set()
         (answer,) = parse_answers(refused.written.get_nowait())
         assert (answer.status, answer.code, answer.headers["retry-after"]) == (503, "overloaded", "1")
@@ -402,44 +378,34 @@ def test_h10_max_connections_refuses_a_newcomer_only_when_all_are_being_answered
 
 
 def test_a_connection_that_was_asked_something_is_not_the_one_idle_for_longest(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
-        config.load()
-        made = []
-        for _ in range(2):
-            made.append((HttpProtocol(config, ServerState(), {}), Socket()))
-            made[-1][0].connection_made(made[-1][1])  # type: ignore[arg-type]
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        made = [connected(app), connected(app)]
         made[0][0].data_received(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        HttpProtocol(config, ServerState(), {}).connection_made(Socket())  # type: ignore[arg-type]
+        connected(app)
         assert [wire.closed.is_set() for _, wire in made] == [False, True]
 
     with_app(tiny, check, max_connections=2)
 
 
 def test_h4_a_body_that_stopped_coming_makes_room_for_others(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
-        config.load()
-        connection, wire = HttpProtocol(config, ServerState(), {}), Socket()
-        connection.connection_made(wire)  # type: ignore[arg-type]
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        connection, wire = connected(app)
         connection.data_received(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n")
         connection.data_received(b" " * 900_000)
-        while app.door.bodies.held < 900_000:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        assert app.bodies.held == 900_000
         assert connection.heard > 0.0
         connection.heard -= STALLED
 
         async def ask() -> int:
-            answers: asyncio.Queue[int] = asyncio.Queue()
-            scope = {"type": "http", "path": "/act", "method": "POST", "client": ("here", 1), "headers": []}
-            app.whole(scope, b"{" + b" " * 200_000, lambda status, headers, body: answers.put_nowait(status))
-            return await answers.get()
+            caller = Caller(app)
+            caller.say(b"{" + b" " * 200_000)
+            return (await caller.answer()).status
 
         assert await ask() == 503
-        (answer,) = parse_answers(await wire.written.get() + await wire.written.get())
+        (answer,) = parse_answers(await wire.written.get())
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert wire.closed.is_set()
-        assert app.door.bodies.held == 0
+        assert app.bodies.held == 0
         assert await ask() == 400  # now it is read
 
     with_app(tiny, check, max_bodies_mb=1.0)
@@ -528,11 +494,8 @@ def toy() -> Iterator[Toy]:
 
 
 def test_a_connection_says_what_it_takes_its_time_over(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
-        config.load()
-        connection, wire = HttpProtocol(config, ServerState(), {}), Socket()
-        connection.connection_made(wire)  # type: ignore[arg-type]
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        connection, wire = connected(app)
         act = encode({"state": STATE})
 
         def phase_after(data: bytes) -> Phase:
@@ -544,13 +507,12 @@ def test_a_connection_says_what_it_takes_its_time_over(tiny: Path) -> None:
         assert phase_after(act[20:-5]) is Phase.BODY
         assert phase_after(act[-5:]) is Phase.ANSWERED
         assert phase_after(b"GET /hea") is Phase.ANSWERED  # it waits behind the first
-        assert await wire.written.get() + await wire.written.get()
+        assert await wire.written.get()
         assert connection.phase is Phase.HEAD
         assert phase_after(b"lth HTTP/1.1\r\nHost: localhost\r\n\r\n") is Phase.IDLE
         too_large = b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
         assert phase_after(too_large) is Phase.BODY
-        while wire.written.qsize() < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0)
+        assert wire.written.qsize() == 2
         assert phase_after(b" ") is Phase.BODY  # it has its answer; the rest is thrown away
         connection.pause_writing()
         assert connection.phase is Phase.SLOW

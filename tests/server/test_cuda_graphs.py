@@ -16,6 +16,7 @@ from reflex_runtime.policies import Export, Policy, load_policy
 from reflex_runtime.server.runtime import PolicyRuntime
 
 from .harness import STATE
+from .in_process import nothing
 from .test_startup import said
 
 WRONG = ["1,two", "0", "4097", "1,2,4097", "4,2", "2,2", "1,", ",", "-1", "1.5", " 1", "9" * 30]
@@ -69,7 +70,7 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         threads.pop("run")
         observation = runtime.policy.prepare(state=STATE, request_id="one")
         await runtime.batcher.run(runtime.policy.request(observation))
-        await runtime.stop(5.0)
+        await runtime.stop(asyncio.get_running_loop().time(), nothing)
 
     monkeypatch.setattr(reflex_runtime.server.slots, "load_policy", load)
     asyncio.run(main())

@@ -218,8 +218,9 @@ import sys, threading
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.listen import bind
-from reflex_runtime.server.serve_model import serve
+from reflex_runtime.web.listen import bind
+from reflex_runtime.server.openai import serving
+from reflex_runtime.web.serve import serve
 
 class Stuck(ToyRunner):
     served = False
@@ -236,7 +237,9 @@ def ready(model):
 
 import logging
 logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-serve(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())), sock, None, ready)
+config = LLMServeConfig()
+make = serving(config, "toy", opened(lambda: (runner, ByteTokenizer())))
+serve(make, sock, config.drain_timeout_s, None, ready)
 """
 
 

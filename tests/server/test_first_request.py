@@ -14,24 +14,32 @@ FIRST = """
 import asyncio, base64, io, json, sys
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
-from reflex_runtime.server.app import App
+from reflex_runtime.server.app import application
 from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.web.connection import HttpConnection
 
 async def main(export, picture):
     runtime = PolicyRuntime(ServeConfig(), {"prod": Export.load(export)})
     await runtime.start()
-    app, done = App(runtime), asyncio.Event()
-    body = {"image": picture, "instruction": "open the door", "state": [0.0, 0.6, 0.2, 1.0], "episode_id": "e"}
-    scope = {"type": "http", "path": "/act", "method": "POST", "client": ("127.0.0.1", 1), "headers": []}
+    connection, done = HttpConnection(application(runtime)), asyncio.Event()
+    asked = {"image": picture, "instruction": "open the door", "state": [0.0, 0.6, 0.2, 1.0], "episode_id": "e"}
+    body = json.dumps(asked).encode()
+    head = f"POST /act HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Length: {len(body)}\\r\\n\\r\\n".encode()
     before = set(sys.modules)
 
-    def reply(status, headers, answer):
-        print(status, sorted(set(sys.modules) - before))
-        done.set()
+    class Wire(asyncio.Transport):
+        def write(self, data):
+            print(data[9:12].decode(), sorted(set(sys.modules) - before))
+            done.set()
+        def is_closing(self):
+            return False
+        def is_reading(self):
+            return True
 
-    app.whole(scope, json.dumps(body).encode(), reply)
+    connection.connection_made(Wire())
+    connection.data_received(head + body)
     await done.wait()
-    await runtime.stop(1.0)
+    await runtime.stop(asyncio.get_running_loop().time(), done.wait)
 
 asyncio.run(main(*sys.argv[1:]))
 """

@@ -112,16 +112,18 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command would serve: (config, name, load), one for each time it got as far."""
-    from reflex_runtime.server import serve_model
+    from reflex_runtime.server import openai
+    from reflex_runtime.web import serve as module
 
     found: list[tuple[Any, ...]] = []
 
-    def serve(config: Any, name: str, load: Any, sock: socket.socket, *told: Any) -> tuple[int, bool]:
+    def serve(made: tuple[Any, ...], sock: socket.socket, *told: Any) -> tuple[int, bool]:
         sock.close()
-        found.append((config, name, load))
+        found.append(made)
         return 0, True
 
-    monkeypatch.setattr(serve_model, "serve", serve)
+    monkeypatch.setattr(openai, "serving", lambda config, name, load: (config, name, load))
+    monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found
 
@@ -182,7 +184,7 @@ def test_h10_what_is_said_of_the_model_goes_to_its_loader(
 def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as_flags(
     options: str, says: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: False)
     monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
     assert says in said(capsys, str(model_dir), *options.split())
@@ -191,7 +193,7 @@ def test_h10_options_of_the_model_are_checked_before_the_port_opens_and_named_as
 def test_h10_a_runner_whose_library_is_missing_and_one_beside_a_gpu_are_refused_too(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
     monkeypatch.setattr("reflex_runtime.llm.load.find_spec", lambda name: None)
     line = said(capsys, str(model_dir), "--runner", "openvino", "--device", "cuda")

@@ -27,10 +27,11 @@ from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingPa
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
 from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.openai import OpenAIApp
+from reflex_runtime.server.openai import OpenAI
 from reflex_runtime.server.served_model import ServedModel
 from reflex_runtime.server.worker_engine import WorkerEngine
 
+from .in_process import Caller
 from .openai_toy import PATIENCE, Model
 
 T = TypeVar("T")
@@ -306,33 +307,21 @@ def test_l9_merged_raises_the_first_error() -> None:
     run(main())
 
 
-def test_l9_under_any_asgi_server_a_caller_that_leaves_is_noticed() -> None:
+def test_l9_a_caller_that_leaves_while_it_is_answered_is_noticed() -> None:
     async def main() -> None:
         runner = Model()
         model = ServedModel(LLMServeConfig(), "toy", opened(lambda: (runner, ByteTokenizer())))
         await model.start()
-        app, leave, sent = OpenAIApp(model), asyncio.Event(), []
-        body = json.dumps({"model": "toy", "prompt": "x", "max_tokens": 8000, "stream": True}).encode()
-        incoming = [{"type": "http.request", "body": body}]
-
-        async def receive() -> Any:
-            if incoming:
-                return incoming.pop()
-            await leave.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-            leave.set()
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "client": None}
-        await app(scope, receive, send)
-        assert sent[0]["status"] == 200
-        assert sent[-1]["more_body"] is False
-        assert len(sent) < 8000
-        assert app.idle.is_set()
+        app = OpenAI(model).app
+        caller = Caller(app, "/v1/completions")
+        caller.say(json.dumps({"model": "toy", "prompt": "x", "max_tokens": 8000, "stream": True}).encode())
+        assert (await caller.wire.written.get()).startswith(b"HTTP/1.1 200 OK")
+        caller.leave()
+        app.close()
+        await app.wait_idle()
+        assert caller.wire.written.qsize() < 8000
         model.drain()
-        assert await model.stop(PATIENCE)
+        assert await model.stop(asyncio.get_running_loop().time() + PATIENCE, app.wait_idle)
         runtime: Any = model.host.generator if model.host is not None else None
         assert runtime.processor.pool.free_blocks == runner.num_blocks
 

@@ -25,8 +25,8 @@ from reflex_runtime.server.app import App
 from reflex_runtime.server.runtime import PolicyRuntime
 
 from .harness import PATIENCE, STATE
+from .in_process import Caller, with_app
 from .pair import Pair
-from .test_ways_in import with_app
 
 # -- --ramp-margin -----------------------------------------------------------------------------------------------------
 
@@ -138,8 +138,8 @@ def test_v10_a_shadow_waits_for_a_gap_that_is_likely_long_enough() -> None:
 def test_h1_priority_decides_who_goes_first(tiny: Path) -> None:
     order: list[str] = []
 
-    async def check(app: App) -> None:
-        gate, processor = threading.Event(), app.runtime.slots["prod"].processor
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        gate, processor = threading.Event(), runtime.slots["prod"].processor
         run = processor.run
 
         def gated(batch: Batch) -> Any:
@@ -147,25 +147,21 @@ def test_h1_priority_decides_who_goes_first(tiny: Path) -> None:
             return run(batch)
 
         processor.run = gated  # type: ignore[method-assign]
-        done = asyncio.Event()
 
-        def ask(priority: str) -> None:
-            def reply(status: int, headers: Any, body: bytes) -> None:
-                assert status == 200, body
-                order.append(priority)
-                if len(order) == 4:
-                    done.set()
+        async def ask(priority: str) -> None:
+            caller = Caller(app)
+            caller.say(json.dumps({"state": STATE, "priority": priority}).encode())
+            assert (await caller.answer()).status == 200
+            order.append(priority)
 
-            scope = {"type": "http", "path": "/act", "method": "POST", "client": ("127.0.0.1", 1), "headers": []}
-            app.whole(scope, json.dumps({"state": STATE, "priority": priority}).encode(), reply)
-
-        ask("default")  # runs, and everything else waits for it
-        while app.runtime.batcher.device.running_since is None:  # noqa: ASYNC110
+        asking = [asyncio.create_task(ask("default"))]  # runs, and everything else waits for it
+        while runtime.batcher.device.running_since is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        for priority in ("background", "default", "urgent"):
-            ask(priority)
+        asking += [asyncio.create_task(ask(priority)) for priority in ("background", "default", "urgent")]
+        while runtime.batcher.scheduler.unsettled("prod") < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         gate.set()
-        await done.wait()
+        await asyncio.gather(*asking)
 
     with_app(tiny, check, max_batch_size=1)
     assert order == ["default", "urgent", "default", "background"]

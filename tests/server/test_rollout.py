@@ -11,8 +11,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.breaker import Breaker
 from reflex_runtime.policies.comparison import Comparison
 from reflex_runtime.policies.ramp import Ramp, RampGuard
-from reflex_runtime.server.errors import Conflict, Degraded, NotFound
 from reflex_runtime.server.rollout import Change, Rollout, check_split
+from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 from .pair import episodes
 

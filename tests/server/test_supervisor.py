@@ -18,7 +18,7 @@ from .harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answe
 from .pair import Pair, episodes
 from .test_batching import numbered, right
 
-OFTEN = "import reflex_runtime.server.supervisor as s; s.FIRST = s.LONGEST = 0.01"
+OFTEN = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 0.01"
 
 
 def below(server: Server) -> psutil.Process:
@@ -123,7 +123,7 @@ def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Pa
 
 
 def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, latch: Latch) -> None:
-    slowly = f"import reflex_runtime.server.supervisor as s; s.CALLER_LIMIT = {PATIENCE}"
+    slowly = f"import reflex_runtime.web.supervisor as s; s.CALLER_LIMIT = {PATIENCE}"
     with Server(tiny, before=held(latch) + slowly, supervised=True) as server:
         latch.shut()
         below(server).send_signal(signal.SIGSEGV)
@@ -163,7 +163,7 @@ def test_b20_a_signal_drains_the_server_below_and_ends_both(tiny: Path, number: 
 
 
 def test_b20_a_signal_while_there_is_no_server_ends_it_at_once(tiny: Path) -> None:
-    wait = "import reflex_runtime.server.supervisor as s; s.FIRST = s.LONGEST = 600.0"
+    wait = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 600.0"
     with Server(tiny, before=wait, supervised=True) as server:
         below(server).send_signal(signal.SIGKILL)
         server.wait_log("restart 1 in")

@@ -12,8 +12,8 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.config import LLMServeConfig, ServeConfig, load
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.server.errors import Forbidden
-from reflex_runtime.server.trust import Trust
+from reflex_runtime.web.errors import Forbidden
+from reflex_runtime.web.trust import Trust
 
 from .harness import STATE, Answer, Server, refusal
 from .openai_toy import Toy

@@ -19,7 +19,7 @@ from policies.tiny import write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import load_policy
 from reflex_runtime.policies.router import bucket
-from reflex_runtime.server import listen
+from reflex_runtime.web import listen
 
 from .exports import write_tiny
 from .harness import PATIENCE, STATE, Server

@@ -1,116 +1,74 @@
-"""The two ways into the application, and what our own connection does beside them."""
+"""Requests that come whole and in parts, and what our own connection does beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
-from reflex_runtime.config import ServeConfig
-from reflex_runtime.policies import Export
-from reflex_runtime.server.app import App
-from reflex_runtime.server.http import HttpProtocol
 from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.web.app import App
 
-from .harness import PATIENCE, STATE, Server, encode
+from .harness import STATE, Server, encode
+from .in_process import Caller, connected, with_app
 
 BODY = json.dumps({"state": STATE, "request_id": "plain"}).encode()
 
 
-def with_app(tiny: Path, check: Callable[[App], Coroutine[Any, Any, None]], **options: Any) -> None:
-    """Run `check` with an application in this process."""
-
-    async def main() -> None:
-        runtime = PolicyRuntime(ServeConfig(**options), {"prod": Export.load(tiny)})
-        await runtime.start()
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await check(App(runtime))
-        finally:
-            await runtime.stop(1.0)
-
-    asyncio.run(main())
-
-
-class Caller:
-    """What a plain ASGI server would be to the application."""
-
-    def __init__(self, path: str = "/act", method: str = "POST") -> None:
-        self.scope: dict[str, Any] = {
-            "type": "http", "path": path, "method": method, "client": ("here", 1),
-            "headers": [(b"content-type", b"application/json")],
-        }
-        self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self.sent: list[dict[str, Any]] = []
-
-    def say(self, body: bytes, more: bool = False) -> None:
-        self.said.put_nowait({"type": "http.request", "body": body, "more_body": more})
-
-    def leave(self) -> None:
-        self.said.put_nowait({"type": "http.disconnect"})
-
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    async def ask(self, app: App) -> int:
-        await app(self.scope, self.said.get, self.send)
-        return int(self.sent[0]["status"])
-
-
-def test_any_asgi_server_will_do(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        caller = Caller()
+def test_a_request_may_come_in_parts(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        caller = Caller(app)
         caller.say(BODY[:10], more=True)
         caller.say(BODY[10:])
-        assert await caller.ask(app) == 200
-        assert dict(caller.sent[0]["headers"])[b"x-request-id"] == b"plain"
-        assert len(json.loads(caller.sent[1]["body"])["actions"]) > 0
-        assert await Caller("/health", "GET").ask(app) == 200
-        assert await Caller("/nowhere").ask(app) == 404
-        assert app.door.active == 0
+        answer = await caller.answer()
+        assert (answer.status, answer.headers["x-request-id"]) == (200, "plain")
+        assert len(answer.json["actions"]) > 0
+        assert (await Caller(app, "/health", "GET").answer()).status == 200
+        assert (await Caller(app, "/nowhere", "GET").answer()).status == 404
+        assert app.active == 0
 
     with_app(tiny, check)
 
 
-def test_b16_under_any_asgi_server_a_caller_that_leaves_takes_its_request_back(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        first, leaving = Caller(), Caller()
-        first.say(BODY)
-        leaving.say(BODY)
+def test_b16_a_caller_that_leaves_takes_its_request_back(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        first, ending, leaving, early = Caller(app), Caller(app), Caller(app), Caller(app)
+        for caller in (first, ending, leaving):
+            caller.say(BODY)
+        ending.end()
         leaving.leave()
-        running = asyncio.create_task(first.ask(app))
-        assert await leaving.ask(app) == 499
-        assert await running == 200
-        early = Caller()
+        early.say(BODY[:10], more=True)
         early.leave()
-        assert await early.ask(app) == 499
-        assert app.door.idle.is_set()
-        assert b'outcome="cancelled",policy_slot="prod"} 2.0' in app.runtime.metrics.render()
+        assert (await ending.answer()).status == 499
+        assert (await first.answer()).status == 200
+        assert leaving.wire.written.empty()
+        assert early.wire.written.empty()
+        app.close()
+        await app.wait_idle()
+        assert b'outcome="cancelled",policy_slot="prod"} 3.0' in runtime.metrics.render()
 
     with_app(tiny, check, inject_latency_ms=300.0)
 
 
-def test_a_task_that_its_server_gives_up_is_counted_and_takes_its_request_back(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        reading, queued = Caller(), Caller()
+def test_at_the_end_a_request_that_is_not_complete_is_answered_and_counted(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        reading, queued = Caller(app), Caller(app)
         queued.say(BODY)
-        tasks = [asyncio.create_task(caller.ask(app)) for caller in (reading, queued)]
-        while not app.runtime.batcher.scheduler.unsettled("prod"):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        for task in tasks:
-            task.cancel()
-        assert all(isinstance(e, asyncio.CancelledError) for e in await asyncio.gather(*tasks, return_exceptions=True))
-        await app.door.idle.wait()
-        assert b'outcome="cancelled",policy_slot="prod"} 2.0' in app.runtime.metrics.render()
+        reading.say(BODY[:10], more=True)
+        app.close()
+        app.give_up_entering()
+        answer = await reading.answer()
+        assert (answer.status, answer.code) == (503, "shutting_down")
+        assert "was not complete" in answer.json["message"]
+        await app.wait_entered()
+        assert app.active == 1
+        assert (await queued.answer()).status == 200
+        await app.wait_idle()
 
-    with_app(tiny, check, inject_latency_ms=300.0)
+    with_app(tiny, check)
 
 
 def _answer(sock: socket.socket) -> tuple[bytes, bytes]:
@@ -170,32 +128,9 @@ def test_who_does_not_read_its_answers_is_not_read_either(tiny: Path) -> None:
             tail = part[1 - len(status) :]
 
 
-class Wire:
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.written: asyncio.Queue[bytes] = asyncio.Queue()
-        self.closed = asyncio.Event()
-
-    def get_extra_info(self, name: str) -> Any:
-        return None
-
-    def write(self, data: bytes) -> None:
-        self.written.put_nowait(data)
-
-    def is_closing(self) -> bool:
-        return self.closed.is_set()
-
-    def close(self) -> None:
-        self.closed.set()
-
-
 def test_an_idle_connection_is_closed_after_its_time_and_not_before(tiny: Path) -> None:
-    async def check(app: App) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_config=None, proxy_headers=False)
-        config.load()
-        connection, wire, loop = HttpProtocol(config, ServerState(), {}), Wire(), asyncio.get_running_loop()
-        connection.connection_made(wire)  # type: ignore[arg-type]
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        (connection, wire), loop = connected(app), asyncio.get_running_loop()
         for _ in range(2):
             connection.data_received(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answered = loop.time()

@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from reflex_runtime.policies import Export
-    from reflex_runtime.server.supervisor import Parent
+    from reflex_runtime.web.supervisor import Parent
 
 _EPILOG = """\
 examples:
@@ -71,8 +71,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.cli import status_of
-    from reflex_runtime.server import listen
-    from reflex_runtime.server.supervisor import Form, supervise
+    from reflex_runtime.web import listen
+    from reflex_runtime.web.supervisor import Form, supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
@@ -94,8 +94,9 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.policies import Export
-    from reflex_runtime.server import listen
-    from reflex_runtime.server.serve import serve
+    from reflex_runtime.server.app import serving
+    from reflex_runtime.web import listen
+    from reflex_runtime.web.serve import serve
 
     _check_memory(config, paths)
     exports = {slot: Export.load(path) for slot, path in paths.items()}
@@ -106,9 +107,9 @@ def _serve(
     address = sock.getsockname()
     _announce(config, ", ".join(dict.fromkeys(export.model_id for export in exports.values())), address)
     status, clean = serve(
-        config,
-        exports,
+        serving(config, exports),
         sock,
+        config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(map(str, paths.values()))),
         lambda runtime: _ready(runtime, address),
         parent,

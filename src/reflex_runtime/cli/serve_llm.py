@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.server.served_model import Open, ServedModel
-    from reflex_runtime.server.supervisor import Parent
+    from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
 
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.cli import status_of
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-    from reflex_runtime.server import listen
-    from reflex_runtime.server.supervisor import Form, supervise
+    from reflex_runtime.web import listen
+    from reflex_runtime.web.supervisor import Form, supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _api_error(error: ReflexError, request_id: str) -> dict[str, Any]:
-    from reflex_runtime.server.errors import api_error
+    from reflex_runtime.web.errors import api_error
 
     return api_error(error.message, "server_error", error.code)
 
@@ -113,9 +113,10 @@ def _serve(
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.llm.checkpoint import Checkpoint
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.server import listen
     from reflex_runtime.server.local_model import opened
-    from reflex_runtime.server.serve_model import serve
+    from reflex_runtime.server.openai import serving
+    from reflex_runtime.web import listen
+    from reflex_runtime.web.serve import serve
 
     for path in _traces(config):
         check_trace(path)
@@ -131,10 +132,9 @@ def _serve(
     address = sock.getsockname()
     _announce(config, batcher, name, address)
     status, clean = serve(
-        config,
-        name,
-        open,
+        serving(config, name, open),
         sock,
+        config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), directory),
         lambda model: _ready(model, address),
         parent,

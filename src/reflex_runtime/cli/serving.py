@@ -24,7 +24,7 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 
 def warn_if_open(config: Any, address: Any) -> None:
     """Whoever binds elsewhere than loopback without a key is told."""
-    from reflex_runtime.server.exchange import is_loopback
+    from reflex_runtime.web.trust import is_loopback
 
     if not is_loopback(address[0]) and not config.api_key:
         logging.warning("--host=%s is reachable from outside and there is no --api-key", config.host)

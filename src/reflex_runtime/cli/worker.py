@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.cli.worker_settings import load_model
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.server.serve import EXIT_FAILED, loop_factory
     from reflex_runtime.server.worker_engine import loading
     from reflex_runtime.telemetry.lines import turn_all
+    from reflex_runtime.web.serve import EXIT_FAILED, loop_factory
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)

@@ -22,8 +22,8 @@ from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ProcessorH
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, Request, RpcError
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import Answer, ConnectionLost, Peer
-from reflex_runtime.ipc.restarts import Pulse, Restarts
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
+from reflex_runtime.pacing import Pulse, Restarts
 
 log = logging.getLogger("reflex.ipc")
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +18,12 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
-from reflex_runtime.server.errors import Conflict, InvalidJson, NotFound
-from reflex_runtime.server.exchange import Exchange
 from reflex_runtime.server.runtime import PolicyRuntime
 from reflex_runtime.server.slots import SHADOW
 from reflex_runtime.server.wire import act as wire
+from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
+from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.web.json import printable
 
 log = logging.getLogger("reflex.admin")
 
@@ -72,6 +74,13 @@ class Admin:
         self.runtime = runtime
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = False
+        self.changes: dict[str, Callable[[Exchange, bytes], None]] = {
+            "/admin/split": self.split,
+            "/admin/rollback": self.rollback,
+            "/admin/reset": self.reset,
+            "/admin/load": self.load,
+            "/admin/faults": self.faults,
+        }
 
     def split(self, exchange: Exchange, body: bytes) -> None:
         """Another split for new episodes."""
@@ -121,7 +130,7 @@ class Admin:
         if not asked.path or "\0" in asked.path:
             raise wire.invalid("path", f"path={asked.path[:200]!r}: must be an export directory")
         if not os.path.isdir(asked.path):
-            raise NotFound(wire.printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
+            raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
         if self._loading:
             raise Conflict("another policy is being loaded")
         self._loading = True
@@ -157,7 +166,7 @@ class Admin:
 
     def outcome(self, exchange: Exchange, body: bytes) -> None:
         """How an episode ended: /episodes/{id}/outcome."""
-        episode = _episode_of(exchange.scope["path"])
+        episode = _episode_of(exchange.path)
         asked = _decode(body, Outcome)
         told = self.runtime.rollout.outcome(episode, asked.success)
         if told["counted"]:

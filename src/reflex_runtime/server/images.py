@@ -12,7 +12,8 @@ from collections.abc import Set as AbstractSet
 
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.observation import Sent
-from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid, printable
+from reflex_runtime.server.wire.act import ActFields, Array, Image, array_of, invalid
+from reflex_runtime.web.json import printable
 
 PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
 

@@ -20,6 +20,7 @@ from reflex_runtime.server.images import cameras_of
 from reflex_runtime.server.slots import SHADOW
 from reflex_runtime.server.wire import act
 from reflex_runtime.version import __version__
+from reflex_runtime.web.json import JSON_TYPE
 
 ERRORS = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack, or the request is not HTTP",
@@ -49,7 +50,7 @@ _ERROR = {
         "retry_safe": {"type": "boolean", "description": "whether sending it again cannot run it twice"},
     },
 }
-_OBJECT = {act.JSON_TYPE: {"schema": {"type": "object"}}}
+_OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 _ID = {"type": "string", "maxLength": act.MAX_ID_BYTES, "pattern": _PRINTABLE}
 _NULL = {"type": "null"}
@@ -96,7 +97,7 @@ def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguard
 
 def failures(*codes: str, but: Sequence[str] = (), texts: Mapping[str, str] = ERRORS) -> dict[str, Any]:
     """The answers that are no success, with these codes."""
-    content = {act.JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    content = {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
 
 
@@ -193,19 +194,19 @@ def _post(summary: str, schema: dict[str, Any], optional: bool) -> dict[str, Any
     done = {"200": {"description": "done, and what came of it", "content": _OBJECT}}
     return {
         "summary": summary,
-        "requestBody": {"required": not optional, "content": {act.JSON_TYPE: {"schema": schema}}},
+        "requestBody": {"required": not optional, "content": {JSON_TYPE: {"schema": schema}}},
         "responses": done | failures(*_ALWAYS, "404", "409", "422", "500"),
     }
 
 
 def _act(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
-    done = {"200": {"description": "a chunk of actions", "content": {act.JSON_TYPE: {"schema": answer}}}}
+    done = {"200": {"description": "a chunk of actions", "content": {JSON_TYPE: {"schema": answer}}}}
     return {
         "summary": "One observation in, one chunk of actions out",
         "description": "What the policies served here need is required; 422 names what is missing or wrong. As "
         "application/msgpack, images are PNG/JPEG bytes or arrays, and arrays are {dtype, shape, data}; the answer "
         "then is msgpack too, unless another type is accepted.",
-        "requestBody": {"required": True, "content": {act.JSON_TYPE: {"schema": request}}},
+        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request}}},
         "responses": done | failures(*_ALWAYS, "409", "422", "429", "500", "504"),
     }
 
@@ -222,7 +223,7 @@ def page(described: bytes) -> bytes:
             parts.append(f"<p>{html.escape(spec['summary'])}</p>")
             if "description" in spec:
                 parts.append(f"<p>{html.escape(spec['description'])}</p>")
-            schema = spec.get("requestBody", {}).get("content", {}).get(act.JSON_TYPE, {}).get("schema", {})
+            schema = spec.get("requestBody", {}).get("content", {}).get(JSON_TYPE, {}).get("schema", {})
             if schema.get("properties"):
                 parts.append(_table("Field", {k: _field(v) for k, v in sorted(schema["properties"].items())}))
             parts.append(_table("Status", {k: v["description"] for k, v in sorted(spec["responses"].items())}))

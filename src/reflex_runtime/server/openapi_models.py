@@ -16,7 +16,8 @@ from reflex_runtime.llm.sequence import MOST_LOGPROBS, MOST_STOPS
 from reflex_runtime.server.openapi import failures, finished
 from reflex_runtime.server.wire import openai as wire
 from reflex_runtime.server.wire import openai_answers as answers
-from reflex_runtime.server.wire.act import JSON_TYPE, MAX_ID_BYTES
+from reflex_runtime.server.wire.act import MAX_ID_BYTES
+from reflex_runtime.web.json import JSON_TYPE
 
 _ERRORS = {
     "400": "invalid_request, invalid_json, context_length_exceeded: `param` names what is wrong",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -11,14 +11,16 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
-from reflex_runtime.server.exchange import Exchange
 from reflex_runtime.server.slots import Slot
 from reflex_runtime.server.wire import act as wire
 from reflex_runtime.telemetry.recording import Answered, SentImage, hardware, settings_of
 
+if TYPE_CHECKING:
+    from reflex_runtime.server.asking import Ask
+
 
 def asked_and_answered(
-    exchange: Exchange,
+    ask: Ask,
     slot: str,
     now: float,
     answer: wire.ActAnswer | None,
@@ -30,24 +32,24 @@ def asked_and_answered(
 
     deadline_ms: what requests are given that bring none; 0 is none.
     """
-    fields, ticket, placement = exchange.fields, exchange.ticket, exchange.placement
+    fields, ticket, placement = ask.fields, ask.ticket, ask.placement
     assert fields is not None
     found = Answered(
-        exchange.request_id,
+        ask.request_id,
         fields.episode_id,
         fields.robot_id,
         fields.instruction,
         _state(fields),
-        _seed(exchange, fields),
+        _seed(ask, fields),
         _images(fields),
-        exchange.received,
+        ask.received,
         fields.deadline_ms if fields.deadline_ms is not None else deadline_ms or None,
         fields.executed,
         slot=slot,
-        total_s=now - exchange.received,
+        total_s=now - ask.received,
     )
-    if exchange.version is not None:
-        found.model_hash = exchange.version.policy.export.model_hash
+    if ask.version is not None:
+        found.model_hash = ask.version.policy.export.model_hash
     if ticket is not None:
         started = ticket.started
         found.arrived = ticket.arrived
@@ -91,13 +93,13 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot], groups: Sequence[G
     }
 
 
-def _seed(exchange: Exchange, fields: wire.ActFields) -> int:
+def _seed(ask: Ask, fields: wire.ActFields) -> int:
     if fields.seed is not None:
         return fields.seed
-    seen = None if exchange.ticket is None else exchange.ticket.request.payload
+    seen = None if ask.ticket is None else ask.ticket.request.payload
     if isinstance(seen, Observation):  # worked out already
         return seen.seed
-    return seed_of(exchange.request_id)
+    return seed_of(ask.request_id)
 
 
 def _state(fields: wire.ActFields) -> Any:

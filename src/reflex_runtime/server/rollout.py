@@ -18,7 +18,7 @@ from reflex_runtime.policies.breaker import Breaker, Poison
 from reflex_runtime.policies.comparison import Comparison, wilson
 from reflex_runtime.policies.ramp import Decision, GuardWatch, Ramp, RampGuard
 from reflex_runtime.policies.router import Router, Routing
-from reflex_runtime.server.errors import Conflict, Degraded, NotFound
+from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 log = logging.getLogger("reflex.rollout")
 

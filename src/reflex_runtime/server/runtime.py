@@ -6,10 +6,9 @@ States: initializing → loading → warming → ready; `warmup_failed`; `degrad
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,7 +33,6 @@ from reflex_runtime.policies.policy import WarmUp
 from reflex_runtime.policies.ramp import Ramp, RampGuard
 from reflex_runtime.policies.shadow import Difference
 from reflex_runtime.policies.slots import Version
-from reflex_runtime.server.errors import Conflict, NotFound, NotReady, SloViolated
 from reflex_runtime.server.failures import FailureLog
 from reflex_runtime.server.images import cameras_of
 from reflex_runtime.server.preparing import Preparing
@@ -43,11 +41,13 @@ from reflex_runtime.server.rollout import Change, Placement, Rollout
 from reflex_runtime.server.shadowing import Shadowing
 from reflex_runtime.server.slo import Objective, SloTracker
 from reflex_runtime.server.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
-from reflex_runtime.server.supervisor import Lives
+from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.recorder import Recorder
 from reflex_runtime.telemetry.recording import warmed
 from reflex_runtime.telemetry.trace import Divergence, TraceWriter
+from reflex_runtime.web.errors import Conflict, NotFound, NotReady, SloViolated
+from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
@@ -96,6 +96,7 @@ class PolicyRuntime:
         self.rollout = self._rollout()
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
+        self.on_drain: Callable[[], None] = lambda: None
         self._on_fatal = on_fatal
         for slot, export in exports.items():
             name = export.embodiment.name or "unknown"
@@ -158,18 +159,23 @@ class PolicyRuntime:
             self._clean = True
             return
         self._clean = True
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not look at it again
         self._started = True
         self.state = "ready"
         self.rollout.begin(time.monotonic())
         asyncio.get_running_loop().call_later(TICK, self._tick)
 
-    async def stop(self, timeout: float) -> bool:
-        """Drain within `timeout` seconds, answer the rest. Returns whether no thread of the runtime is left."""
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Answer what was asked until then, by the loop's clock, and end the rest. Returns whether no thread is left.
+
+        answered: returns when every request has its answer.
+        """
         self._stopped = True
         if self._started:
-            ended = await self.batcher.close(drain=True, timeout=timeout)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await answered()
+            left = max(0.0, until - asyncio.get_running_loop().time())
+            ended = await self.batcher.close(drain=True, timeout=left)
             self._clean = ended and not self.batcher.device.hung and not self._loading
         if self.trace is not None:
             self.trace.close()
@@ -184,6 +190,16 @@ class PolicyRuntime:
             self.state = "draining"
         if self.shadow is not None:
             self.shadow.close()
+        self.on_drain()
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether it writes a trace or a recording."""
+        return bool(self.config.trace or self.config.record)
+
+    def turn_files(self) -> None:
+        """Go on in new files."""
+        turn_all()
 
     def need_policy(self) -> None:
         """Raise when there is no policy to ask."""

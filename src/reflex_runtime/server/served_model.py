@@ -6,6 +6,7 @@ runtime process is there; `draining`. It exists, and tells its state, before the
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -15,10 +16,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
-from reflex_runtime.server.errors import NotReady
 from reflex_runtime.server.generation import Generator
-from reflex_runtime.server.supervisor import Lives
 from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
@@ -138,7 +139,12 @@ class ServedModel:
         if self._on_fatal is not None:
             self._on_fatal()
 
-    def turn(self) -> None:
+    @property
+    def writes_files(self) -> bool:
+        """Whether it writes a trace."""
+        return bool(self.config.trace)
+
+    def turn_files(self) -> None:
         """See `ModelHost.turn`."""
         if self.host is not None:
             self.host.turn()
@@ -148,10 +154,10 @@ class ServedModel:
         if self._state != "warmup_failed":
             self._state = "draining"
 
-    async def stop(self, timeout: float) -> bool:
-        """Let what was asked finish within `timeout` seconds, end the rest. Returns whether nothing is left running."""
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Let what was asked finish until then, end the rest. Returns whether nothing is left running."""
         if self.host is not None:
-            self._clean = await self.host.close(timeout)
+            self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
         return self._clean
 
     # -- what is asked of it -------------------------------------------------------------------------------------------

@@ -17,15 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.policies.observation import InvalidRequest
-from reflex_runtime.server.errors import ClientError, InvalidJson
+from reflex_runtime.web.errors import ClientError, InvalidJson
+from reflex_runtime.web.json import MAX_VALUES, encode, is_json, is_unicode, printable
 
-JSON_TYPE = "application/json"
-MSGPACK_TYPE = "application/msgpack"
 MAX_ID_BYTES = 256
 MAX_INSTRUCTION = 16_384  # characters
 MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64
-MAX_VALUES = 40_000  # commas in a body; all fields at their bounds have fewer
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
 LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
@@ -93,9 +91,7 @@ class ActMsgpack(_Common, kw_only=True):
 ActFields = ActJson | ActMsgpack
 
 _json = msgspec.json.Decoder(ActJson)
-_skip = msgspec.json.Decoder(msgspec.Raw)
 _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
-_encode_json = msgspec.json.Encoder()
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*)`")
 
@@ -114,7 +110,7 @@ def decode(body: bytes, packed: bool) -> ActFields:
         check_id("request_id", fields.request_id)
     if fields.robot_id is not None:
         check_id("robot_id", fields.robot_id)
-    if fields.instruction is not None and not _encodable(fields.instruction):
+    if fields.instruction is not None and not is_unicode(fields.instruction):
         raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
     fields.seed, fields.executed = whole("seed", fields.seed), whole("executed", fields.executed)
     if fields.seed is not None and not 0 <= fields.seed < 2**64:
@@ -166,17 +162,6 @@ def whole(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def is_json(body: bytes) -> bool:
-    """Whether a body with a wrong field is JSON to its end; asked only then. Of many values nothing is built."""
-    try:
-        (_skip.decode if body.count(b",") > MAX_VALUES else json.loads)(body)
-    except (json.JSONDecodeError, msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    except (RecursionError, ValueError):  # too deep or too long a number, but JSON
-        return True
-    return True
-
-
 def _too_many_values(body: bytes) -> InvalidRequest:
     """The 422 for a body with more values than all fields may hold: what is wrong so far, else the field it is in."""
     enough = len(body) - len(body.split(b",", MAX_VALUES)[-1])
@@ -211,23 +196,9 @@ def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}"))
 
 
-def _encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def printable(text: str) -> str:
-    """Text for an error: one line, always encodable, and no longer than it needs to be."""
-    line = "".join(c if c.isprintable() else "\ufffd" for c in text[:300])
-    return line.encode("utf-8", "replace").decode("utf-8")
-
-
 def check_id(name: str, value: str) -> None:
     """Ids are any text up to 256 bytes without control characters."""
-    if not _encodable(value):
+    if not is_unicode(value):
         raise invalid(name, f"{name}: holds text that is not Unicode (a lone surrogate)")
     if len(value.encode()) > MAX_ID_BYTES:
         raise invalid(name, f"{name}: longer than {MAX_ID_BYTES} bytes")
@@ -308,7 +279,7 @@ def encode_json(value: Any) -> bytes:
     """JSON bytes; numpy arrays as lists."""
     if isinstance(value, ActAnswer):
         value.actions = value.actions.tolist()
-    return _encode_json.encode(value)
+    return encode(value)
 
 
 def encode_msgpack(value: Any) -> bytes:

@@ -18,8 +18,9 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
-from reflex_runtime.server.errors import ClientError, NotFound
-from reflex_runtime.server.wire.act import Whole, check_id, is_json, printable
+from reflex_runtime.server.wire.act import Whole, check_id
+from reflex_runtime.web.errors import ClientError, NotFound
+from reflex_runtime.web.json import is_json, printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request

@@ -14,8 +14,8 @@ import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.server.errors import Unauthorized, api_error
 from reflex_runtime.server.wire.openai import BadRequest, ModelNotFound
+from reflex_runtime.web.errors import Unauthorized, api_error
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.server.connections import Connections, Seldom
-from reflex_runtime.server.errors import BodyTooLarge, CallerLeft, Overloaded
+from reflex_runtime.web.connections import Connections, Seldom
+from reflex_runtime.web.errors import Overloaded
 
 T = TypeVar("T")
 log = logging.getLogger("reflex.server")
 
 LARGE = 128 * 1024  # bytes; what is larger is decoded beside the loop
-BROKEN = "reflex.broken"  # extension in the scope of a request whose body ended early: why, as an error
 
 
 class Holder(Protocol):
@@ -59,28 +58,6 @@ class Bodies:
         """Its body is not needed any more."""
         self.held -= owner.held
         owner.held = 0
-
-    async def read(
-        self, owner: Holder, scope: Mapping[str, Any], receive: Callable[[], Awaitable[Mapping[str, Any]]], most: int
-    ) -> bytes:
-        """The whole body, at most `most` bytes. Whatever is left of one that is refused, the connection throws away."""
-        parts: list[bytes] = []
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise CallerLeft("the caller left before it had sent its request")
-            part = message.get("body", b"")
-            size += len(part)
-            if size > most:
-                raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
-            self.take(owner, len(part))
-            parts.append(part)
-            more = message.get("more_body", False)
-        broken = scope.get("extensions", {}).get(BROKEN)
-        if broken is not None:
-            raise broken["error"]
-        return b"".join(parts) if size <= LARGE else await self.beside(b"".join, parts)
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """What `decode` returns, computed beside the loop."""

@@ -11,11 +11,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Collection, Mapping
 from ipaddress import ip_address
-from typing import Any
 from urllib.parse import urlsplit
 
-from reflex_runtime.server.errors import Forbidden, Unauthorized
-from reflex_runtime.server.exchange import is_loopback
+from reflex_runtime.web.errors import Forbidden, Unauthorized
 
 ANY = "*"
 _KEEPS = 256  # values of Host that were found to be right, so that the next request is only looked up
@@ -64,10 +62,9 @@ class Trust:
         return ANY in self._names or name in self._names or is_loopback(name)
 
 
-def check_direct(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> None:
+def check_direct(client: tuple[str, int] | None, headers: Mapping[bytes, bytes]) -> None:
     """Raise Unauthorized for a change of state that was not sent by a program on this machine, without a proxy."""
-    client = scope.get("client")
-    if not (client and is_loopback(client[0])):
+    if client is None or not is_loopback(client[0]):
         raise Unauthorized("without --api-key this path answers on loopback only")
     for name in headers:
         if name in _FORWARDED or name.startswith(b"x-forwarded-"):
@@ -75,6 +72,16 @@ def check_direct(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> No
                 f"{_shown(name)}: the request came through a proxy, so its sender is not known; without --api-key this "
                 "path answers only what programs on this machine send directly"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1, on a socket that takes both
+    return (mapped or address).is_loopback
 
 
 def _hostname(url: bytes) -> str:

@@ -29,8 +29,8 @@ from random import random
 from typing import Any, Final, NoReturn
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.restarts import Restarts
-from reflex_runtime.server.errors import NotReady, describe_error
+from reflex_runtime.pacing import Restarts
+from reflex_runtime.web.errors import NotReady, describe_error
 
 log = logging.getLogger("reflex.supervisor")
 

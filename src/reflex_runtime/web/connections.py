@@ -18,7 +18,7 @@ from typing import Protocol
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.oldest import Oldest
-from reflex_runtime.server.errors import Overloaded, TooSlow
+from reflex_runtime.web.errors import Overloaded, TooSlow
 
 log = logging.getLogger("reflex.server")
 
@@ -49,6 +49,12 @@ class Connection(Protocol):
 
     def cut(self, error: ReflexError) -> None:
         """End it. error: what to answer where a request has begun to come."""
+
+    def shutdown(self) -> None:
+        """Close once what is being answered is."""
+
+    def give_up(self) -> asyncio.Task[None] | None:
+        """Close without sending what waits. Returns what still runs for it."""
 
 
 class Seldom:
@@ -87,9 +93,14 @@ class Connections:
         self._most = {Phase.IDLE: limits.idle, Phase.HEAD: limits.head, Phase.BODY: limits.body, Phase.SLOW: UNREAD}
         self._timer: asyncio.TimerHandle | None = None
         self._full, self._late = Seldom(), Seldom()
+        self._emptied: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def all(self) -> list[Connection]:
+        """Those that are open."""
+        return list(self._all)
 
     def enter(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         """A new one, on the server's loop. Raises Overloaded when there is no room and all are being answered."""
@@ -120,6 +131,14 @@ class Connections:
         if not self._all and self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if not self._all and self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+
+    async def wait_empty(self) -> None:
+        """Wait until none is left."""
+        if self._all:
+            self._emptied = asyncio.get_running_loop().create_future()
+            await self._emptied
 
     def cut_stalled(self) -> None:
         """End the body that has been coming for longest of those that have stopped coming, if there is one."""
@@ -176,7 +195,9 @@ class Connections:
         self._cut(connection, TooSlow(f"the {phase.value} of the request did not come within {seconds:g} s"))
 
 
-class _Config(Protocol):
+class ConnectionSettings(Protocol):
+    """The settings that bound connections."""
+
     @property
     def max_connections(self) -> int: ...
     @property
@@ -187,7 +208,7 @@ class _Config(Protocol):
     def body_timeout_s(self) -> float: ...
 
 
-def connections_of(config: _Config) -> Connections:
+def connections_of(config: ConnectionSettings) -> Connections:
     """Those of a server with these settings."""
     most = most_connections(config.max_connections)
     return Connections(Limits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s))

@@ -1,7 +1,4 @@
-"""Errors that exist only at the HTTP door.
-
-Everything else brings its wire code along: `core.errors`, and `policies.InvalidRequest` for a wrong field (422).
-"""
+"""Errors that only an HTTP server has. All others bring their status along, see `core.errors`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,260 @@
+"""An HTTP application: routes, the key, and what all of its requests share. It knows no product.
+
+A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). A request goes one way:
+`open` when its head is there, `run` when its body is, and an `Exchange.answer` or `fail` at any later time. Nothing in
+it is a coroutine, because each layer costs on the hot path; a route that needs one calls `spawn`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.web.bodies import Bodies
+from reflex_runtime.web.connections import ConnectionSettings, connections_of
+from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized
+from reflex_runtime.web.exchange import Exchange, Headers, too_large
+from reflex_runtime.web.json import printable
+from reflex_runtime.web.trust import Trust, check_direct
+
+log = logging.getLogger("reflex.server")
+
+OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as it is sent."""
+
+    status: int
+    body: bytes
+    content_type: bytes
+    headers: Headers = field(default_factory=list)
+
+
+class ErrorForm(Protocol):
+    """How a product tells errors."""
+
+    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        """As an answer. packed: in msgpack, where the product knows it."""
+
+    def part(self, error: ReflexError) -> bytes:
+        """As the last part of a streamed answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers the requests for one path. Everything is called on the event loop.
+
+    path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
+    for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
+    this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
+    against the request. failed: called with each error before it is sent; returns further headers.
+    """
+
+    path: str
+    run: Callable[[Exchange, bytes], None]
+    method: str = "GET"
+    open: bool = False
+    changes: bool = False
+    most: int = OPERATOR_BODY
+    enter: Callable[[Exchange], None] | None = None
+    failed: Callable[[Exchange, ReflexError], Headers | None] | None = None
+
+
+class WebSettings(ConnectionSettings, Protocol):
+    """The settings that a server needs whatever it serves."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def allow_host(self) -> tuple[str, ...]: ...
+    @property
+    def max_bodies_mb(self) -> float: ...
+
+
+class App:
+    """The application of one server.
+
+    routes: by path; `find` is asked for the route of any other path. form: of errors. on_answer: called with each
+    exchange and its status. keeps_id: whether a caller's own X-Request-Id is told again.
+
+    asked: requests so far. active: those not answered yet. entering: those whose body is still coming, or that were
+    not queued yet. closing: refuse what changes anything, and close connections after their next answer.
+    """
+
+    def __init__(
+        self,
+        settings: WebSettings,
+        routes: Mapping[str, Route],
+        form: ErrorForm,
+        find: Callable[[str], Route | None] = lambda path: None,
+        on_answer: Callable[[Exchange, int], None] | None = None,
+        keeps_id: bool = False,
+    ) -> None:
+        self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
+        self.connections = connections_of(settings)
+        self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
+        self.asked = self.active = 0
+        self.entering: set[Exchange] = set()
+        self.closing = False
+        self._key = settings.api_key.encode()
+        self._trust = Trust(settings.host, settings.allow_host)
+        self._keeps_id = keeps_id
+        self._prefix = secrets.token_hex(6)
+        self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # told of once it is closing
+
+    @property
+    def has_key(self) -> bool:
+        """Whether callers need a key."""
+        return bool(self._key)
+
+    # -- a request -----------------------------------------------------------------------------------------------------
+
+    def open(self, exchange: Exchange) -> bool:
+        """The head of a request has come. Returns whether its body is wanted; otherwise it is answered, or will be."""
+        self.asked += 1
+        self.active += 1
+        self.entering.add(exchange)
+        exchange.number = exchange.request_id = f"{self._prefix}-{self.asked:x}"
+        if self._keeps_id and _is_plain(own := exchange.headers.get(b"x-request-id", b"")):
+            exchange.request_id = own.decode()
+        try:
+            route = exchange.route = self.routes.get(exchange.path) or self._find(exchange.path)
+            self._check_caller(exchange, route)
+            if route is None:
+                raise NotFound(printable(f"no such path: {exchange.path[:200]}"))
+            if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
+                raise MethodNotAllowed(printable(f"{exchange.path[:200]} takes {route.method}"), allow=route.method)
+            if route.method == "POST":
+                if self.closing:
+                    raise Closed("the server is shutting down", retry_after=1.0)
+                if route.enter is not None:
+                    route.enter(exchange)
+                too_large(exchange.headers, route.most)
+                return True
+            route.run(exchange, b"")
+        except Exception as error:
+            self.fail(exchange, error)
+        return False
+
+    def run(self, exchange: Exchange, body: bytes) -> None:
+        """Its body has come."""
+        exchange.received = time.monotonic()
+        assert exchange.route is not None
+        try:
+            exchange.route.run(exchange, body)
+        except Exception as error:
+            self.fail(exchange, error)
+        if exchange.task is None:
+            self.entered(exchange)
+
+    def spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
+        """Answer it by a coroutine. Until that calls `entered`, the end of the server gives it up early."""
+        exchange.task = asyncio.get_running_loop().create_task(self._answering(exchange, answering))
+
+    async def _answering(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
+        try:
+            await answering
+        except asyncio.CancelledError:
+            if exchange in self.entering:
+                self.fail(exchange, _incomplete())
+                return
+            log.warning("request %s: its reader takes nothing, and the time to shut down is over", exchange.request_id)
+            exchange.carrier.abort()
+            self.leave(exchange)
+        except Exception as error:
+            self.fail(exchange, error)
+
+    def fail(self, exchange: Exchange, error: Exception) -> None:
+        """Answer with an error. Unexpected exceptions are logged and answered as a 500 without their text."""
+        if exchange.done:
+            return
+        if not isinstance(error, ReflexError):
+            log.error("request %s failed", exchange.request_id, exc_info=error)
+            error = ReflexError("internal error; the server's log has the details")
+        extra = None
+        if exchange.route is not None and exchange.route.failed is not None:
+            extra = exchange.route.failed(exchange, error)
+        exchange.fail(error, extra)
+
+    def entered(self, exchange: Exchange) -> None:
+        """It is queued, or answered."""
+        self.entering.discard(exchange)
+        if self.closing:
+            self._tell()
+
+    def answers(self, exchange: Exchange, status: int) -> None:
+        """The head of its answer goes out."""
+        self.bodies.release(exchange)
+        if self._on_answer is not None:
+            self._on_answer(exchange, status)
+
+    def leave(self, exchange: Exchange) -> None:
+        """It has its whole answer."""
+        if not exchange.done:
+            exchange.done, exchange.on_left = True, None
+            self.bodies.release(exchange)
+            self.active -= 1
+            self.entered(exchange)
+
+    def _check_caller(self, exchange: Exchange, route: Route | None) -> None:
+        if not self._key:
+            self._trust.check(exchange.method, exchange.headers)
+            if route is not None and route.changes and exchange.method == route.method:
+                check_direct(exchange.client, exchange.headers)
+        elif route is None or not route.open:
+            plain = exchange.headers.get(b"x-reflex-key", b"")
+            bearer = exchange.headers.get(b"authorization", b"")
+            borne = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else b""
+            if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
+                raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """From now on refuse what is posted, and close every connection after its next answer."""
+        self.closing = True
+        self._tell()
+
+    async def wait_entered(self) -> None:
+        """Wait, after `close`, until every request is queued or answered."""
+        await self._all_entered.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait, after `close`, until every request is answered."""
+        await self._all_answered.wait()
+
+    def give_up_entering(self) -> None:
+        """Answer those that are still sending their request, or whose request was not queued yet."""
+        for exchange in list(self.entering):
+            if exchange.task is not None:
+                exchange.task.cancel()
+            else:
+                self.fail(exchange, _incomplete())
+
+    def _tell(self) -> None:
+        if not self.entering:
+            self._all_entered.set()
+        if not self.active:
+            self._all_answered.set()
+
+
+def _incomplete() -> Closed:
+    return Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
+
+
+def _is_plain(value: bytes) -> bool:
+    """Whether an id can be told again as it came: printable ASCII, and not too long."""
+    if not 0 < len(value) <= 256 or not value.isascii():
+        return False
+    return value.decode().isprintable() and value == value.strip()

@@ -1,0 +1,483 @@
+"""HTTP/1.1 on a connection. httptools parses; the order of requests and answers, their bounds and their ends are here.
+
+- The application is handed one request at a time; those that are pipelined behind it wait for their turn.
+- What is not HTTP is answered in the application's own form, after the answers that are still to come.
+- The head of a request is bounded in bytes; how long the head and the body may take, and how many connections there
+  are, is for `Connections`.
+- A request's age counts from when it reached this machine, which is earlier than when it was read where the process
+  had no time for it.
+- A caller that has sent a whole request and closes its sending side still gets an answer. For a request that waits in
+  a queue this is hanging up, and the answer says so: the two cannot be told apart on the wire.
+- An offer to upgrade (h2c, websocket) is declined by answering in HTTP/1.1, body included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import secrets
+import socket
+import sys
+import time
+from collections import deque
+from email.utils import formatdate
+from functools import lru_cache, partial
+from typing import Final, cast
+from urllib.parse import unquote
+
+import httptools
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.app import App
+from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, ClientError, Overloaded
+from reflex_runtime.web.exchange import CLOSE, Exchange, Headers, retry_headers
+
+MAX_HEAD: Final = 64 * 1024  # bytes
+MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read from
+MAX_AHEAD: Final = 64 * 1024  # bytes of the body of a request whose turn has not come; with more it is not read from
+_TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
+_LAST_DATA: Final = 52  # where tcp_info has tcpi_last_data_recv, in milliseconds
+_KERNEL_TICK: Final = 0.011  # seconds; the kernel counts in ticks of up to 10 ms
+_FRAMING: Final = (b"content-length", b"transfer-encoding")
+_PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus} | {499: "Client Closed Request"}
+_STATUS: Final = {code: f"HTTP/1.1 {code} {phrase}\r\n".encode() for code, phrase in _PHRASES.items()}
+
+
+class HttpConnection(asyncio.Protocol):
+    """One connection. phase: see `Connections`. heard: when its last byte came, by the loop's clock."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.phase = Phase.ANSWERED
+        self.heard = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._parser = _parser_for(self)
+        self._turns: deque[Exchange] = deque()  # heads that have come and are not answered; the first is being answered
+        self._coming: Exchange | None = None  # the last whose head has come
+        self._resumed: asyncio.Future[None] | None = None  # there while the caller does not take what is written
+        self._late = b""  # the answer of the first, where it came while the caller took nothing
+        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = False
+        self._head = 0
+        self._arrived = 0.0
+        self._url, self._headers = b"", list[tuple[bytes, bytes]]()
+
+    # -- the transport -------------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self._client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
+        sock = transport.get_extra_info("socket")
+        self._file = -1 if sock is None else int(sock.fileno())
+        try:
+            self.app.connections.enter(self, self._loop)
+        except Overloaded as error:
+            self._refuse(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusing:
+            return
+        self._arrived = 0.0
+        error = self._parse(data)
+        if error is not None:
+            self._refuse(error)
+        elif self._in_head:  # what came with its beginning is not counted: it may end another
+            self._head = 0 if self._head < 0 else self._head + len(data)
+            if self._head > MAX_HEAD:
+                self._refuse(ClientError(f"the head of the request has over {MAX_HEAD} bytes"))
+        self._advance()
+        self._read_on()
+        self._take_time()
+
+    def eof_received(self) -> bool:
+        if not self._turns or not self._turns[-1].whole:
+            return False
+        self._turns[-1].keep_alive = False
+        self._ended = True
+        if self._turns[0].opened:
+            self._turns[0].leave()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self.app.connections.leave(self)
+        self._resume()
+        turns, self._turns = self._turns, deque()
+        if turns and turns[0].opened:
+            turns[0].leave()
+            if turns[0].wanted:
+                self.app.fail(turns[0], CallerLeft("the caller left before it had sent its request"))
+        self._coming = None
+        del self._parser  # breaks the circle of the two
+
+    def pause_writing(self) -> None:
+        if self._resumed is None:
+            self._resumed = self._loop.create_future()
+        self._take_time()
+
+    def resume_writing(self) -> None:
+        self._resume()
+        if self._late:
+            late, self._late = self._late, b""
+            self._send_last(self._turns[0], late)
+        self._take_time()
+
+    def cut(self, error: ReflexError) -> None:
+        """It has taken too long, or others need its place."""
+        if self.phase in (Phase.HEAD, Phase.BODY) and not self._refusing:
+            self._refuse(error)
+            self._advance()
+        elif self.phase is Phase.SLOW:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close once what is being answered is."""
+        if self._turns:
+            self._turns[-1].keep_alive = False
+        else:
+            self.transport.close()
+
+    def give_up(self) -> asyncio.Task[None] | None:
+        """Close without sending what waits. Returns what still runs for it."""
+        task = self._turns[0].task if self._turns else None
+        if task is None:
+            self.transport.abort()
+        else:
+            task.cancel()
+        return task
+
+    def _resume(self) -> None:
+        if self._resumed is not None:
+            self._resumed.set_result(None)
+            self._resumed = None
+
+    def _take_time(self) -> None:
+        """Say what the connection takes its time over from now on."""
+        first = self._turns[0] if self._turns else None
+        if self._resumed is not None:
+            phase = Phase.SLOW
+        elif first is not None:
+            phase = Phase.ANSWERED if first.whole else Phase.BODY
+        elif self.transport.is_closing():
+            phase = Phase.SLOW  # until its last answer is taken
+        elif self._coming is not None and not self._coming.whole:  # answered before its end: the rest is dropped
+            phase = Phase.BODY
+        else:
+            phase = Phase.HEAD if self._in_head else Phase.IDLE
+        if phase is Phase.BODY:
+            self.heard = self._loop.time()
+        if phase is not self.phase:
+            self.app.connections.move(self, phase)
+
+    # -- requests, one at a time ---------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Open the request whose turn it is, and hand it over once all of it is there."""
+        if not self._turns:
+            return
+        exchange = self._turns[0]
+        if not exchange.opened:
+            self._open(exchange)
+        if exchange.wanted and exchange.broken is not None:
+            self.app.fail(exchange, exchange.broken)
+        elif exchange.wanted and exchange.whole:
+            self._hand_over(exchange)
+
+    def _open(self, exchange: Exchange) -> None:
+        exchange.opened = True
+        exchange.wanted = self.app.open(exchange)
+        ahead, exchange.body, exchange.size = exchange.body, [], 0
+        for part in ahead:
+            self._take(exchange, part)
+        if exchange.wanted and not exchange.whole and exchange.headers.get(b"expect", b"").lower() == b"100-continue":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _take(self, exchange: Exchange, part: bytes) -> None:
+        """A part of the body of the request whose turn it is."""
+        if not exchange.wanted:
+            return
+        assert exchange.route is not None
+        exchange.size += len(part)
+        try:
+            if exchange.size > exchange.route.most:
+                most = exchange.route.most
+                raise BodyTooLarge(f"the body has over {most} bytes", max_body_bytes=most)
+            self.app.bodies.take(exchange, len(part))
+        except ReflexError as error:
+            exchange.wanted, exchange.body = False, []
+            self.app.fail(exchange, error)
+        else:
+            exchange.body.append(part)
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        parts, exchange.body, exchange.wanted = exchange.body, [], False
+        if exchange.size > LARGE and len(parts) > 1:
+            joining = self.app.bodies.beside(b"".join, parts)
+            joining.add_done_callback(partial(self._joined, exchange))
+        else:
+            self._run(exchange, parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _joined(self, exchange: Exchange, joining: asyncio.Future[bytes]) -> None:
+        if not exchange.done and not joining.cancelled():
+            self._run(exchange, joining.result())
+
+    def _run(self, exchange: Exchange, body: bytes) -> None:
+        self.app.run(exchange, body)
+        if self._ended:
+            exchange.leave()
+
+    def _next(self, exchange: Exchange) -> None:
+        """The first has its whole answer."""
+        self._turns.popleft()
+        if not exchange.keep_alive:
+            self.transport.close()
+        elif self._turns:  # on the next turn of the loop, or a long pipeline would nest and hold the loop
+            self._loop.call_soon(self._advance_next)
+            return
+        elif not self.transport.is_closing():
+            self.app.connections.move(self, Phase.IDLE)
+        self._take_time()
+
+    def _advance_next(self) -> None:
+        if not self._lost:
+            self._advance()
+            self._read_on()
+            self._take_time()
+
+    def _read_on(self) -> None:
+        """Stop reading from a caller that asks on and on without reading; otherwise read, to notice when it leaves."""
+        if self._lost or self.transport.is_closing():
+            return
+        coming = self._coming
+        ahead = coming is not None and not coming.opened and coming.size > MAX_AHEAD
+        if ahead or len(self._turns) > MAX_PIPELINE:
+            self.transport.pause_reading()
+        elif not self.transport.is_reading():
+            self.transport.resume_reading()
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def writable(self) -> bool:
+        """Whether the caller takes what is written."""
+        return self._resumed is None and not self._lost
+
+    def reply(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
+        """See `Carrier`."""
+        if not self._turns or self._turns[0] is not exchange:
+            return
+        head = self._head_of(exchange, status, headers)
+        data = head if exchange.method == "HEAD" else head + body
+        if self._resumed is None:
+            self._send_last(exchange, data)
+        else:
+            self._late = data  # until it reads, nothing more is read from it either
+
+    def begin(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """See `Carrier`."""
+        if self._turns and self._turns[0] is exchange:
+            if exchange.streams:
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                exchange.keep_alive = False
+            self.transport.write(self._head_of(exchange, status, headers))
+
+    def write(self, exchange: Exchange, data: bytes) -> None:
+        """See `Carrier`."""
+        if data and self._turns and self._turns[0] is exchange and exchange.method != "HEAD":
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if exchange.streams else data)
+
+    def end(self, exchange: Exchange) -> None:
+        """See `Carrier`."""
+        if self._turns and self._turns[0] is exchange:
+            self._send_last(exchange, b"0\r\n\r\n" if exchange.streams and exchange.method != "HEAD" else b"")
+
+    async def drained(self) -> None:
+        """See `Carrier`."""
+        if self._resumed is not None:
+            await asyncio.shield(self._resumed)
+
+    def abort(self) -> None:
+        """See `Carrier`."""
+        self.transport.abort()
+
+    def _send_last(self, exchange: Exchange, data: bytes) -> None:
+        if data:
+            self.transport.write(data)
+        self._next(exchange)
+
+    @staticmethod
+    def _head_of(exchange: Exchange, status: int, headers: Headers) -> bytes:
+        if CLOSE in headers:
+            exchange.keep_alive = False
+        elif not exchange.keep_alive:
+            headers.append(CLOSE)
+        return b"".join([_STATUS[status], _date(), *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
+
+    # -- the parser ----------------------------------------------------------------------------------------------------
+
+    def _parse(self, data: bytes) -> ClientError | None:
+        """Feed the parser; what is wrong with the data, if something is."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self._parser.feed_data(rest)
+                return None
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = rest[upgrade.args[0] :]
+                if not self._decline_upgrade():
+                    return ClientError("the request is not framed as its headers say")
+            except httptools.HttpParserError as error:
+                if isinstance(error.__context__, ClientError):  # one of our own callbacks raised it
+                    return error.__context__
+                in_body = self._coming is not None and not self._coming.whole and not self._in_head
+                return ClientError(
+                    "the body broke off: it is not framed as its headers say" if in_body else "this is not HTTP/1.1"
+                )
+        return None
+
+    def on_message_begin(self) -> None:
+        """httptools: a request begins."""
+        if not self._skip_head:
+            self._in_head, self._head = True, -1
+            self._url, self._headers = b"", []
+            if not self._arrived:
+                self._arrived = time.monotonic() - _waited(self._file)
+
+    def on_url(self, url: bytes) -> None:
+        """httptools: a part of its target."""
+        if not self._skip_head:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """httptools: a header."""
+        if not self._skip_head:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """httptools: its head has come."""
+        if self._skip_head:
+            return
+        self._in_head = False
+        version = self._parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
+        hosts = sum(name == b"host" for name, _ in self._headers)
+        if hosts > 1 or (not hosts and version == "1.1"):
+            raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
+        self._coming = Exchange(
+            self.app,
+            self,
+            self._parser.get_method().decode("ascii"),
+            _path_of(self._url),
+            dict(self._headers),
+            self._client,
+            self._arrived,
+            version == "1.1" and self._parser.should_keep_alive(),
+            version == "1.1",
+        )
+        self._turns.append(self._coming)
+
+    def on_body(self, data: bytes) -> None:
+        """httptools: a part of its body."""
+        exchange = self._coming
+        assert exchange is not None
+        if exchange.opened:
+            self._take(exchange, data)
+        else:
+            exchange.body.append(data)
+            exchange.size += len(data)
+
+    def on_message_complete(self) -> None:
+        """httptools: all of it has come."""
+        if self._coming is not None and not self._parser.should_upgrade():  # else its body is still to come
+            self._coming.whole = True
+
+    # -- refusing ------------------------------------------------------------------------------------------------------
+
+    def _decline_upgrade(self) -> bool:
+        """Go on as if it had not been offered: a fresh parser is told the framing and then reads the body. False when
+        that makes no sense."""
+        framing = [(name, value) for name, value in self._headers if name in _FRAMING]
+        self._parser = _parser_for(self)
+        self._skip_head = True
+        head = b"".join(b"%s: %s\r\n" % pair for pair in framing)
+        try:
+            self._parser.feed_data(b"POST / HTTP/1.1\r\n" + (head or b"content-length: 0\r\n") + b"\r\n")
+        except httptools.HttpParserError:
+            return False
+        finally:
+            self._skip_head = False
+        return True
+
+    def _refuse(self, error: ReflexError) -> None:
+        """Answer with an error and close. What was asked before is answered first."""
+        self._refusing = True
+        last = self._turns[-1] if self._turns else None
+        if last is not None:
+            last.keep_alive = False
+            if not last.whole:
+                last.whole, last.broken = True, error
+            return
+        if self._coming is None or self._coming.whole:  # else it has its answer
+            request_id = secrets.token_hex(8)
+            told = self.app.form.whole(error, request_id, False)
+            headers = [
+                (b"content-type", told.content_type),
+                *told.headers,
+                *retry_headers(error),
+                (b"x-request-id", request_id.encode()),
+                (b"content-length", b"%d" % len(told.body)),
+                CLOSE,
+            ]
+            lines = [b"%s: %s\r\n" % header for header in headers]
+            self.transport.write(b"".join([_STATUS[told.status], _date(), *lines, b"\r\n", told.body]))
+        self.transport.close()
+
+
+def _parser_for(connection: HttpConnection) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(connection)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what is pipelined behind the last is not read
+    return parser
+
+
+@lru_cache(maxsize=64)
+def _path_of(target: bytes) -> str:
+    """The path of a request's target, decoded."""
+    return unquote(httptools.parse_url(target).path.decode("ascii"))
+
+
+@lru_cache(maxsize=1)
+def _date_at(second: int) -> bytes:
+    return b"date: %s\r\n" % formatdate(second, usegmt=True).encode()
+
+
+def _date() -> bytes:
+    """The header that says when an answer was made."""
+    return _date_at(int(time.time()))
+
+
+def _waited(file: int) -> float:
+    """Seconds since the last byte reached this machine, where the kernel says so and it is worth mentioning."""
+    if file < 0 or _TCP_INFO is None:
+        return 0.0
+    try:
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)
+    except OSError:
+        return 0.0
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _LAST_DATA + 4)
+    except OSError:
+        return 0.0
+    finally:
+        sock.detach()
+    if len(info) < _LAST_DATA + 4:
+        return 0.0
+    waited = int.from_bytes(info[_LAST_DATA:], sys.byteorder) / 1e3
+    return waited if waited >= _KERNEL_TICK else 0.0

@@ -1,0 +1,227 @@
+"""One HTTP request and its answer: whole, or in parts as they come. It knows the connection only by `Carrier`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from urllib.parse import quote
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.errors import BodyTooLarge, MethodNotAllowed, Unauthorized
+from reflex_runtime.web.json import JSON_TYPE, MSGPACK_TYPE
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.app import App, Route
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON: Final = JSON_TYPE.encode()
+MSGPACK: Final = MSGPACK_TYPE.encode()
+CLOSE: Final = (b"connection", b"close")  # the last of the headers where it is among them
+
+
+class Carrier(Protocol):
+    """The connection that a request came on. What it is given after the caller has left is dropped."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether the caller takes what is written."""
+
+    def reply(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer."""
+
+    def begin(self, exchange: Exchange, status: int, headers: Headers) -> None:
+        """Send the head of an answer whose body comes in parts."""
+
+    def write(self, exchange: Exchange, data: bytes) -> None:
+        """Send a part of the body."""
+
+    def end(self, exchange: Exchange) -> None:
+        """The body is complete."""
+
+    async def drained(self) -> None:
+        """Return once the caller takes more, or has left."""
+
+    def abort(self) -> None:
+        """Close without sending what waits."""
+
+
+class Exchange:
+    """One request and its answer.
+
+    method, path: as asked, the path decoded. headers: names in lower case. client: (address, port), None if unknown.
+    started: when it reached this machine; received: when all of it had been read, 0.0 before (`time.monotonic`).
+    number: our own id of the request. request_id: goes out as X-Request-Id. route: what answers it; None before that
+    is known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens.
+    begun: the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts.
+
+    The rest is the connection's. opened: its turn has come. wanted: its body is to be read or handed over. whole: all
+    of it has come. broken: why that never will.
+    """
+
+    __slots__ = (
+        "app",
+        "ask",
+        "begun",
+        "body",
+        "broken",
+        "carrier",
+        "client",
+        "done",
+        "expects",
+        "headers",
+        "held",
+        "keep_alive",
+        "left",
+        "method",
+        "number",
+        "on_left",
+        "opened",
+        "path",
+        "received",
+        "request_id",
+        "route",
+        "size",
+        "started",
+        "streams",
+        "task",
+        "wanted",
+        "whole",
+    )
+
+    def __init__(
+        self,
+        app: App,
+        carrier: Carrier,
+        method: str,
+        path: str,
+        headers: Mapping[bytes, bytes],
+        client: tuple[str, int] | None = None,
+        started: float = 0.0,
+        keep_alive: bool = True,
+        streams: bool = True,
+    ) -> None:
+        """streams: whether the caller can read a body in chunks; otherwise a streamed one ends with its connection."""
+        self.app, self.carrier = app, carrier
+        self.method, self.path, self.headers, self.client = method, path, headers, client
+        self.started = started or time.monotonic()
+        self.received = 0.0
+        self.number = self.request_id = ""
+        self.route: Route | None = None
+        self.on_left: Callable[[], None] | None = None
+        self.ask: Any = None
+        self.task: asyncio.Task[Any] | None = None
+        self.held = self.size = 0
+        self.body: list[bytes] = []
+        self.expects = b"expect" in headers
+        self.keep_alive, self.streams = keep_alive, streams
+        self.broken: ReflexError | None = None
+        self.left = self.begun = self.done = self.opened = self.wanted = self.whole = False
+
+    # -- answering -----------------------------------------------------------------------------------------------------
+
+    def answer(self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers | None = None) -> None:
+        """Send a whole answer."""
+        headers = [
+            (b"content-type", content_type),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", header_text(self.request_id)),
+        ]
+        if extra:
+            headers += extra
+        if self._closes:
+            headers.append(CLOSE)
+        self.app.answers(self, status)
+        self.carrier.reply(self, status, headers, body)
+        self.app.leave(self)
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer that comes in parts."""
+        self.begun = True
+        headers = [*headers, (b"x-request-id", header_text(self.request_id))]
+        if self._closes:
+            headers.append(CLOSE)
+        self.app.answers(self, status)
+        self.carrier.begin(self, status, headers)
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the body, whether or not the caller takes it: see `writable` and `drained`."""
+        self.carrier.write(self, data)
+
+    def end(self) -> None:
+        """All parts were sent."""
+        self.carrier.end(self)
+        self.app.leave(self)
+
+    @property
+    def writable(self) -> bool:
+        """Whether the caller takes what is written."""
+        return not self.left and self.carrier.writable
+
+    async def drained(self) -> None:
+        """Return once the caller takes more, or has left."""
+        await self.carrier.drained()
+
+    def fail(self, error: ReflexError, extra: Headers | None = None) -> None:
+        """Answer with an error, in the application's form; as the last part of a streamed answer that has begun."""
+        if self.begun:
+            self.write(self.app.form.part(error))
+            self.end()
+            return
+        told = self.app.form.whole(error, self.request_id, self.wants_msgpack)
+        headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, MethodNotAllowed):
+            headers.append((b"allow", str(error.details["allow"]).encode()))
+        self.answer(told.status, told.body, told.content_type, headers)
+
+    def leave(self) -> None:
+        """The caller has gone."""
+        if self.left or self.done:
+            return
+        self.left = True
+        if self.on_left is not None:
+            self.on_left()
+
+    # -- what was asked ------------------------------------------------------------------------------------------------
+
+    @property
+    def sent_msgpack(self) -> bool:
+        """Whether the body is msgpack; anything else is read as JSON."""
+        kind = self.headers.get(b"content-type")
+        return kind is not None and kind != JSON and b"msgpack" in kind.lower()
+
+    @property
+    def wants_msgpack(self) -> bool:
+        """Whether the answer is to be msgpack: as accepted, else as it was asked."""
+        accepted = self.headers.get(b"accept", b"*/*").lower()
+        return self.sent_msgpack if accepted in (b"*/*", b"") else b"msgpack" in accepted
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the connection closes after the answer. A caller that waits for a go-ahead may or may not send the
+        body after an early answer: only a new connection starts clean."""
+        return self.app.closing or (self.expects and not self.received)
+
+
+def retry_headers(error: ReflexError) -> Headers:
+    """When to come again, where the error says so."""
+    return [] if error.retry_after is None else [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+def too_large(headers: Mapping[bytes, bytes], most: int) -> None:
+    """Raise when the body is announced with more than `most` bytes."""
+    declared = headers.get(b"content-length", b"0")
+    if declared.isdigit() and int(declared) > most:
+        raise BodyTooLarge(f"the body has {int(declared)} bytes, at most {most} are read", max_body_bytes=most)
+
+
+def header_text(text: str) -> bytes:
+    """Text as a header value: plain ASCII as it is, anything else percent-encoded."""
+    if text.isascii() and text.isprintable() and text == text.strip():
+        return text.encode()
+    return quote(text, safe="").encode()

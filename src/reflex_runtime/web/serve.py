@@ -1,0 +1,240 @@
+"""The life of a server, whatever it serves: accept, start, serve until a signal, drain, leave.
+
+A drain refuses what is new, finishes what was received, and only then closes connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Final, Protocol
+
+from prometheus_client import disable_created_metrics
+
+from reflex_runtime.web.app import App
+from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.listen import BACKLOG
+from reflex_runtime.web.supervisor import Lives, Parent
+
+log = logging.getLogger("reflex.server")
+
+EXIT_OK, EXIT_FAILED, EXIT_UNUSABLE = 0, 1, 2
+READING_GRACE: Final = 1.0  # seconds that a caller has after the signal to send the rest of its request
+ARRIVED: Final = 0.5  # seconds at most to accept and read what has reached this machine
+UNREAD: Final = 2.0  # seconds that callers have at the end to take their answers
+TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
+_TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
+
+
+class Host(Protocol):
+    """What a server serves: policies or a model, with their life.
+
+    state: in a word, as /health tells it. error: why it could not be started. unusable: its directory or a setting is
+    wrong, so that starting it again is of no use. writes_files: whether SIGHUP is for `turn_files`.
+    """
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def unusable(self) -> bool: ...
+    @property
+    def writes_files(self) -> bool: ...
+
+    async def start(self) -> None:
+        """Load and warm up. Returns when it is ready or has failed; cancelled when the server is to end."""
+
+    def drain(self) -> None:
+        """The server ends: nothing new will be asked."""
+
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Finish what was asked until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
+        running. answered: returns when every request has its answer."""
+
+    def turn_files(self) -> None:
+        """Go on in new files of what it records; the old ones are kept."""
+
+
+Made = tuple[App, Host]
+Make = Callable[[Callable[[], None], Lives | None], Made]
+
+
+def serve(
+    make: Make,
+    sock: socket.socket,
+    drain_s: float,
+    on_listening: Callable[[], None] | None = None,
+    on_ready: Callable[[Any], None] | None = None,
+    parent: Parent | None = None,
+) -> tuple[int, bool]:
+    """Serve until a signal. Returns the exit status, and whether every thread ended.
+
+    When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
+    make: called on the loop, makes what is served. Its first argument is to be called when the device is lost for good;
+    its second is what the supervisor knows, where there is one.
+    drain_s: seconds that the end may take. on_listening: called on the loop once the port answers; on_ready: called
+    with the host once it is ready or has failed. parent: the supervisor, where there is one.
+    """
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
+    gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
+
+    def made(on_lost: Callable[[], None], lives: Lives | None) -> Made:
+        app, host = make(on_lost, lives)
+        if host.writes_files:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, host.turn_files)
+        return app, host
+
+    def ready(host: Any) -> None:
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        if on_ready is not None:
+            on_ready(host)
+
+    async def main() -> tuple[int, bool]:
+        stop = asyncio.Event()
+        stop_on_signals(asyncio.get_running_loop(), stop)
+        return await serving(made, sock, drain_s, stop, on_listening, ready, parent)
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main())
+
+
+async def serving(
+    make: Make,
+    sock: socket.socket,
+    drain_s: float,
+    stop: asyncio.Event,
+    on_listening: Callable[[], None] | None = None,
+    on_ready: Callable[[Any], None] | None = None,
+    parent: Parent | None = None,
+) -> tuple[int, bool]:
+    """Serve until `stop` is set; see `serve`."""
+    loop = asyncio.get_running_loop()
+    lost = False
+
+    def give_up() -> None:
+        nonlocal lost
+        lost = True
+        log.error("the device is lost; answering what is left and leaving")
+        stop.set()
+
+    app, host = make(give_up, None if parent is None else parent.lives)
+    server = await loop.create_server(partial(HttpConnection, app), sock=sock, backlog=BACKLOG)
+    if parent is not None:
+        parent.accepts()
+    if on_listening is not None:
+        on_listening()
+    stopping = asyncio.create_task(stop.wait())
+    if await _started(host, stopping):
+        if parent is not None and host.state == "ready":
+            parent.ready()
+        if on_ready is not None:
+            on_ready(host)
+        if not host.unusable:
+            await stopping
+    stopping.cancel()
+    clean = await _drain(app, host, loop.time() + drain_s)
+    if parent is not None:
+        parent.leaves()
+    server.close()
+    await _close_connections(app)
+    if host.unusable:
+        return EXIT_UNUSABLE, clean
+    return EXIT_FAILED if lost or host.error else EXIT_OK, clean
+
+
+async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
+    """Start it, saying now and then that it still does. False when the server is to stop before that."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    starting = asyncio.create_task(host.start())
+    while not (starting.done() or stopping.done()):
+        await asyncio.wait({starting, stopping}, timeout=TOLD_EVERY, return_when=asyncio.FIRST_COMPLETED)
+        if not (starting.done() or stopping.done()):
+            log.info("%s (%.0f s)", host.state, loop.time() - began)
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    await asyncio.wait({starting})  # processes that were being started are ended
+    return False
+
+
+async def _drain(app: App, host: Host, until: float) -> bool:
+    """Refuse what is new, finish what was received, answer the rest. Returns whether every thread ended."""
+    loop = asyncio.get_running_loop()
+    await _read_what_arrived(app)  # what had reached this machine when the signal came counts as received
+    app.close()
+    host.drain()
+    log.info("draining: %d requests are being answered", app.active)
+    if not await _within(app.wait_entered, min(until, loop.time() + READING_GRACE)):
+        app.give_up_entering()
+        await _within(app.wait_entered, until)
+    clean = await host.stop(until, app.wait_idle)
+    await _within(app.wait_idle, loop.time() + 1.0)  # all have ended: what is left is writing the answers
+    await _read_what_arrived(app)
+    app.bodies.close()
+    return clean
+
+
+async def _close_connections(app: App) -> None:
+    """Close every connection once its answer is taken, and after a while the others too."""
+    for connection in app.connections.all():
+        connection.shutdown()
+    if not await _within(app.connections.wait_empty, asyncio.get_running_loop().time() + UNREAD):
+        given_up = [connection.give_up() for connection in app.connections.all()]
+        running = [task for task in given_up if task is not None]
+        if running:
+            await asyncio.wait(running)
+
+
+def loop_factory() -> asyncio.AbstractEventLoop:
+    """uvloop where there is one."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
+def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once: its user has no more patience."""
+
+    def signalled(number: int) -> None:
+        if stop.is_set() and number == signal.SIGINT:
+            log.warning("interrupted again: leaving without waiting for what is left")
+            logging.shutdown()
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled, number)
+
+
+async def _read_what_arrived(app: App) -> None:
+    """Let the loop accept and read until it finds nothing new; it takes one connection a turn."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + ARRIVED
+    seen, quiet = (-1, -1, -1), 0
+    while quiet < _TURNS and loop.time() < until:
+        found = (len(app.connections), app.asked, app.active)
+        quiet = quiet + 1 if found == seen else 0
+        seen = found
+        await asyncio.sleep(0)
+
+
+async def _within(wait: Callable[[], Awaitable[None]], until: float) -> bool:
+    """Wait; False when it takes longer than until then."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await wait()
+            return True
+    return False
