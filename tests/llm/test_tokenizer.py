@@ -241,9 +241,9 @@ def test_a_long_text_takes_time_in_proportion(root: Path) -> None:
     def seconds(text: str) -> float:
         best = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()  # of the CPU, whoever else has it in between
             tokenizer.encode(text)
-            best.append(time.perf_counter() - start)
+            best.append(time.thread_time() - start)
         return min(best)
 
     for unit in ("the quick brown fox ", "a", "\n", "東"):  # with and without places to split at

@@ -30,9 +30,9 @@ def right(answer: Answer, i: int) -> bool:
     return answer.status == 200 and bool(np.allclose(answer.json["actions"], want, atol=1e-5))
 
 
-def busy(server: Server) -> Burst:
+def busy(server: Server, **fields: Any) -> Burst:
     """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
-    plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"}])
+    plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"} | fields])
     plug.send()
     server.reach(lambda m: m("reflex_in_flight_requests") == 1 and m("reflex_policy_runtime_queue_depth") == 0)
     return plug
@@ -120,11 +120,11 @@ def test_b8_diagnostics_show_every_key(tiny: Path) -> None:
 def test_b8_the_median_alone_does_not_learn_what_company_costs(tiny: Path) -> None:
     sizes = {}
     for model in ("affine", "median"):
-        with Server(tiny, "--cost-model", model, "--inject-latency-ms", "80") as server:
+        with Server(tiny, "--cost-model", model, held=True, takes="0.080") as server:
             for _ in range(12):  # 80 ms each: two of them, by the median, are over the budget of 100
                 server.act()
             with busy(server):
-                sizes[model] = max(a.json["batch"]["size"] for a in server.at_once(numbered(8)))
+                sizes[model] = max(a.json["batch"]["size"] for a in server.behind(numbered(8)))
             assert server.get("/diagnostics/cost-model").json["cost_model"] == model
     assert sizes["median"] < sizes["affine"]
 
@@ -291,7 +291,6 @@ def test_b17_deadlines(tiny: Path, file: Path) -> None:
         refused = server.act(deadline_ms=100, request_id="never")
         assert (refused.status, refused.code, refused.json["retry_safe"]) == (503, "deadline_unreachable", True)
         assert refused.json["needed_ms"] > 100
-        assert refused.seconds < 0.25
         # could be met when it came, not any more when the device was free: shed
         with busy(server):
             with server.burst(numbered(1, deadline_ms=800)) as burst:
@@ -376,11 +375,15 @@ def test_b18_one_bad_item_of_16_leaves_15_right_answers(kind: str, tiny: Path, f
 
 
 def test_16_together_of_which_one_is_malformed(tiny: Path) -> None:
-    with Server(tiny, "--inject-latency-ms", "300") as server, busy(server):
-        requests: list[Any] = numbered(16)
-        requests[5] = {"state": [float("nan"), 1.0]}
-        requests[11] = b'{"state": [1, 2'
-        answers = server.at_once(requests)
+    requests: list[Any] = numbered(16)
+    requests[5] = {"state": [float("nan"), 1.0]}
+    requests[11] = b'{"state": [1, 2'
+    with Server(tiny, held=True) as server, busy(server), server.burst(requests) as burst:
+        burst.send()
+        server.reach(queued(14))
+        server.release()
+        answers = burst.answers()
+    assert {a.json["batch"]["size"] for a in answers if a.status == 200} == {14}
     assert (answers[5].status, answers[5].json["field"]) == (422, "state")
     assert (answers[11].status, answers[11].code) == (400, "invalid_json")
     assert all(right(a, i) for i, a in enumerate(answers) if i not in (5, 11))

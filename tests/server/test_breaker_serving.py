@@ -17,7 +17,7 @@ from reflex_runtime.telemetry.trace import read_trace
 
 from .harness import PATIENCE, STATE, Server
 from .pair import Pair, admin, episodes, rollout, two, until, version_of
-from .test_batching import numbered
+from .test_batching import busy, numbered, queued
 
 LONG = ("--probe-cooldown-s", "480")  # nothing comes back by itself
 
@@ -88,17 +88,12 @@ def test_v6_the_verdict_stands_in_headers_metrics_and_trace(pair: Pair, tmp_path
 
 
 def test_v6_a_failed_batch_counts_once_however_many_were_in_it(pair: Pair) -> None:
-    with two(pair, "--inject-latency-ms", "400", *LONG) as server:
+    with two(pair, *LONG, held=True) as server:
         assert admin(server, "faults", faults=["b:raise:1"]).status == 200
         (plug,) = episodes("a", 1)
-        with server.burst([{"state": STATE, "episode_id": plug}]) as first:
-            first.send()
-            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="a") == 1)
+        with busy(server, episode_id=plug):
             bodies = [r | {"episode_id": e} for r, e in zip(numbered(16), episodes("b", 16), strict=True)]
-            with server.burst(bodies) as burst:
-                burst.send()
-                assert {a.status for a in burst.answers()} == {500}
-            first.answers()
+            assert {a.status for a in server.behind(bodies)} == {500}
         metrics = server.reach(lambda m: m("reflex_in_flight_requests") == 0)
         calls = metrics("reflex_batch_flush_total", policy_slot="b")
         assert calls < 5
@@ -113,16 +108,12 @@ def test_v6_one_answer_of_a_batch_makes_it_no_crash(pair: Pair) -> None:
     names = [f"r{i}" for i in range(400)]
     one, good = [n for n in names if bad(n)], [n for n in names if not bad(n)]
     (a,), (b,) = episodes("a", 1), episodes("b", 1)
-    options = ("--inject-fault", "b:raise:0.1", "--inject-latency-ms", "300", "--max-consecutive-crashes", "1")
-    with two(pair, *options, *LONG) as server:
-        bodies = [{"state": STATE, "episode_id": a}] + [
-            {"state": STATE, "episode_id": b, "request_id": n, "robot_id": n} for n in (*good[:8], one[0])
-        ]
-        with server.burst(bodies) as burst:
-            burst.send(0, 1)
-            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="a") == 1)
-            burst.send(1)
-            assert [x.status for x in burst.answers()] == [200] * 9 + [500]
+    options = ("--inject-fault", "b:raise:0.1", "--max-consecutive-crashes", "1")
+    bodies = [{"state": STATE, "episode_id": b, "request_id": n, "robot_id": n} for n in (*good[:8], one[0])]
+    with two(pair, *options, *LONG, held=True) as server:
+        with busy(server, episode_id=a) as plug:
+            assert [x.status for x in server.behind(bodies)] == [200] * 8 + [500]
+            assert plug.answers()[0].status == 200
         assert health(server)[1] == "ok"
 
 
@@ -154,9 +145,8 @@ def test_v6_both_drained_is_degraded_and_is_left_by_itself(pair: Pair) -> None:
 
 @pytest.fixture(scope="module")
 def shaken(pair: Pair) -> Iterator[Server]:
-    """A server whose slow b is one crash away from its drain, and would be back to none by one answer."""
-    options = ("--inject-latency-ms", "1200", "--max-queue", "2000", "--max-consecutive-crashes", "2")
-    with two(pair, *options, *LONG) as server:
+    """A server whose b is one crash away from its drain, and would be back to none by one answer."""
+    with two(pair, "--max-queue", "2000", "--max-consecutive-crashes", "2", *LONG, held=True) as server:
         yield server
 
 
@@ -205,14 +195,13 @@ def test_v6_1000_deadlines_in_a_row_never_drain(shaken: Server) -> None:
     (plug,) = episodes("a", 1)
     (episode,) = episodes("b", 1)
     late = [{"state": STATE, "episode_id": episode, "deadline_ms": 300}] * 1000
-    with shaken.burst(late) as burst, shaken.burst([{"state": STATE, "episode_id": plug}]) as first:
-        first.send()
-        shaken.reach(lambda m: m("reflex_in_flight_requests", policy_slot="a") == 1)
+    with shaken.burst(late) as burst, busy(shaken, episode_id=plug) as first:
         burst.send()
         codes = [(a.status, a.code) for a in burst.answers()]
         assert set(codes) <= {(504, "deadline_exceeded"), (503, "deadline_unreachable")}
         not_counted(shaken)
-        first.answers()
+        shaken.release()
+        assert first.answers()[0].status == 200
 
 
 def test_v6_1000_cancels_in_a_row_never_drain(shaken: Server) -> None:
@@ -221,41 +210,36 @@ def test_v6_1000_cancels_in_a_row_never_drain(shaken: Server) -> None:
     (plug,) = episodes("a", 1)
     (episode,) = episodes("b", 1)
     body = {"state": STATE, "episode_id": episode}
-    with shaken.burst([body] * 1000) as burst, shaken.burst([{"state": STATE, "episode_id": plug}]) as first:
-        first.send()
-        shaken.reach(lambda m: m("reflex_in_flight_requests", policy_slot="a") == 1)
+    with shaken.burst([body] * 1000) as burst, busy(shaken, episode_id=plug) as first:
         burst.send()
         burst.hang_up(range(1000))
         shaken.reach(lambda m: m("reflex_requests_total", policy_slot="b", outcome="cancelled") >= before + 1000)
         not_counted(shaken)
-        first.answers()
+        shaken.release()
+        assert first.answers()[0].status == 200
 
 
 def test_v6_a_cancel_while_it_runs_counts_for_nothing(shaken: Server) -> None:
     brink(shaken)
     (episode,) = episodes("b", 1)
-    with shaken.burst([{"state": STATE, "episode_id": episode}]) as burst:
-        burst.send()
-        shaken.reach(lambda m: m("reflex_in_flight_requests", policy_slot="b") == 1)
-        burst.hang_up([0])
+    busy(shaken, episode_id=episode).hang_up([0])
+    assert shaken.get("/health").status == 200  # the loop has met the end of the other connection before this
+    shaken.release()
     shaken.reach(lambda m: m("reflex_in_flight_requests") == 0)
     not_counted(shaken)
 
 
 def test_v6_1000_times_queue_full_in_a_row_never_drain(pair: Pair) -> None:
-    options = ("--inject-latency-ms", "2000", "--max-queue", "1", "--max-consecutive-crashes", "1")
-    with two(pair, *options, *LONG) as server:
+    with two(pair, "--max-queue", "1", "--max-consecutive-crashes", "1", *LONG, held=True) as server:
         (plug,) = episodes("a", 1)
         (episode,) = episodes("b", 1)
-        bodies = [{"state": STATE, "episode_id": e} for e in (plug, *[episode] * 1001)]
-        with server.burst(bodies) as burst:
-            burst.send(0, 1)
-            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="a") == 1)
-            burst.send(1, 2)
-            server.reach(lambda m: m("reflex_policy_runtime_queue_depth", policy_slot="b") == 1)
-            burst.send(2)
-            found = [(a.status, a.code) for a in burst.answers(range(2, 1002))]
-        assert found.count((503, "queue_full")) == 1000
+        body = {"state": STATE, "episode_id": episode}
+        with busy(server, episode_id=plug), server.burst([body]) as waiting:
+            waiting.send()
+            server.reach(queued(1))
+            assert many(server, body, 1000) == [(503, "queue_full")] * 1000
+            server.release()
+            assert waiting.answers()[0].status == 200
         assert health(server)[1] == "ok"
         assert of(server, "b")["consecutive"] == 0
 

@@ -186,6 +186,7 @@ def test_b20_idle_connections_and_readers_that_do_not_read_do_not_keep_it(tiny: 
         assert time.monotonic() - began < 10.0
 
 
+@pytest.mark.timing
 def test_h6_it_answers_at_once_while_batches_run(tmp_path: Path) -> None:
     """The model has the device thread; the loop is never its."""
     from .exports import write_tiny

@@ -328,6 +328,7 @@ def test_l9_what_is_not_http_is_answered_and_closed() -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timing
 def test_l9_health_answers_within_milliseconds_while_a_long_prompt_is_prefilled() -> None:
     runner = Model()
     with Toy(runner, max_num_batched_tokens=512) as toy:

@@ -23,8 +23,8 @@ from .test_batching import marked
 @pytest.mark.parametrize("device", [(0.0, 0.002), (0.001, 0.002), (0.020, 0.002), (0.050, 0.0)])
 def test_v6_a_fifth_of_all_requests_bad_drains_no_slot(device: tuple[float, float]) -> None:
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    failed = closed_loop(*device, some(0.2), seconds=100.0, sink=_Verdict(rollout))[1]
-    assert failed > 300
+    failed = closed_loop(*device, some(0.2), seconds=30.0, sink=_Verdict(rollout))[1]
+    assert failed > 100
     assert rollout.breaker.verdict == "ok"
 
 
@@ -49,11 +49,11 @@ def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> N
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.5])
 def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_answered(share: float) -> None:
-    """40 clients, each served alone, a hundred thousand requests: runs of bad ones come by chance."""
+    """40 clients, each served alone, thirty thousand requests: runs of bad ones come by chance."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
     sink, random = _Verdict(rollout), Random(3)
     scheduler = scheduler_of(name="prod", cost=UnitCost)
-    for i in range(100_000):
+    for i in range(30_000):
         ticket = ask(scheduler, float(i), group="prod", client=i % 40)
         finish(scheduler, take(scheduler, float(i)), i + 0.5, 0.5, Failed(ERROR) if random.random() < share else Done())
         for event in scheduler.take_events():

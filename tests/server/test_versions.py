@@ -24,7 +24,7 @@ from reflex_runtime.web import listen
 from .exports import write_tiny
 from .harness import PATIENCE, STATE, Server
 from .pair import Pair, admin, episodes, rollout, two, version_of
-from .test_batching import numbered
+from .test_batching import busy, numbered, queued
 from .test_faults import _grey
 
 # -- V1, V8: what is refused -------------------------------------------------------------------------------------------
@@ -291,12 +291,14 @@ def test_v5_and_v9_requests_batches_and_costs_of_a_slot_are_its_own(pair: Pair) 
 
 
 def test_v9_in_flight_and_queue_depth_are_told_by_slot(pair: Pair) -> None:
-    with two(pair, "--inject-latency-ms", "400") as server:
+    with two(pair, held=True) as server:
         a, b = episodes("a", 1)[0], episodes("b", 3)
-        with server.burst([{"state": STATE, "episode_id": e} for e in (a, *b)]) as burst:
+        with busy(server, episode_id=a), server.burst([{"state": STATE, "episode_id": e} for e in b]) as burst:
             burst.send()
-            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="b") == 3)
-            assert server.metrics()("reflex_in_flight_requests", policy_slot="a") == 1
+            found = server.reach(lambda m: m("reflex_policy_runtime_queue_depth", policy_slot="b") == 3)
+            assert [found("reflex_in_flight_requests", policy_slot=slot) for slot in "ab"] == [1, 3]
+            assert found("reflex_policy_runtime_queue_depth", policy_slot="a") == 0
+            server.release()
             assert {x.status for x in burst.answers()} == {200}
 
 
@@ -403,12 +405,15 @@ def test_v11_what_an_error_could_not_tell_the_next_answer_does(pair: Pair) -> No
 
 
 def test_v11_rollback_acts_while_both_are_busy(pair: Pair) -> None:
-    with two(pair, "--inject-latency-ms", "300") as server:
+    with two(pair, held=True) as server:
         (episode,) = episodes("b", 1)
-        with server.burst([{"state": STATE, "episode_id": e} for e in (*episodes("a", 2), episode)]) as burst:
+        first, second = episodes("a", 2)
+        bodies = [{"state": STATE, "episode_id": e} for e in (second, episode)]
+        with busy(server, episode_id=first), server.burst(bodies) as burst:
             burst.send()
-            server.reach(lambda m: m("reflex_in_flight_requests") == 3)
-            assert admin(server, "rollback").seconds < 1.0
+            server.reach(queued(2))
+            assert admin(server, "rollback").status == 200  # while the device is held
+            server.release()
             assert {x.status for x in burst.answers()} == {200}  # what was asked before ends where it was
         assert server.act(episode_id=episode).headers["x-reflex-policy-slot"] == "a"
 
