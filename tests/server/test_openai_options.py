@@ -217,7 +217,7 @@ def test_h10_what_only_loading_shows_is_named_as_a_flag_too(monkeypatch: pytest.
 def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.openvino_runner._has_bfloat16", lambda core: False)
     line = said(capsys, str(model_dir), "--device", "cpu", "--dtype", "bfloat16")
     assert "--dtype=bfloat16: this processor has no instructions for it; use float32 or auto" in line
@@ -226,7 +226,7 @@ def test_h10_bfloat16_on_a_processor_without_it_is_refused_before_the_port_opens
 def test_h10_beside_a_gpu_what_its_runner_cannot_do_is_refused_before_the_port_opens(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.server.listen.bind", None)
+    monkeypatch.setattr("reflex_runtime.web.listen.bind", None)
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
     monkeypatch.setattr("reflex_runtime.llm.load.free_bytes", lambda *device: 20_000_000_000)
     line = said(capsys, str(model_dir), "--dtype", "int8")
