@@ -27,13 +27,13 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.request import Admission, Ticket
 from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, load_policy
-from reflex_runtime.policies.breaker import Breaker
-from reflex_runtime.policies.slots import Version
-from reflex_runtime.server.asking import Ask
-from reflex_runtime.server.recorded import asked_and_answered, header_of
-from reflex_runtime.server.rollout import Placement, Rollout
-from reflex_runtime.server.slots import Slot
-from reflex_runtime.server.wire import act as wire
+from reflex_runtime.policies.rollout.breaker import Breaker
+from reflex_runtime.policies.rollout.rollout import Placement, Rollout
+from reflex_runtime.policies.rollout.versions import Version
+from reflex_runtime.policies.serving import fields as wire
+from reflex_runtime.policies.serving.asking import Ask
+from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
+from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.telemetry.recorder import Recorder
 
 EPISODES = 32

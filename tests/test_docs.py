@@ -14,11 +14,11 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
 from reflex_runtime.llm import LLMProcessor
+from reflex_runtime.llm.serving.generation import GenerationRuntime
+from reflex_runtime.llm.serving.local_model import LocalModel, opened
+from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.server.generation import GenerationRuntime
-from reflex_runtime.server.local_model import LocalModel, opened
-from reflex_runtime.server.served_model import ServedModel
-from reflex_runtime.server.workers import Workers, WorkersConfig
+from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"

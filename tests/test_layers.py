@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,16 +24,14 @@ BELOW: dict[str, set[str]] = {
     "drivers": {"core", "processors"},
     "web": {"core", "drivers"},
     "sim": MIDDLE,
-    "policies": MIDDLE,
     "feeds": MIDDLE,
     "ipc": MIDDLE,
-    "llm": MIDDLE,
-    "server": MIDDLE | {"web", "sim", "policies", "feeds", "ipc", "llm"},
-    "cluster": {"server"},
+    "policies": MIDDLE | {"web"},
+    "llm": MIDDLE | {"web", "ipc"},
     "client": set(),
     "config": set(),
 }
-READS_CONFIG = {"server", "web"}  # a tree of frozen values; besides it only those at the top read it
+READS_CONFIG = {"web", "policies", "llm"}  # a tree of frozen values; besides it only those at the top read it
 ALONE = {("config", f"{PACKAGE}.core.errors")}  # a wrong setting is a ConfigError
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
@@ -121,7 +120,7 @@ def test_the_core_has_no_other_way_to_the_outside() -> None:
 
 def test_the_reader_of_imports_sees_every_form() -> None:
     text = """
-import reflex_runtime.server.app
+import reflex_runtime.policies.serving.app
 from reflex_runtime import llm
 from reflex_runtime.core.time_cost import TimeCost
 from ..sim import clock
@@ -129,11 +128,19 @@ def late():
     from reflex_runtime.cli import main
 """
     assert [part for _, part in arrows("reflex_runtime.drivers.batcher", text, False)] == [
-        "server",
+        "policies",
         "llm",
         "core",
         "sim",
         "cli",
     ]
     assert list(arrows("reflex_runtime.core.cost", "from . import batch\nfrom .batch import Batch\n", False)) == []
-    assert [p for _, p in arrows("reflex_runtime.core", "from .. import server\n", True)] == ["server"]
+    assert [p for _, p in arrows("reflex_runtime.core", "from .. import feeds\n", True)] == ["feeds"]
+
+
+def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
+    wanted = "llm.serving.openai", "llm.serving.local_model", "llm.workers.workers", "web.serve"
+    code = "import sys\n" + "".join(f"import {PACKAGE}.{name}\n" for name in wanted)
+    code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.policies')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "[]\n"

@@ -11,9 +11,9 @@ import sys
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.spawn import spawned
+from reflex_runtime.llm.serving.openai import serving
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.server.openai import serving
-from reflex_runtime.server.workers import WorkersConfig, opened
+from reflex_runtime.llm.workers.workers import WorkersConfig, opened
 from reflex_runtime.web.listen import bind
 from reflex_runtime.web.serve import serve
 

@@ -15,7 +15,7 @@ from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.drill import Drill, Tally, even_run
 from reflex_runtime.demo.run import planned
-from reflex_runtime.policies.router import Router
+from reflex_runtime.policies.rollout.router import Router
 from reflex_runtime.telemetry.recording import read_recording
 
 EPISODE = {"event": "episode_end"}

@@ -79,9 +79,10 @@ def test_an_exception_in_the_parent_leaves_no_child(stub: Stub) -> None:
     def stop(event: Event) -> None:
         raise KeyboardInterrupt
 
+    before = psutil.Process().children()  # of other tests
     with pytest.raises(KeyboardInterrupt):
         run_demo(stub.url, robots=2, on_progress=stop)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_robots_die_with_a_killed_parent(stub: Stub) -> None:

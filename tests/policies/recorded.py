@@ -15,7 +15,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import ActionChunk, Policy, served_by
-from reflex_runtime.policies.observation import seed_of
+from reflex_runtime.policies.policy.observation import seed_of
 from reflex_runtime.telemetry.recorder import Recorder
 from reflex_runtime.telemetry.recording import Answered, settings_of, warmed
 

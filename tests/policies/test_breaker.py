@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, Evidence
-from reflex_runtime.policies.router import Router, bucket
+from reflex_runtime.policies.rollout.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, Evidence
+from reflex_runtime.policies.rollout.router import Router, bucket
 
 LIMIT = log(1 / ALPHA)
 

@@ -12,8 +12,8 @@ from onnx import helper
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies import Export, load_policy, served_by
-from reflex_runtime.policies.decomposed import DecomposedPolicy
-from reflex_runtime.policies.rtc import Rtc
+from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
+from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.processors.base import run_batch
 
 from .tiny import _POSE, CHUNK, STEPS, Bench, asked, value, write_export, write_graph

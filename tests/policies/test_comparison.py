@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.comparison import BETS, BLOCKS, Comparison, ratio, wilson
+from reflex_runtime.policies.rollout.comparison import BETS, BLOCKS, Comparison, ratio, wilson
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from onnx import helper, numpy_helper
 
 from reflex_runtime.cli import main
 from reflex_runtime.demo.exports import KINDS, export_dir
-from reflex_runtime.policies import doctor
-from reflex_runtime.policies.doctor import Clocks, Diagnosis, Finding, examine
-from reflex_runtime.policies.memory import GB
+from reflex_runtime.policies.doctor import doctor
+from reflex_runtime.policies.doctor.doctor import Clocks, Diagnosis, Finding, examine
+from reflex_runtime.policies.export.memory import GB
 from reflex_runtime.processors.onnx import CUDA
 
 from .tiny import ACTIONS, CHUNK, EMBODIMENT, STATE, write_export
@@ -619,7 +619,7 @@ def test_t7_no_directory_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_state_of_the_samples_stays_near_the_mean(mono: Path) -> None:
     from reflex_runtime.policies import Export
-    from reflex_runtime.policies.trial import sample_state
+    from reflex_runtime.policies.doctor.trial import sample_state
 
     drawn = sample_state(Export.load(mono), np.random.default_rng(0))
     assert drawn is not None

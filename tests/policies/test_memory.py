@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
-from reflex_runtime.policies.memory import (
+from reflex_runtime.policies.export.memory import (
     GB,
     SKIP,
     Room,

@@ -11,8 +11,8 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import DecomposedPolicy, Export, load_policy
-from reflex_runtime.policies.decomposed import DENOISE, PREFIX
-from reflex_runtime.policies.prefix_cache import ENTRY_OVERHEAD, Prefix, PrefixCache, PrefixKey, digest
+from reflex_runtime.policies.policy.decomposed import DENOISE, PREFIX
+from reflex_runtime.policies.policy.prefix_cache import ENTRY_OVERHEAD, Prefix, PrefixCache, PrefixKey, digest
 
 from .tiny import Bench, asked, picture, value, write_export
 

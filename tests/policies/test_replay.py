@@ -18,8 +18,8 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import export_dir
 from reflex_runtime.policies import Policy, load_policy, served_by
-from reflex_runtime.policies.replay import Item, ModelReplay, distance, replay_model
-from reflex_runtime.policies.rtc import Rtc
+from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.records.replay import Item, ModelReplay, distance, replay_model
 from reflex_runtime.processors.base import Processor
 from reflex_runtime.telemetry.recording import hardware, read_recording
 
@@ -206,7 +206,7 @@ def _steps(recording: Any, batch: Any, member: int) -> int:
 
 
 def test_t5_steps_that_were_spared_are_spared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.policies.decomposed.STEADY", 0.5)
+    monkeypatch.setattr("reflex_runtime.policies.policy.decomposed.STEADY", 0.5)
     export = write_export(tmp_path / "export", "decomposed")
     path = serve(Served(tmp_path / "r", [load_policy(export, adaptive=True)]), *callers(4))
     assert {line.denoise for line in read_recording(path).requests} & {2, 3, 4}

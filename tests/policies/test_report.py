@@ -13,9 +13,9 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.comparison import Comparison, wilson
-from reflex_runtime.policies.report import Report, evidence, report
-from reflex_runtime.policies.report_picture import _drained, _labels, draw_report
+from reflex_runtime.policies.records.report import Report, evidence, report
+from reflex_runtime.policies.records.report_picture import _drained, _labels, draw_report
+from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.telemetry.recorder import Recorder
 from reflex_runtime.telemetry.recording import RecordingError
 from telemetry.test_recording import Run, asked

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.rtc import Anchor, ChunkTails, Rtc
+from reflex_runtime.policies.policy.rtc import Anchor, ChunkTails, Rtc
 
 
 class _Clock:

@@ -16,7 +16,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import Cancelled, ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies import DecomposedPolicy, MonolithicPolicy, Policy, load_policy
-from reflex_runtime.policies.decomposed import DENOISE, PREFIX
+from reflex_runtime.policies.policy.decomposed import DENOISE, PREFIX
 from reflex_runtime.processors.base import BaseProcessor
 
 from .tiny import STEPS, Bench, asked, run_alone, value, write_export
@@ -249,8 +249,8 @@ def test_b18_a_failed_call_changes_no_state(policy: DecomposedPolicy, monkeypatc
         monkeypatch.setattr(session, "_call", once)
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
     bench.drain()
-    assert [(b.stage, len(b)) for b in bench.batches[:6]] == [("prefix", n) for n in (3, 2, 1)] + [
-        ("denoise", n) for n in (3, 2, 1)
+    assert [(b.stage, len(b)) for b in bench.batches[:6]] == [("prefix", n) for n in (3, 1, 2)] + [
+        ("denoise", n) for n in (3, 1, 2)
     ]
     assert len(bench.batches) == 6 + STEPS - 1
     for i, ticket in enumerate(tickets):

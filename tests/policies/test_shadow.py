@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.shadow import Difference, Divergence, Sampler
+from reflex_runtime.policies.rollout.shadow import Difference, Divergence, Sampler
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:

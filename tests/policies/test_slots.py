@@ -17,8 +17,8 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies import Export, Policy, load_policy, parse_fault
-from reflex_runtime.policies.slots import SlotProcessor, Version
-from reflex_runtime.server.slots import Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
+from reflex_runtime.policies.serving.slots import Slot, check_alike, faults_of, group_of, load
 
 from .tiny import Bench, asked, write_export
 

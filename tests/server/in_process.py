@@ -9,8 +9,8 @@ from typing import Any
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
-from reflex_runtime.server.app import application
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.app import application
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 

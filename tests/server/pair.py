@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reflex_runtime.policies.router import bucket
+from reflex_runtime.policies.rollout.router import bucket
 
 from .exports import WEIGHTS, expected, write_tiny
 from .harness import PATIENCE, STATE, Answer, Server
@@ -22,7 +22,7 @@ WEIGHTS_OF = {"v1": WEIGHTS, "v2": -WEIGHTS, "v3": 2 * WEIGHTS}
 # Run first in a server's process: no policy is loaded as long as there is a file of that name.
 SLOW_LOAD = """
 import os, time
-import reflex_runtime.server.runtime as runtime
+import reflex_runtime.policies.serving.runtime as runtime
 really = runtime.load
 def load(*given):
     while os.path.exists({gate!r}):

@@ -19,15 +19,16 @@ import msgpack
 import pytest
 
 from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.llm.serving import fields as openai
+from reflex_runtime.llm.serving.local_model import opened
+from reflex_runtime.llm.serving.openai import OpenAI
+from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.policies.observation import InvalidRequest
-from reflex_runtime.server import act as act_module
-from reflex_runtime.server.images import PIECE, _from_base64
-from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.openai import OpenAI
-from reflex_runtime.server.runtime import PolicyRuntime
-from reflex_runtime.server.served_model import ServedModel
-from reflex_runtime.server.wire import act, openai
+from reflex_runtime.policies.policy.observation import InvalidRequest
+from reflex_runtime.policies.serving import act as act_module
+from reflex_runtime.policies.serving import fields as act
+from reflex_runtime.policies.serving.images import PIECE, _from_base64
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies
 from reflex_runtime.web.connections import Connections, Limits, Seldom

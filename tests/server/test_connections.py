@@ -22,7 +22,7 @@ import pytest
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.oldest import Oldest
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connections import STALLED, UNREAD, Connections, Limits, Phase, Seldom, most_connections

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-import reflex_runtime.server.slots
+import reflex_runtime.policies.serving.slots
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 
 from .harness import STATE
 from .in_process import nothing
@@ -72,6 +72,6 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         await runtime.batcher.run(runtime.policy.request(observation))
         await runtime.stop(asyncio.get_running_loop().time(), nothing)
 
-    monkeypatch.setattr(reflex_runtime.server.slots, "load_policy", load)
+    monkeypatch.setattr(reflex_runtime.policies.serving.slots, "load_policy", load)
     asyncio.run(main())
     assert threads["warm_up"] is threads["run"]

@@ -27,7 +27,7 @@ def gated(tiny: Path, tmp_path: Path, function: str) -> Iterator[tuple[Server, i
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     before = f"""
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 inner = PolicyRuntime.{function}
 def wait(self):
     with open({str(gate)!r}, "rb") as pipe:
@@ -218,9 +218,9 @@ STUCK = """
 import sys, threading
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
-from reflex_runtime.server.local_model import opened
+from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.web.listen import bind
-from reflex_runtime.server.openai import serving
+from reflex_runtime.llm.serving.openai import serving
 from reflex_runtime.web.serve import serve
 
 class Stuck(ToyRunner):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reflex_runtime.core.errors import ProcessorError
-from reflex_runtime.server.failures import FailureLog
+from reflex_runtime.policies.serving.failures import FailureLog
 
 from .exports import write_tiny
 from .harness import Server

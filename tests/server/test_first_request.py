@@ -14,8 +14,8 @@ FIRST = """
 import asyncio, base64, io, json, sys
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
-from reflex_runtime.server.app import application
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.app import application
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.connection import HttpConnection
 
 async def main(export, picture):

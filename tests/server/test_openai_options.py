@@ -21,8 +21,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.llm.memory import blocks_in
-from reflex_runtime.server import workers
-from reflex_runtime.server.workers import WorkersConfig
+from reflex_runtime.llm.workers import workers
+from reflex_runtime.llm.workers.workers import WorkersConfig
 
 from .harness import Server
 from .openai_toy import Model, Toy
@@ -112,7 +112,7 @@ def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What the command would serve: (config, name, load), one for each time it got as far."""
-    from reflex_runtime.server import openai
+    from reflex_runtime.llm.serving import openai
     from reflex_runtime.web import serve as module
 
     found: list[tuple[Any, ...]] = []

@@ -24,12 +24,12 @@ from reflex_runtime.core.request import Priority, TicketState
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.llm import EngineConfig, LLMEngine, LLMProcessor, SamplingParams
+from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream, merged
+from reflex_runtime.llm.serving.local_model import opened
+from reflex_runtime.llm.serving.openai import OpenAI
+from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.server.generation import GenerationRuntime, GenerationStream, merged
-from reflex_runtime.server.local_model import opened
-from reflex_runtime.server.openai import OpenAI
-from reflex_runtime.server.served_model import ServedModel
-from reflex_runtime.server.worker_engine import WorkerEngine
+from reflex_runtime.llm.workers.worker_engine import WorkerEngine
 
 from .in_process import Caller
 from .openai_toy import PATIENCE, Model

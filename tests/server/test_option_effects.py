@@ -19,10 +19,10 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.policies import Export
+from reflex_runtime.policies.serving import slots
+from reflex_runtime.policies.serving.app import App
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.processors.onnx import CPU, CUDA
-from reflex_runtime.server import slots
-from reflex_runtime.server.app import App
-from reflex_runtime.server.runtime import PolicyRuntime
 
 from .harness import PATIENCE, STATE
 from .in_process import Caller, with_app

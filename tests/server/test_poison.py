@@ -12,9 +12,9 @@ from core.helpers import ask, finish, scheduler_of, take
 from core.test_isolation import ERROR, closed_loop, some
 from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
-from reflex_runtime.policies.breaker import Breaker
-from reflex_runtime.server.rollout import Rollout
-from reflex_runtime.server.runtime import _Verdict
+from reflex_runtime.policies.rollout.breaker import Breaker
+from reflex_runtime.policies.rollout.rollout import Rollout
+from reflex_runtime.policies.serving.runtime import _Verdict
 
 from .harness import STATE, Server
 from .test_batching import marked

@@ -18,8 +18,8 @@ from onnx import TensorProto, helper
 
 from policies.tiny import write_export, write_graph
 from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.policies.observation import MAX_IMAGE_PIXELS
-from reflex_runtime.server.preparing import LIGHT_PIXELS, DecodeOrder, Job, Preparing
+from reflex_runtime.policies.policy.observation import MAX_IMAGE_PIXELS
+from reflex_runtime.policies.serving.preparing import LIGHT_PIXELS, DecodeOrder, Job, Preparing
 
 from .harness import Latch, Server
 
@@ -236,7 +236,7 @@ def test_b21_a_client_pays_for_the_pictures_that_were_decoded_at_once() -> None:
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 HELD = '''
-import reflex_runtime.policies.policy as policy
+import reflex_runtime.policies.policy.base as policy
 
 decode = policy.decode_image
 def held(data, field="image", size=None):
@@ -454,7 +454,7 @@ def test_a_request_of_too_many_pixels_in_all_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_jpeg_is_decoded_at_the_fraction_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from reflex_runtime.policies.observation import decode_image
+    from reflex_runtime.policies.policy.observation import decode_image
 
     flat = np.zeros((4096, 4096, 3), np.uint8)
     flat[:, 2048:] = 200

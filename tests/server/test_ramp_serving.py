@@ -100,7 +100,7 @@ def test_v12_a_drain_of_b_ends_its_ramp(pair: Pair) -> None:
 
 # Run first in the server's process: the first look at the ramp fails, for whatever reason.
 STUMBLES = """
-import reflex_runtime.server.rollout as module
+import reflex_runtime.policies.rollout.rollout as module
 really = module.Rollout.evaluate
 def evaluate(self, now):
     module.Rollout.evaluate = really

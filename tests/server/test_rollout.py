@@ -8,10 +8,10 @@ import logging
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.breaker import Breaker
-from reflex_runtime.policies.comparison import Comparison
-from reflex_runtime.policies.ramp import Ramp, RampGuard
-from reflex_runtime.server.rollout import Change, Rollout, check_split
+from reflex_runtime.policies.rollout.breaker import Breaker
+from reflex_runtime.policies.rollout.comparison import Comparison
+from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
+from reflex_runtime.policies.rollout.rollout import Change, Rollout, check_split
 from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 from .pair import episodes
@@ -242,7 +242,7 @@ def test_a_shadow_is_none_of_its_business(versions: Versions) -> None:
 
 
 def test_tables_of_episodes_are_bounded(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reflex_runtime.server.rollout.EPISODES", 10)
+    monkeypatch.setattr("reflex_runtime.policies.rollout.rollout.EPISODES", 10)
     for i in range(30):
         versions.rollout.place(f"e{i}", "r", 0.0)
         versions.rollout.outcome(f"e{i}", True)

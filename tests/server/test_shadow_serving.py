@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reflex_runtime.policies.shadow import Sampler
+from reflex_runtime.policies.rollout.shadow import Sampler
 from reflex_runtime.telemetry.trace import read_trace
 
 from .exports import expected

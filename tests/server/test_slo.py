@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reflex_runtime.server.slo import Objective, SloTracker
+from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 
 from .exports import write_tiny
 from .harness import STATE, Server

@@ -14,7 +14,7 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.config import ServeConfig, flag
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.server.slo import Objective
+from reflex_runtime.policies.rollout.slo import Objective
 
 from .exports import write_tiny
 from .harness import STATE, Server, refusal

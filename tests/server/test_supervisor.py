@@ -114,7 +114,7 @@ def test_restarts_are_bounded(tiny: Path) -> None:
 
 
 def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Path) -> None:
-    crash = "import os, signal\nfrom reflex_runtime.server.runtime import PolicyRuntime\n"
+    crash = "import os, signal\nfrom reflex_runtime.policies.serving.runtime import PolicyRuntime\n"
     crash += "PolicyRuntime._load = lambda self: os.kill(os.getpid(), signal.SIGSEGV)"
     with Server(tiny, before=crash, until="before it was ready", supervised=True) as server:
         assert server.wait() == 1

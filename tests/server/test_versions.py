@@ -13,12 +13,12 @@ from urllib.parse import unquote
 import numpy as np
 import pytest
 
-import reflex_runtime.policies.export as export_module
-import reflex_runtime.policies.memory as memory
+import reflex_runtime.policies.export.directory as export_module
+import reflex_runtime.policies.export.memory as memory
 from policies.tiny import write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import load_policy
-from reflex_runtime.policies.router import bucket
+from reflex_runtime.policies.rollout.router import bucket
 from reflex_runtime.web import listen
 
 from .exports import write_tiny
@@ -161,7 +161,7 @@ def test_v8_a_real_process_refuses_by_the_memory_of_the_machine(pair: Pair, tmp_
     with open(export / "model.onnx.data", "wb") as file:
         file.truncate(64 << 20)
     run = (
-        "import reflex_runtime.policies.memory as m; m.host_memory = lambda: 180 << 20\n"
+        "import reflex_runtime.policies.export.memory as m; m.host_memory = lambda: 180 << 20\n"
         "import sys; from reflex_runtime.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.server.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 
 from .harness import STATE, Server, encode

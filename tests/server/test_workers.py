@@ -27,10 +27,10 @@ from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.llm.sequence import SamplingParams
+from reflex_runtime.llm.serving.served_model import Open
 from reflex_runtime.llm.toy import ByteTokenizer
-from reflex_runtime.server.served_model import Open
-from reflex_runtime.server.worker_metrics import merged
-from reflex_runtime.server.workers import Workers, WorkersConfig, opened
+from reflex_runtime.llm.workers.worker_metrics import merged
+from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
 from reflex_runtime.telemetry.trace import read_trace
 
 from .harness import Server

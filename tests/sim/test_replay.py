@@ -84,7 +84,7 @@ def test_t6_measured_times_fed_back_give_the_recorded_batches(tmp_path: Path, ki
 def test_t6_steps_that_were_spared_and_requests_that_failed_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reflex_runtime.policies.decomposed.STEADY", 0.5)
+    monkeypatch.setattr("reflex_runtime.policies.policy.decomposed.STEADY", 0.5)
     policy = load_policy(write_export(tmp_path / "export", "decomposed"), adaptive=True)
     fault = served_by(policy, faults=[parse_fault("prod:nan:0.3")])
     served = Served(tmp_path / "r", [policy], images="none", processors={"prod": fault})

@@ -20,8 +20,8 @@ import PIL.Image
 import pytest
 
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.policies.observation import decode_image
-from reflex_runtime.policies.report import report
+from reflex_runtime.policies.policy.observation import decode_image
+from reflex_runtime.policies.records.report import report
 from reflex_runtime.telemetry import recorder as recorder_module
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.recording import Recorded, RecordingError, read_recording

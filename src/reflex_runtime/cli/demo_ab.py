@@ -134,8 +134,8 @@ def _survived(console: Console, drill: Drill) -> None:
 
 def _report(console: Console, recordings: list[Path], prefix: Path) -> None:
     """A against B, as `reflex report` tells it, and its picture."""
-    from reflex_runtime.policies.report import report
-    from reflex_runtime.policies.report_picture import draw_report
+    from reflex_runtime.policies.records.report import report
+    from reflex_runtime.policies.records.report_picture import draw_report
 
     found = report(recordings)
     console.print(found.text(), markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,7 @@ from rich.text import Text
 from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies.doctor import Check, Diagnosis
+    from reflex_runtime.policies.doctor.doctor import Check, Diagnosis
 
 WIDE = 120  # columns where the output is no terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
@@ -69,7 +69,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine and tell; returns the exit code."""
-    from reflex_runtime.policies.doctor import examine
+    from reflex_runtime.policies.doctor.doctor import examine
     from reflex_runtime.processors.onnx import CPU, CUDA
 
     if not args.directory.is_dir():

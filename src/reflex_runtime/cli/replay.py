@@ -16,7 +16,7 @@ from reflex_runtime.telemetry.files import create, write_all
 from reflex_runtime.telemetry.recording import Recording, RecordingError, hardware, read_recording
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies.replay import ModelReplay
+    from reflex_runtime.policies.records.replay import ModelReplay
 
 _DESCRIPTION = """\
 Run a recording of `reflex serve --record DIR` again.
@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, served_by
-    from reflex_runtime.policies.replay import DIFFS, replay_model
+    from reflex_runtime.policies.records.replay import DIFFS, replay_model
     from reflex_runtime.processors.base import Processor
     from reflex_runtime.processors.onnx import CPU, CUDA
 

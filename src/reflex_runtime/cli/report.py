@@ -48,7 +48,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Report; returns the exit code."""
-    from reflex_runtime.policies.report import report
+    from reflex_runtime.policies.records.report import report
 
     if args.format not in ("text", "json"):
         raise ConfigError(f"--format={args.format}: must be one of text, json")
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(json.dumps(found.as_dict(), indent=1) if args.format == "json" else found.text())
     if args.out is not None:
-        from reflex_runtime.policies.report_picture import draw_report
+        from reflex_runtime.policies.records.report_picture import draw_report
 
         paths = draw_report(found, args.out)
         print(f"wrote {' and '.join(str(p) for p in paths)}", file=sys.stderr)

@@ -94,7 +94,7 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.policies import Export
-    from reflex_runtime.server.app import serving
+    from reflex_runtime.policies.serving.app import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
@@ -157,8 +157,8 @@ def _missing(exports: Mapping[str, Export]) -> dict[str, str]:
 
 def _check_memory(config: ServeConfig, paths: Mapping[str, Path]) -> None:
     """Whether two policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.policies.memory import Weight, check_two_policies
-    from reflex_runtime.server.slots import PROVIDERS
+    from reflex_runtime.policies.export.memory import Weight, check_two_policies
+    from reflex_runtime.policies.serving.slots import PROVIDERS
 
     if len(paths) > 1:
         provider = PROVIDERS.get(config.provider, config.provider)
@@ -167,7 +167,7 @@ def _check_memory(config: ServeConfig, paths: Mapping[str, Path]) -> None:
 
 def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
     """What the exports allow, before anything is loaded."""
-    from reflex_runtime.server.slots import check_alike, faults_of
+    from reflex_runtime.policies.serving.slots import check_alike, faults_of
 
     faults_of(config.inject_fault, tuple(exports), "--inject-fault")
     check_alike(exports)
@@ -180,7 +180,7 @@ def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
 
 def _check_files(export: Export) -> None:
     """That every graph is whole, by its outline: a model file of gigabytes that was copied in part is found at once."""
-    from reflex_runtime.policies.onnx_file import NotOnnx, read_onnx
+    from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 
     for graph in export.graphs.values():
         try:
@@ -196,11 +196,11 @@ def _check_files(export: Export) -> None:
 
 def _check(config: ServeConfig) -> None:
     """What takes more than a range."""
-    from reflex_runtime.policies.comparison import Comparison
-    from reflex_runtime.policies.ramp import Ramp, RampGuard
+    from reflex_runtime.policies.rollout.comparison import Comparison
+    from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
+    from reflex_runtime.policies.rollout.slo import Objective
+    from reflex_runtime.policies.serving.slots import PROVIDERS
     from reflex_runtime.processors.onnx import CUDA, check_provider
-    from reflex_runtime.server.slo import Objective
-    from reflex_runtime.server.slots import PROVIDERS
 
     if config.slo:
         Objective.parse(config.slo)

@@ -24,8 +24,8 @@ from reflex_runtime.demo.scribe import model_directory
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.llm.serving.served_model import Open, ServedModel
     from reflex_runtime.llm.tokenizer import Tokenizer
-    from reflex_runtime.server.served_model import Open, ServedModel
     from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
@@ -112,9 +112,9 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.llm.checkpoint import Checkpoint
+    from reflex_runtime.llm.serving.local_model import opened
+    from reflex_runtime.llm.serving.openai import serving
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.server.local_model import opened
-    from reflex_runtime.server.openai import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
@@ -161,7 +161,7 @@ def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[
 def _in_workers(model: Path, config: LLMServeConfig, batcher: GenerateBatcherConfig, tokenizer: Tokenizer) -> Open:
     """How to open the model in runtime processes."""
     from reflex_runtime.ipc.spawn import spawned
-    from reflex_runtime.server.workers import WorkersConfig, opened
+    from reflex_runtime.llm.workers.workers import WorkersConfig, opened
 
     command = [sys.executable, "-m", "reflex_runtime", "worker"]
     workers = WorkersConfig(

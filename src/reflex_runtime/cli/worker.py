@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.cli.worker_settings import load_model
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
-    from reflex_runtime.server.worker_engine import loading
+    from reflex_runtime.llm.workers.worker_engine import loading
     from reflex_runtime.telemetry.lines import turn_all
     from reflex_runtime.web.serve import EXIT_FAILED, loop_factory
 

@@ -17,7 +17,7 @@ from reflex_runtime.client import Client, ClientError
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.robot import Event
 from reflex_runtime.demo.run import new_run, planned
-from reflex_runtime.policies.router import bucket
+from reflex_runtime.policies.rollout.router import bucket
 
 FAULT: Final = "b:raise:1"
 LOOK: Final = 0.2  # seconds between two looks at the server that no robot gives cause for

@@ -20,23 +20,23 @@ share), `monolithic` and `decomposed` (the two kinds), `prefix_cache`, `guard`, 
 
 from __future__ import annotations
 
-from reflex_runtime.policies.decomposed import DecomposedPolicy
-from reflex_runtime.policies.export import Embodiment, Export
-from reflex_runtime.policies.faults import Fault, FaultyProcessor, parse_fault
-from reflex_runtime.policies.guard import ActionGuard, GuardedProcessor
-from reflex_runtime.policies.load import load_policy, served_by
-from reflex_runtime.policies.monolithic import MonolithicPolicy
-from reflex_runtime.policies.observation import (
+from reflex_runtime.core.errors import InvalidRequest
+from reflex_runtime.policies.export.directory import Embodiment, Export
+from reflex_runtime.policies.policy.base import Policy, WarmUp
+from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
+from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault
+from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
+from reflex_runtime.policies.policy.load import load_policy, served_by
+from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
+from reflex_runtime.policies.policy.observation import (
     ActionChunk,
     GuardReport,
-    InvalidRequest,
     Observation,
     decode_image,
     noise_of,
     seed_of,
 )
-from reflex_runtime.policies.policy import Policy, WarmUp
-from reflex_runtime.policies.prefix_cache import PrefixCache
+from reflex_runtime.policies.policy.prefix_cache import PrefixCache
 
 __all__ = [
     "ActionChunk",

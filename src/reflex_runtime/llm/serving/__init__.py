@@ -1,0 +1,1 @@
+"""The OpenAI API: the server of a language model."""

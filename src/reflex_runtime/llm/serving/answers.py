@@ -1,0 +1,280 @@
+"""Answers and errors in the shapes that clients of the OpenAI API expect, whole or as server-sent events.
+
+An `Answer` is told every output of every choice, and says what is to be sent: `chunk` at once, or `whole` at the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any, NamedTuple
+
+import msgspec
+
+from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
+from reflex_runtime.ipc.engine import Output
+from reflex_runtime.llm.serving.fields import BadRequest, ModelNotFound
+from reflex_runtime.web.errors import Unauthorized, api_error
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+class Cached(msgspec.Struct):
+    """cached_tokens: of the prompts, that the prefix cache had."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: Cached
+
+
+class TextLogprobs(msgspec.Struct):
+    """As /v1/completions tells them. text_offset: where each token's text begins in the choice."""
+
+    tokens: list[str] = msgspec.field(default_factory=list)
+    token_logprobs: list[float | None] = msgspec.field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = msgspec.field(default_factory=list)
+    text_offset: list[int] = msgspec.field(default_factory=list)
+
+
+class TopLogprob(msgspec.Struct):
+    """bytes: of the token's text; null when it is a part of a character, whose bytes a tokenizer does not tell."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token and what could have stood in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """As /v1/chat/completions tells them."""
+
+    content: list[TokenLogprob] = msgspec.field(default_factory=list)
+    refusal: None = None
+
+
+class TextChoice(msgspec.Struct):
+    """A choice of /v1/completions, whole or a part of it."""
+
+    text: str
+    index: int
+    logprobs: TextLogprobs | None
+    finish_reason: str | None
+
+
+class ChatMessage(msgspec.Struct):
+    """What the assistant said."""
+
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    """A choice of /v1/chat/completions."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Delta(msgspec.Struct, omit_defaults=True):
+    """What is new in a message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class DeltaChoice(msgspec.Struct):
+    """A part of a choice of /v1/chat/completions."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class Body(msgspec.Struct):
+    """An answer, or a part of one. usage: null in the parts of a stream that will tell it at its end."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Answer:
+    """The answer to one request, of `n` choices.
+
+    chat: whether it is a conversation. token: the text of a token id, for logprobs. usage_last: whether a stream tells
+    its usage at the end.
+    """
+
+    def __init__(
+        self, id: str, model: str, chat: bool, n: int, token: Callable[[int], str], logprobs: bool, usage_last: bool
+    ) -> None:
+        self._chat, self._token, self._logprobs, self._usage_last = chat, token, logprobs, usage_last
+        self._head = (("chatcmpl-" if chat else "cmpl-") + id, int(time.time()), model)
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        before, _, _ = _encode(Body(self._head[0], kind, *self._head[1:], [])).rpartition(b"]")
+        self._before = b"data: " + before  # all events begin and end alike
+        self._after = b'],"usage":null}\n\n' if usage_last else b"]}\n\n"
+        self._begun = [False] * n
+        self._texts: list[list[str]] = [[] for _ in range(n)]
+        self._lengths = [0] * n
+        self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
+        self._finish: list[str | None] = [None] * n
+
+    # -- as it comes ---------------------------------------------------------------------------------------------------
+
+    def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
+        """The events of a choice's new outputs; none when nothing of them may be shown yet."""
+        events = []
+        if self._chat and not self._begun[index]:
+            self._begun[index] = True
+            events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
+        for output in outputs:
+            logprobs = None
+            if self._logprobs:
+                logprobs = self._no_logprobs()
+                self._tell(logprobs, output, self._lengths[index] + output.held)
+            self._lengths[index] += len(output.text)
+            if output.text or logprobs is not None or output.finish is not None:
+                events += self._parts(index, output, logprobs)
+        return b"".join(events)
+
+    def end(self, usage: Usage) -> bytes:
+        """The last events."""
+        told = self._before + b'],"usage":' + _encode(usage) + b"}\n\n" if self._usage_last else b""
+        return told + DONE
+
+    def _parts(self, index: int, output: Output, logprobs: Any) -> list[bytes]:
+        if not self._chat:
+            return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
+        said = bool(output.text) or logprobs is not None
+        parts = [DeltaChoice(index, Delta(content=output.text), logprobs, None)] if said else []
+        if output.finish is not None:
+            parts.append(DeltaChoice(index, Delta(), None, output.finish))
+        return [self._event(part) for part in parts]
+
+    def _event(self, choice: Any) -> bytes:
+        return self._before + _encode(choice) + self._after
+
+    # -- whole ---------------------------------------------------------------------------------------------------------
+
+    def add(self, index: int, outputs: Seq[Output]) -> None:
+        """Keep a choice's new outputs for `whole`."""
+        for output in outputs:
+            if self._logprobs:
+                self._tell(self._told[index], output, self._lengths[index] + output.held)
+            self._lengths[index] += len(output.text)
+            self._texts[index].append(output.text)
+            self._finish[index] = output.finish
+
+    def whole(self, usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+        choices: list[Any] = []
+        for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
+            text, logprobs = "".join(pieces), told if self._logprobs else None
+            if self._chat:
+                choices.append(ChatChoice(index, ChatMessage("assistant", text), logprobs, finish))
+            else:
+                choices.append(TextChoice(text, index, logprobs, finish))
+        id, created, model = self._head
+        kind = "chat.completion" if self._chat else "text_completion"
+        return _encode(Body(id, kind, created, model, choices, usage))
+
+    # -- logprobs ------------------------------------------------------------------------------------------------------
+
+    def _no_logprobs(self) -> TextLogprobs | ChatLogprobs:
+        return ChatLogprobs() if self._chat else TextLogprobs()
+
+    def _tell(self, logprobs: TextLogprobs | ChatLogprobs, output: Output, offset: int) -> None:
+        text = self._token(output.token_id)
+        own = 0.0 if output.logprob is None else output.logprob
+        if isinstance(logprobs, ChatLogprobs):
+            top = [TopLogprob(t := self._token(id), p, _bytes(t)) for id, p in output.top]
+            logprobs.content.append(TokenLogprob(text, own, _bytes(text), top))
+            return
+        likeliest: dict[str, float] = {}
+        for id, p in output.top:
+            likeliest.setdefault(self._token(id), p)  # two tokens may read alike: the likelier one stands
+        likeliest.setdefault(text, own)  # the sampled one is always among them
+        logprobs.tokens.append(text)
+        logprobs.token_logprobs.append(own)
+        logprobs.top_logprobs.append(likeliest)
+        logprobs.text_offset.append(offset)
+
+
+def _bytes(text: str) -> list[int] | None:
+    return None if "\ufffd" in text else list(text.encode())
+
+
+class Told(NamedTuple):
+    """An error as it goes on the wire."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None
+
+
+def told(error: ReflexError) -> Told:
+    """An error in the API's words: its classes of status and type, and its codes where it has its own."""
+    status, code, message = error.http_status, error.code, error.message
+    param = error.param if isinstance(error, BadRequest) else None
+    if isinstance(error, BadRequest):
+        code = error.told or code
+    elif isinstance(error, (QueueFull, InFlightCapReached)):
+        status = 429  # the API's clients wait and come again
+    elif isinstance(error, TooLarge):
+        status, code = 400, "context_length_exceeded"
+    elif isinstance(error, ModelNotFound):
+        code, param = "model_not_found", "model"
+    elif isinstance(error, Unauthorized):
+        code = "invalid_api_key"
+    if isinstance(error, QueueFull):
+        message = _queue_full(error)
+    kind = (
+        "server_error"
+        if status >= 500
+        else {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    )
+    return Told(status, kind, code, message, param)
+
+
+def _queue_full(error: QueueFull) -> str:
+    details = error.details
+    if "max_queued_units" in details:
+        waiting, most = details.get("queued_units", 0), details["max_queued_units"]
+        return f"{waiting:.0f} tokens wait already, at most {most:.0f} may"
+    return f"the queue is full: {details.get('max_queue')} requests wait already"
+
+
+def error_body(error: ReflexError) -> bytes:
+    """The body of an answer that is no success."""
+    found = told(error)
+    return _encode(api_error(found.message, found.type, found.code, found.param))
+
+
+def schemas(kind: type) -> dict[str, Any]:
+    """The schema of an answer's part and of what it refers to, by name."""
+    _, found = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return found

@@ -1,0 +1,443 @@
+"""What clients of the OpenAI API may ask, and what of it is answered here.
+
+msgspec decodes and validates in one pass. A field that is known there and not kept here is refused with its name when
+it has a value that would change the answer; a field that nobody knows is refused always. Nothing is ignored silently.
+
+Ours beyond theirs: `top_k`, `ignore_eos`, `priority` (urgent, default, background), `deadline_ms` (until the first
+token). `user` is the client whose fair share a request takes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority
+from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.web.errors import ClientError, NotFound
+from reflex_runtime.web.fields import Whole, check_id
+from reflex_runtime.web.json import is_json, printable
+
+MOST_CHOICES = 128  # of one prompt
+MOST_PROMPTS = 2048  # of one request
+MOST_MESSAGES = 10_000
+MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
+MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
+MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
+PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
+_WHOLE = ("n", "seed", "max_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs")
+PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
+_OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
+_OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
+
+F = TypeVar("F", bound="_Common")
+_PROMPT = msgspec.json.Decoder(str | list[Any])
+_LISTS = msgspec.json.Decoder(list[msgspec.Raw])
+_IDS = msgspec.json.Decoder(list[int])
+
+
+class BadRequest(ClientError):
+    """A field is wrong. param: which, None when it is the request as a whole. told: the code that goes on the wire."""
+
+    def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
+        super().__init__(printable(message))
+        self.param, self.told = param, told
+
+    def __reduce__(self) -> Any:
+        return (BadRequest, (self.message, self.param, self.told))
+
+
+class ModelNotFound(NotFound):
+    """No model of that name is served."""
+
+
+class Part(msgspec.Struct):
+    """A part of a message's content. What else it says is of a type that is not taken."""
+
+    type: str
+    text: str | None = None
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """include_obfuscation is about padding, and changes nothing that is said."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of request may say. Everything may be null, which is as if it were not there."""
+
+    model: str
+    n: Whole | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: Whole | None = None
+    user: str | None = None
+    # ours
+    top_k: Whole | None = None
+    ignore_eos: bool | None = None
+    priority: Literal["urgent", "default", "background"] | None = None
+    deadline_ms: float | None = None
+    # known, and refused where they would change the answer
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+
+
+class CompletionFields(_Common, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
+    logprobs: Whole | None = None
+    best_of: Whole | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message; what an answer brings along as null may be sent back."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    refusal: Any = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+    reasoning_content: Any = None
+
+
+class ChatFields(_Common, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: Whole | None = None
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    metadata: Any = None
+    modalities: list[str] | None = None
+    moderation: Any = None
+    parallel_tool_calls: bool | None = None
+    prediction: Any = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: str | None = None
+    web_search_options: Any = None
+
+
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")  # in a message
+# Values that ask for nothing special, of fields that are not kept otherwise. None and empty ones always do.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "logit_bias": (),
+    "echo": (False,),
+    "suffix": (),
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that was understood.
+
+    prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is 1
+    where the caller named none (max_tokens is None then): as many as there is room for. shown: whether logprobs are
+    answered. time_limit: seconds until the first token.
+    """
+
+    model: str
+    prompts: list[str | list[int]]
+    messages: list[dict[str, Any]] | None
+    params: SamplingParams
+    max_tokens: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+    priority: Priority
+    client: str | None
+    time_limit: float | None
+
+    @property
+    def field(self) -> str:
+        """The name under which the prompt was sent."""
+        return "prompt" if self.messages is None else "messages"
+
+
+_completion = msgspec.json.Decoder(CompletionFields)
+_chat = msgspec.json.Decoder(ChatFields)
+_parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fields, each as it was sent
+    kind: msgspec.json.Decoder(
+        msgspec.defstruct(
+            "Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__], forbid_unknown_fields=True
+        )
+    )
+    for kind in (CompletionFields, ChatFields)
+}
+
+
+def completion(body: bytes) -> Asked:
+    """POST /v1/completions, or the BadRequest that names what is wrong."""
+    fields = _decode(_completion, body)
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise BadRequest("best_of: only as many as n are made, and all of them are answered", "best_of")
+    return _asked(fields, _prompts(fields.prompt), None, 16 if fields.max_tokens is None else fields.max_tokens,
+                  "max_tokens", fields.logprobs)  # fmt: skip
+
+
+def chat(body: bytes) -> Asked:
+    """POST /v1/chat/completions, or the BadRequest that names what is wrong."""
+    fields = _decode(_chat, body)
+    messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
+    if not 1 <= len(fields.messages) <= MOST_MESSAGES:
+        raise BadRequest(f"messages: holds {len(fields.messages)}, must hold 1 to {MOST_MESSAGES}", "messages")
+    both = fields.max_completion_tokens, fields.max_tokens
+    if None not in both and both[0] != both[1]:
+        raise BadRequest("max_tokens: says another number than max_completion_tokens", "max_tokens")
+    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
+    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
+        raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    return _asked(fields, [], messages, getattr(fields, name), name, logprobs)
+
+
+def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
+    try:
+        if body.count(b",") > MOST_VALUES:
+            _check_values(_parts[decoder.type].decode(body))
+        fields = decoder.decode(body)
+        for name in _WHOLE:
+            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
+                setattr(fields, name, _whole(name, value))
+    except msgspec.ValidationError as error:
+        if not is_json(body):
+            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
+    for name, plain in PLAIN.items():
+        value = getattr(fields, name, None)
+        if value is not None and value != [] and value != {} and value != "" and value not in plain:
+            raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return fields
+
+
+def _whole(name: str, value: float) -> int:
+    if not value.is_integer():
+        raise BadRequest(f"{name}={value}: must be a whole number", name)
+    return int(value)
+
+
+def _check_values(parts: msgspec.Struct) -> None:
+    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
+    for name in parts.__struct_fields__:
+        raw = bytes(getattr(parts, name))
+        if name == "messages":  # as keys alone they have plain quotes
+            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
+            if messages > MOST_MESSAGES:
+                raise BadRequest(f"messages: holds {messages}, must hold 1 to {MOST_MESSAGES}", "messages")
+            if kinds > MOST_MESSAGES:
+                raise BadRequest(f"messages: holds {kinds} parts, at most {MOST_MESSAGES} are taken", "messages")
+        elif name != "prompt" and raw.count(b",") > MOST_PLAIN:
+            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
+
+
+def _invalid(text: str) -> BadRequest:
+    """What msgspec says, with the name of the field as the caller wrote it."""
+    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
+    where = path[1] if path else ""
+    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
+    plain = _PATH.sub("", text)
+    return BadRequest(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}", printable(param) or None)
+
+
+def _asked(
+    fields: _Common,
+    prompts: list[str | list[int]],
+    messages: list[dict[str, Any]] | None,
+    max_tokens: int | None,
+    limit_name: str,
+    logprobs: int | None,
+) -> Asked:
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MOST_CHOICES:
+        raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
+    if fields.stream_options is not None and not fields.stream:
+        raise BadRequest("stream_options: needs stream to be true", "stream_options")
+    user = _client("user", fields.user)
+    identifier = _client("safety_identifier", getattr(fields, "safety_identifier", None))
+    limit = fields.deadline_ms
+    if limit is not None and not 0.0 < limit <= 600_000.0:
+        raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
+    return Asked(
+        model=fields.model,
+        prompts=prompts,
+        messages=messages,
+        params=_params(fields, 1 if max_tokens is None else max_tokens, limit_name, logprobs),
+        max_tokens=max_tokens,
+        n=n,
+        stream=bool(fields.stream),
+        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        priority=PRIORITIES[fields.priority or "default"],
+        client=user if user is not None else identifier,
+        time_limit=None if limit is None else limit / 1e3,
+    )
+
+
+def _params(fields: _Common, max_tokens: int, limit_name: str, logprobs: int | None) -> SamplingParams:
+    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    try:
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if fields.temperature is None else fields.temperature,
+            top_p=1.0 if fields.top_p is None else fields.top_p,
+            top_k=0 if fields.top_k is None else fields.top_k,
+            seed=fields.seed,
+            stop=stop,
+            ignore_eos=bool(fields.ignore_eos),
+            logprobs=logprobs,
+        )
+    except ConfigError as error:
+        found = _OF_SAMPLING.match(error.message)
+        name = found[1] if found else None
+        param = limit_name if name == "max_tokens" else name
+        message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
+        raise BadRequest(message, param) from None
+
+
+def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
+    """One text, several, token ids, or several lists of them."""
+    raw = bytes(sent)
+    if len(raw) > PIECE and b'"' not in raw:
+        return _many_ids(raw)
+    try:
+        prompt = _PROMPT.decode(raw)
+    except msgspec.ValidationError as error:
+        plain = _PATH.sub("", str(error))
+        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
+    if isinstance(prompt, str):
+        found: list[str | list[int]] = [prompt]
+    elif prompt and all(type(token) is int for token in prompt):
+        found = [prompt]
+    else:
+        found = list(prompt)
+    if not 1 <= len(found) <= MOST_PROMPTS:
+        raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+    kind = type(found[0])
+    for one in found:
+        if type(one) is not kind or not isinstance(one, (str, list)):
+            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
+        if isinstance(one, list) and not all(type(token) is int for token in one):
+            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
+        if not one:
+            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+    return found
+
+
+def _many_ids(raw: bytes) -> list[str | list[int]]:
+    """Token ids, or lists of them, of which there may be too many to be decoded at once."""
+    lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
+    if tokens > MOST_TOKENS:
+        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
+    if lists > MOST_PROMPTS:
+        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
+    try:
+        parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
+        found: list[str | list[int]] = [_ids(part) for part in parts]
+    except msgspec.DecodeError:
+        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
+    if [] in found:
+        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
+    return found
+
+
+def _ids(raw: bytes) -> list[int]:
+    found: list[int] = []
+    at, end = raw.find(b"[") + 1, raw.rfind(b"]")
+    if not at or end < 0:
+        raise msgspec.DecodeError
+    while at < end:
+        comma = raw.find(b",", at + PIECE, end)
+        upto = end if comma < 0 else comma
+        found += _IDS.decode(b"[%b]" % raw[at:upto])
+        at = upto + 1
+    return found
+
+
+def _message(place: int, message: Message) -> dict[str, Any]:
+    where = f"messages[{place}]"
+    for name in OF_ANSWERS:
+        if getattr(message, name) not in (None, [], ""):
+            raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
+    content = message.content
+    if isinstance(content, list):
+        for i, part in enumerate(content):
+            if part.type != "text" or part.text is None:
+                name = f"{where}.content[{i}]"
+                raise BadRequest(f"{name}: only parts of type text, with their text, are taken", name)
+        content = "\n".join(part.text or "" for part in content)
+    if content is None:
+        raise BadRequest(f"{where}.content: is missing", f"{where}.content")
+    # Instructions of the application: templates know them under the older name.
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content} | ({} if message.name is None else {"name": message.name})
+
+
+def refused(error: ConfigError, field: str) -> BadRequest:
+    """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
+    message = error.message
+    where, _, rest = message.partition(": ")
+    if "/" in where or "\\" in where:  # the place of the model on this machine is nobody's business
+        message = rest
+    found = _OF_MESSAGE.match(message)
+    if found is None or not found[1].startswith(field):
+        return BadRequest(f"{field}: {message}", field)
+    return BadRequest(message, found[1])
+
+
+def _client(field: str, name: str | None) -> str | None:
+    if name is None:
+        return None
+    try:
+        check_id(field, name)
+    except Exception as error:
+        raise BadRequest(str(error), field) from None
+    return name

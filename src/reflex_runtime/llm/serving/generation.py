@@ -1,0 +1,337 @@
+"""Token generation under the asyncio driver: requests go in, streams of tokens come out.
+
+The device thread runs steps and knows nothing of readers; a stream is where its tokens wait for one. What is read
+slowly is held at the scheduler, alone: its memory here is bounded and its neighbours go on. Everything in this module
+happens on the event loop. What a server asks of a model is `Generator`; here is the one that runs in its own process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, Protocol
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
+from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.batcher import Batcher, Sink
+from reflex_runtime.drivers.stream import Bell, Stream
+from reflex_runtime.ipc.engine import Output, OutputStream
+from reflex_runtime.llm.engine import LLMProcessor
+from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
+from reflex_runtime.llm.serving.texts import Texts
+from reflex_runtime.llm.tokenizer import Tokenizer
+
+log = logging.getLogger("reflex.server")
+
+UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
+PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
+
+
+class Generator(Protocol):
+    """What generates tokens for the requests of one event loop: in this process, or in others."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def limits(self) -> Limits: ...
+
+    async def encode(self, texts: Seq[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+
+    def request(
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        *,
+        id: str,
+        priority: Priority,
+        client: Hashable,
+        time_limit: float | None,
+    ) -> Request:
+        """A request for `submit_alike`. time_limit: seconds until its first token. Raises TooLarge, ConfigError."""
+
+    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event) -> Seq[OutputStream]:
+        """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
+        they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
+
+
+class GenerationStream(Stream[TokenOutput]):
+    """A request's tokens in this process: see `OutputStream`. held: whether it makes no tokens until it is read, or
+    until the request it follows has begun."""
+
+    __slots__ = (
+        "_followers",
+        "_runtime",
+        "_stalls",
+        "_ticket",
+        "cached_tokens",
+        "completion_tokens",
+        "held",
+        "prompt_tokens",
+    )
+
+    def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, prompt_tokens: int) -> None:
+        super().__init__(bell)
+        self._runtime = runtime
+        self._ticket: Ticket | None = None  # None before it is submitted, and once nobody cares for it any more
+        self._followers: tuple[GenerationStream, ...] = ()
+        self._stalls: asyncio.TimerHandle | None = None
+        self.held = False
+        self.prompt_tokens, self.cached_tokens, self.completion_tokens = prompt_tokens, 0, 0
+
+    # -- the runtime's -------------------------------------------------------------------------------------------------
+
+    def said(self, output: TokenOutput) -> None:
+        """A token came."""
+        if self._ticket is not None:  # not closed while it was being made
+            self.completion_tokens += 1
+            self.push([output])
+
+    def settled(self, ticket: Ticket) -> None:
+        """It has ended; called exactly once."""
+        self.cached_tokens = ticket.request.payload.cached_tokens or 0
+        outcome, wanted = ticket.outcome, self._ticket is not None
+        self._ticket = None  # first: nothing is held any more
+        if isinstance(outcome, Done) and wanted:
+            self.completion_tokens += 1
+            self.push([outcome.value])
+        if self._stalls is not None:
+            self._stalls.cancel()
+        self._go_on()
+        self.end(None if isinstance(outcome, Done) else outcome.error)
+
+    def follow(self, others: Iterable[GenerationStream]) -> None:
+        """These wait until this one has said something, or has ended."""
+        self._followers += tuple(others)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _pushed(self, n: int) -> None:
+        if self._followers:
+            self._go_on()
+        if not self.held and self.unread >= self._runtime.unread and self._ticket is not None:
+            self._runtime.hold(self)
+
+    def _taken(self, n: int) -> None:
+        if self.held and self.unread <= self._runtime.unread // 2:
+            self._runtime.resume(self)
+
+    def _left(self) -> None:
+        """Its blocks are free at the next step at the latest."""
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None:
+            self._runtime.batcher.cancel(ticket)
+
+    def _go_on(self) -> None:
+        followers, self._followers = self._followers, ()
+        for stream in followers:
+            self._runtime.resume(stream)
+
+
+class GenerationRuntime:
+    """Generates tokens for the requests of one event loop, on one model.
+
+    processor: taken over; closed with the runtime. watchdog: seconds that a step may take until its callers are told;
+    a model that has not come back in twice that time is given up (`on_fatal`, on the loop, once). sinks: see `Batcher`.
+    unread: outputs of a stream that may wait for its reader. patience: seconds that a stream is held for a reader that
+    takes nothing; then it is taken back. holds: how often a stream was held for its reader.
+    """
+
+    events = frozenset({RequestProgressed, BatchFinished})  # as a sink; ends come to each stream's own callback
+
+    def __init__(
+        self,
+        processor: LLMProcessor,
+        *,
+        watchdog: float = 60.0,
+        sinks: Iterable[Sink] = (),
+        on_fatal: Callable[[], None] | None = None,
+        unread: int = UNREAD,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.processor, self.unread, self._patience = processor, unread, patience
+        # A step that hangs may still write to the cache: nobody else may run on it before that one has come back.
+        self.batcher = Batcher(
+            {"default": processor}, [processor.group], [self, *sinks], watchdog, on_fatal=self._given_up,
+            one_thread=True,
+        )  # fmt: skip
+        self.holds = 0
+        self._watchdog, self._on_fatal = watchdog, on_fatal
+        self._streams: dict[Ticket, GenerationStream] = {}
+        self._texts = Texts(processor.tokenizer)
+        self._hung: asyncio.TimerHandle | None = None
+
+    async def start(self, prepare: Callable[[], object] | None = None) -> None:
+        """Start the device thread. prepare: see `Batcher.start`."""
+        await self.batcher.start(prepare)
+
+    async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
+        """Take nothing more, let what was asked finish within `timeout` seconds, end the rest with an error.
+
+        Every stream has ended when it returns. Returns whether the device thread has, too.
+        """
+        ended = await self.batcher.close(drain, timeout)
+        if self._hung is not None:
+            self._hung.cancel()
+        self._texts.close()
+        return ended and not self.batcher.device.busy
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's own."""
+        return self.processor.tokenizer
+
+    @property
+    def limits(self) -> Limits:
+        """What requests are measured against."""
+        return self.processor.limits
+
+    async def encode(self, texts: Seq[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+        return await self._texts.encode(texts)
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        return await self._texts.encode_chat(messages)
+
+    def request(
+        self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
+        client: Hashable = "", time_limit: float | None = None,
+    ) -> Request:  # fmt: skip
+        """A request for `submit`: see `LLMProcessor.request`."""
+        return self.processor.request(prompt, params, id=id, priority=priority, client=client, time_limit=time_limit)
+
+    def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
+        """Admit a request that `processor.request` made. Raises `Rejected`.
+
+        bell: set whenever there is something to read, for who reads several streams.
+        """
+        stream = GenerationStream(self, bell, request.payload.num_prompt_tokens)
+        stream._ticket = ticket = self.batcher.submit(request, self._settled)
+        self._streams[ticket] = stream
+        return stream
+
+    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event | None = None) -> list[GenerationStream]:
+        """Admit requests with the same prompt: all of them or none. Raises `Rejected`."""
+        streams: list[GenerationStream] = []
+        try:
+            for request in requests:
+                stream = self.submit(request, bell)
+                streams.append(stream)
+        except BaseException:
+            for stream in streams:
+                stream.close()
+            raise
+        self.follow(streams[0], streams[1:])
+        return streams
+
+    def follow(self, first: GenerationStream, others: Seq[GenerationStream]) -> None:
+        """The others wait until the first has computed the prompt, and find it in the prefix cache."""
+        pool, computes = self.processor.pool, not (first.ended or first.completion_tokens)
+        if others and computes and pool.prefix_caching and first.prompt_tokens > pool.block_size:
+            first.follow(others)
+            self._set_held(others)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold no place."""
+        return self.batcher.scheduler.queued("default")
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a place."""
+        return self.batcher.scheduler.unsettled("default") - self.waiting
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a step was given up and has not come back."""
+        device = self.batcher.device
+        return device.busy and device.running_since is None
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        """A sink: hand a token to its stream, and see to a step that was given up."""
+        if isinstance(event, RequestProgressed):
+            stream = self._streams.get(event.ticket)
+            if stream is not None and event.value is not None:  # a chunk of a prompt says nothing
+                stream.said(event.value)
+        elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
+            loop, count = asyncio.get_running_loop(), self.batcher.device.hung
+            self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
+
+    def hold(self, stream: GenerationStream) -> None:
+        """Its reader is slow: no more tokens of it, until `resume`."""
+        self.holds += 1
+        stream._stalls = asyncio.get_running_loop().call_later(self._patience, stream.close)
+        self._set_held([stream])
+
+    def resume(self, stream: GenerationStream) -> None:
+        """It may go on."""
+        stream.held = False
+        if stream._stalls is not None:
+            stream._stalls.cancel()
+            stream._stalls = None
+        ticket = stream._ticket
+        if ticket is not None and not stream.ended:
+            self.batcher.device.input(lambda scheduler, now: scheduler.resume(ticket, now))
+
+    def _set_held(self, streams: Seq[GenerationStream]) -> None:
+        tickets = [stream._ticket for stream in streams if stream._ticket is not None]
+        for stream in streams:
+            stream.held = True
+
+        def hold(scheduler: Scheduler, now: float) -> None:
+            for ticket in tickets:
+                scheduler.hold(ticket, now)
+
+        self.batcher.device.input(hold)
+
+    def _settled(self, ticket: Ticket) -> None:
+        self._streams.pop(ticket).settled(ticket)
+
+    def _still_hangs(self, count: int) -> None:
+        """As long again after a step was given up: there is nothing to wait for if it has not come back."""
+        self._hung = None
+        if self.hangs and self.batcher.device.hung == count:
+            log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)
+            self.batcher.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+            self._given_up()
+
+    def _given_up(self) -> None:
+        on_fatal, self._on_fatal = self._on_fatal, None
+        if on_fatal is not None:
+            on_fatal()
+
+
+async def merged(
+    streams: Seq[OutputStream], bell: Bell, aside: Callable[[], bool] | None = None
+) -> AsyncIterator[tuple[int, Seq[Output]]]:
+    """What the streams say, as (number of the stream, its new outputs). bell: the one they were submitted with.
+    aside: see `Bell`; what it reads is not said here.
+
+    Raises the first error that one of them ends with.
+    """
+    still = dict(enumerate(streams))
+    while still:
+        bell.clear()
+        for number, stream in list(still.items()):
+            ended = stream.ended  # asked first: what comes later rings again
+            outputs = stream.take()
+            if outputs:
+                yield number, outputs
+            if ended:
+                stream.take()
+                del still[number]
+        if still:
+            await bell.wait_aside(aside)

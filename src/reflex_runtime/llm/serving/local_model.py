@@ -1,0 +1,154 @@
+"""A model in this process: loaded in a thread of its own, warmed on the device's, with its series and its trace.
+
+`reflex serve` has one when it runs without workers, and every runtime process has one behind its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
+from reflex_runtime.llm.runner import Runner, Step
+from reflex_runtime.llm.series import EngineSeries
+from reflex_runtime.llm.serving.generation import GenerationRuntime
+from reflex_runtime.llm.serving.served_model import Opening
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.telemetry.lines import turn_all
+from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.trace import TraceWriter
+
+T = TypeVar("T")
+
+Load = Callable[[], tuple[Runner, Tokenizer]]
+
+
+class LocalModel:
+    """See the module. generator: the runtime. Made by `opened`."""
+
+    def __init__(self, runtime: GenerationRuntime, opening: Opening) -> None:
+        self.generator = runtime
+        self.trace: TraceWriter | None = None
+        processor, config = runtime.processor, opening.config
+        self._holds = Counter(
+            "reflex_stream_holds_total", "Times a stream was held for its slow reader", (), registry=opening.registry
+        ).labels()
+        runtime.batcher.add_sink(EngineSeries(processor, lambda: runtime.waiting, opening.registry))
+        if config.trace:
+            self.trace = TraceWriter(config.trace, [processor.group])
+            runtime.batcher.add_sink(self.trace)
+
+    @property
+    def state(self) -> str:
+        """degraded while a step hangs."""
+        return "degraded" if self.generator.hangs else "ready"
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of it."""
+        runtime = self.generator
+        processor, limits = runtime.processor, runtime.limits
+        body = {
+            "runner": processor.runner.name,
+            "max_model_len": limits.max_model_len,
+            "running": runtime.running,
+            "waiting": runtime.waiting,
+            "kv_cache_usage": round(processor.pool.usage, 6),
+            "kv_cache_tokens": limits.cache_tokens,
+            "hung_steps": runtime.batcher.device.hung,
+        }
+        if self.trace is not None and self.trace.error is not None:
+            body["trace_error"] = str(self.trace.error)
+        return body
+
+    async def status(self) -> dict[str, Any]:
+        """Nothing beyond what /health says: there is nothing between the server and the engine."""
+        return {}
+
+    def refresh(self) -> None:
+        """Bring the series in its registry up to date."""
+        self.generator.batcher.flush()
+        self._holds.value = float(self.generator.holds)
+
+    async def metrics(self) -> bytes:
+        """Nothing beyond what is in the registry."""
+        self.refresh()
+        return b""
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        turn_all()
+
+    async def close(self, timeout: float, drain: bool = True) -> bool:
+        """See `ModelHost.close`."""
+        clean = await self.generator.close(drain, timeout)
+        if self.trace is not None:
+            self.trace.close()
+        return clean
+
+
+def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
+    """How to open the model that `load` makes: called once, in a thread of its own."""
+
+    async def open(opening: Opening) -> LocalModel:
+        opening.reached("loading")
+        runner, tokenizer = await _in_thread(load)
+        opening.reached("warming")
+        processor = LLMProcessor(runner, tokenizer, engine_config(opening.config))
+        runtime = GenerationRuntime(processor, watchdog=opening.config.watchdog_s, on_fatal=opening.lost)
+        model = LocalModel(runtime, opening)
+        try:
+            await runtime.start(lambda: warm_up(runner))
+        except Exception:
+            await model.close(0.0, drain=False)
+            raise
+        return model
+
+    return open
+
+
+def engine_config(config: LLMServeConfig) -> EngineConfig:
+    """The engine's part of the settings."""
+    return EngineConfig(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+        enable_prefix_caching=config.prefix_caching,
+        max_queue=config.max_queue,
+        max_queued_tokens=config.max_queued_tokens,
+    )
+
+
+def warm_up(runner: Runner) -> None:
+    """Steps of a few shapes, so that the first request does not wait for what is made once.
+
+    They write to block 0, whose rows mean nothing to anybody before they are written again.
+    """
+    whole = min(runner.block_size, runner.max_model_len)
+    for past, new in ((0, whole - 1), (whole - 1, 1)):
+        if new:
+            ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
+            begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
+            runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    """Run it in a thread that does not keep the process alive."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except Exception as error:
+            done.set_exception(error)
+        except BaseException as error:  # SystemExit, or a panic in a library's own code: whoever waits must know
+            done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, name="reflex-load", daemon=True).start()
+    return await asyncio.wrap_future(done)

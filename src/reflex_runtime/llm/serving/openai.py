@@ -1,0 +1,286 @@
+"""The OpenAI API over one served model.
+
+Every answer has `X-Request-Id`, the caller's own where it sent one; every error has the API's body, and says in
+`X-Should-Retry` whether a retry is safe. A stream begins with its first token, so that an error before it is an honest
+status. A caller that hangs up, streaming or not, takes its request back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+from urllib.parse import unquote
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
+from reflex_runtime.core.request import Request
+from reflex_runtime.drivers.stream import Bell
+from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
+from reflex_runtime.llm.serving.generation import Generator, merged
+from reflex_runtime.llm.serving.openapi import document
+from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.telemetry import metrics
+from reflex_runtime.web.app import App, Refusal, Route
+from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.errors import CallerLeft
+from reflex_runtime.web.exchange import JSON, Exchange, Headers
+from reflex_runtime.web.json import encode, printable
+from reflex_runtime.web.openapi import page
+from reflex_runtime.web.serve import Make
+from reflex_runtime.web.supervisor import Lives
+
+STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
+OPEN_PATHS: Final = ("/health", "/metrics", "/openapi.json", "/docs")
+_STREAM: Final[Headers] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # proxies that collect answers would collect this one
+]
+
+
+class OpenAIErrors:
+    """Errors as clients of the OpenAI API expect them."""
+
+    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        """As an answer."""
+        retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+        return Refusal(told(error).status, error_body(error), JSON, [retry])
+
+    def part(self, error: ReflexError) -> bytes:
+        """As an event of a stream."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+
+class OpenAI:
+    """The API of one model. app: the application that carries it."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
+        name = Route(MODELS + "/{id}", self._card)
+        routes = [
+            Route("/health", self._health, open=True),
+            Route("/metrics", partial(self._later, self._metrics), open=True),
+            Route("/openapi.json", self._openapi, open=True),
+            Route("/docs", self._docs, open=True),
+            Route(STATUS, partial(self._later, self._status)),
+            Route(MODELS, self._models),
+            self._generating(COMPLETIONS, chat=False),
+            self._generating(CHAT, chat=True),
+        ]
+        self.app = App(
+            model.config,
+            {route.path: route for route in routes},
+            OpenAIErrors(),
+            find=lambda path: name if path.startswith(MODELS + "/") else None,
+            on_answer=self._count,
+            keeps_id=True,
+        )
+
+    def _generating(self, path: str, chat: bool) -> Route:
+        def run(exchange: Exchange, body: bytes) -> None:
+            self.app.spawn(exchange, self._generate(exchange, body, chat))
+
+        return Route(path, run, "POST", most=self.model.config.max_body_bytes, enter=self._enter)
+
+    def _count(self, exchange: Exchange, status: int) -> None:
+        self.model.answered("other" if exchange.route is None else exchange.route.path, status)
+
+    # -- questions that are answered without the model -----------------------------------------------------------------
+
+    def _health(self, exchange: Exchange, _: bytes) -> None:
+        body = self.model.health()
+        exchange.answer(200 if body["status"] == "ok" else 503, encode(body))
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        exchange.answer(200, await self.model.metrics(), metrics.CONTENT_TYPE.encode())
+
+    async def _status(self, exchange: Exchange) -> None:
+        exchange.answer(200, encode(await self.model.status()))
+
+    def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
+        answering: Coroutine[Any, Any, None] = answer(exchange)
+        self.app.spawn(exchange, answering)
+
+    def _openapi(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, self._described())
+
+    def _docs(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
+
+    def _models(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, encode({"object": "list", "data": [self.model.card()]}))
+
+    def _card(self, exchange: Exchange, _: bytes) -> None:
+        self._check_name(unquote(exchange.path[len(MODELS) + 1 :]))
+        exchange.answer(200, encode(self.model.card()))
+
+    def _described(self) -> bytes:
+        limits = None if self.model.host is None else self.model.host.generator.limits
+        open_paths = OPEN_PATHS if self.app.has_key else None
+        return document(self.model.name, limits, self.model.config.max_queue, open_paths)
+
+    def _check_name(self, name: str) -> None:
+        if name != self.model.name:
+            raise wire.ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
+
+    def _check_choices(self, asked: wire.Asked) -> None:
+        """They are queued together: more than may wait never are, however often it is tried."""
+        choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
+        if choices > most:
+            raise wire.BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait", "n")
+
+    def _check_tokens(self, asked: wire.Asked, prompts: list[list[int]]) -> None:
+        """The same for their tokens. One that is alone may wait whatever its length."""
+        tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
+        if tokens > most and asked.n * len(prompts) > 1:
+            name = "n" if asked.n > 1 else asked.field
+            raise wire.BadRequest(f"{name}: all choices have {tokens} prompt tokens, at most {most} may wait", name)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def _enter(self, exchange: Exchange) -> None:
+        exchange.ask = self.model.generator
+
+    async def _generate(self, exchange: Exchange, body: bytes, chat: bool) -> None:
+        runtime: Generator = exchange.ask
+        streams: list[OutputStream] = []
+        exchange.on_left = partial(_take_back, streams)
+        try:
+            bell = Bell()
+            decode = wire.chat if chat else wire.completion
+            asked = decode(body) if len(body) <= LARGE else await self.app.bodies.beside(decode, body)
+            del body  # what it says is decoded
+            asked = await self._queue(exchange, runtime, asked, streams, bell)
+            self.app.entered(exchange)
+            token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
+            answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, asked.include_usage)
+            await (_stream if asked.stream else _whole)(exchange, streams, answer, asked, bell)
+        finally:
+            _take_back(streams)
+
+    async def _queue(
+        self, exchange: Exchange, runtime: Generator, asked: wire.Asked, streams: list[OutputStream], bell: Bell
+    ) -> wire.Asked:
+        """Queue all its choices, or none. Returns what was asked, without the texts."""
+        self._check_name(asked.model)
+        self._check_choices(asked)
+        prompts = await self._tokens(runtime, asked)
+        self._check_tokens(asked, prompts)
+        asked = _aged(asked, exchange)
+        groups = [_requests(runtime, asked, i, ids, exchange) for i, ids in enumerate(prompts)]
+        if exchange.left:
+            raise CallerLeft("the caller left before its request was queued")
+        for group in groups:  # nothing is awaited: all of them, or none
+            streams += runtime.submit_alike(group, bell)
+        self.app.bodies.release(exchange)
+        return replace(asked, prompts=[], messages=None)
+
+    @staticmethod
+    async def _tokens(runtime: Generator, asked: wire.Asked) -> list[list[int]]:
+        try:
+            if asked.messages is not None:
+                return [await runtime.encode_chat(asked.messages)]
+            texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
+            return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
+        except ConfigError as error:
+            raise wire.refused(error, asked.field) from None
+
+
+def _take_back(streams: list[OutputStream]) -> None:
+    """What is generated is not wanted any more."""
+    for stream in streams:
+        stream.close()
+
+
+def _aged(asked: wire.Asked, exchange: Exchange) -> wire.Asked:
+    """With the rest of its time limit: it counts from when the request reached this machine."""
+    if asked.time_limit is None:
+        return asked
+    left = asked.time_limit - (time.monotonic() - exchange.started)
+    if left <= 0.0:
+        raise Expired("its deadline passed while it was read")
+    return replace(asked, time_limit=left)
+
+
+def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int], exchange: Exchange) -> list[Request]:
+    """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
+    params = asked.params
+    if asked.max_tokens is None:  # as many as there is room for
+        params = replace(params, max_tokens=runtime.limits.room(len(ids)))
+    peer = exchange.client
+    client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
+    found = []
+    for i in range(asked.n):
+        index = number * asked.n + i
+        seeded = params if params.seed is None or not i else replace(params, seed=(params.seed + i) % (1 << 64))
+        name = exchange.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
+        try:
+            request = runtime.request(
+                ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit
+            )
+        except TooLarge as error:
+            raise wire.BadRequest(error.message, asked.field, "context_length_exceeded") from None
+        except ConfigError as error:
+            raise wire.refused(error, asked.field) from None
+        found.append(request)
+    return found
+
+
+async def _whole(
+    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.Asked, bell: Bell
+) -> None:
+    async for index, outputs in merged(streams, bell):
+        answer.add(index, outputs)
+    exchange.answer(200, answer.whole(_usage(streams, asked.n)))
+
+
+async def _stream(
+    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.Asked, bell: Bell
+) -> None:
+    aside = partial(_pass_on, exchange, streams[0], answer) if len(streams) == 1 else None
+    async for index, outputs in merged(streams, bell, aside):
+        events = answer.chunk(index, outputs)
+        if not exchange.begun:
+            exchange.begin(200, _STREAM)
+        if events:
+            await exchange.drained()
+            exchange.write(events)
+    await exchange.drained()
+    exchange.write(answer.end(_usage(streams, asked.n)))
+    exchange.end()
+
+
+def _pass_on(exchange: Exchange, stream: OutputStream, answer: Answer) -> bool:
+    """Write the next outputs at once, without waking a task for each token. False when a task is needed: nothing was
+    sent yet, the reader is slow, the stream has ended or failed."""
+    if not exchange.begun or stream.ended or not exchange.writable:
+        return False
+    try:
+        events = answer.chunk(0, stream.take())
+    except ReflexError:
+        return False  # it is raised again for the task
+    if events:
+        exchange.write(events)
+    return True
+
+
+def _usage(streams: list[OutputStream], n: int) -> Usage:
+    """A prompt counts once, whatever the number of its choices."""
+    firsts = streams[::n]
+    prompt, made = sum(s.prompt_tokens for s in firsts), sum(s.completion_tokens for s in streams)
+    return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
+
+
+def serving(config: LLMServeConfig, name: str, open: Open) -> Make:
+    """What `web.serve` makes to serve a model. name, open: see `ServedModel`."""
+
+    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ServedModel]:
+        model = ServedModel(config, name, open, on_lost, lives)
+        return OpenAI(model).app, model
+
+    return make

@@ -1,0 +1,202 @@
+"""/openapi.json of a model server: what of the OpenAI API is answered here, as strictly as it is checked.
+
+Fields that are known there and not kept here stand with the values that ask for nothing. JSON Schema cannot say that
+prompt and `max_tokens` share the model's context, that all choices of all prompts are as many as may wait, that
+`best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and
+`top_logprobs` needs `logprobs`, and that token ids are written without a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.sequence import MOST_LOGPROBS, MOST_STOPS
+from reflex_runtime.llm.serving import answers
+from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.web.fields import MAX_ID_BYTES
+from reflex_runtime.web.json import JSON_TYPE
+from reflex_runtime.web.openapi import failures, finished
+
+_ERRORS = {
+    "400": "invalid_request, invalid_json, context_length_exceeded: `param` names what is wrong",
+    "401": "invalid_api_key: a key is set and was not sent",
+    "403": "forbidden: without a key, a page of another site or a proxy asked",
+    "404": "model_not_found, not_found: no such model, no such path",
+    "405": "method_not_allowed: the header Allow has the right method",
+    "408": "request_timeout: the head or the body did not come in time",
+    "413": "too_large: the body exceeds --max-body-bytes",
+    "429": "queue_full, client_at_capacity: try again after Retry-After",
+    "500": "processor_failed, processor_hung: it ran and failed",
+    "503": "deadline_unreachable, not_ready, shutting_down: try again after Retry-After",
+    "504": "deadline_exceeded: the deadline passed before the first token",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+_NULL = {"type": "null"}
+_OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
+_GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "/v1/models": ("the model that is served", ("200",), _OBJECT),
+    "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
+    "/status": ("who waits and runs, and how batches were formed", ("200",), _OBJECT),
+    "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
+    "/openapi.json": ("this document", ("200",), _OBJECT),
+    "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
+}
+
+
+def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[str] | None) -> bytes:
+    """The OpenAPI 3.1 document.
+
+    limits: None before the model is there. most: choices that may wait. unguarded: paths without a key; None: all.
+    """
+    paths: dict[str, Any] = {
+        "/v1/completions": {"post": _post("Text goes on", _completion(model, limits, most), answers.TextChoice)},
+        "/v1/chat/completions": {"post": _post("A conversation goes on", _chat(model, limits), answers.ChatChoice)},
+    }
+    for path, (summary, codes, content) in _GETS.items():
+        done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
+        more = _failures("401", "403", "405", "408", but=codes)
+        paths[path] = {"get": {"summary": summary, "responses": done | more}}
+    paths["/v1/models/{id}"] = {
+        "get": {
+            "summary": "the model of this name",
+            "responses": {"200": {"description": "OK", "content": _OBJECT}}
+            | _failures("400", "401", "403", "404", "405", "408"),
+        },
+        "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
+    }
+    schemas = {"Error": _ERROR}
+    for kind in (answers.Body, answers.TextChoice, answers.ChatChoice):
+        schemas |= answers.schemas(kind)
+    return finished(f"Reflex, {model}", paths, schemas, unguarded)
+
+
+def _failures(*codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
+    return failures(_ERRORS, *codes, but=but)
+
+
+def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]:
+    body = {"$ref": "#/components/schemas/Body"}
+    choices = {"type": "array", "items": {"$ref": f"#/components/schemas/{choice.__name__}"}}
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+    whole = {"allOf": [body, {"type": "object", "properties": {"choices": choices}}]}
+    return {
+        "summary": summary,
+        "description": "With stream, the parts of the answer as server-sent events, the last one [DONE].",
+        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request}}},
+        "responses": {
+            "200": {
+                "description": "the answer, or a stream of its parts",
+                "content": {JSON_TYPE: {"schema": whole}, "text/event-stream": {"schema": event}},
+            }
+        }
+        | _failures(*_ERRORS),
+    }
+
+
+def _common(model: str, limits: Limits | None) -> dict[str, Any]:
+    """The fields of both."""
+    most = limits.max_model_len - 1 if limits is not None else 2**31
+    text = {"type": "string", "minLength": 1, "maxLength": 1000}
+    options = {"include_usage": _maybe({"type": "boolean"}), "include_obfuscation": _maybe({"type": "boolean"})}
+    user = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
+    fields: dict[str, Any] = {
+        "n": _whole(1, wire.MOST_CHOICES),
+        "stream": {"type": "boolean"},
+        "stream_options": {"type": "object", "properties": options, "additionalProperties": False},
+        "stop": {"anyOf": [text, {"type": "array", "items": text, "maxItems": MOST_STOPS}]},
+        "seed": _whole(-(2**63), 2**64 - 1),
+        "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+        "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+        "max_tokens": _whole(1, most),
+        "user": user,
+        "top_k": {"type": "integer", "minimum": 0},
+        "ignore_eos": {"type": "boolean"},
+        "priority": {"enum": list(wire.PRIORITIES)},
+        "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
+        "frequency_penalty": {"const": 0},
+        "presence_penalty": {"const": 0},
+        "logit_bias": {"type": "object", "maxProperties": 0},
+    }
+    return {"model": {"const": model}} | {name: _maybe(schema) for name, schema in fields.items()}
+
+
+def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
+    vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocabulary}, "minItems": 1}
+    most = min(most, wire.MOST_PROMPTS)
+    several = [{"type": "array", "items": of, "minItems": 1, "maxItems": most} for of in (text, ids)]
+    fields = _common(model, limits) | {
+        "prompt": {"anyOf": [text, ids, *several]},
+        "logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
+        "best_of": _maybe(_whole(1, wire.MOST_CHOICES)),
+        "echo": _maybe({"const": False}),
+        "suffix": _maybe({"const": ""}),
+    }
+    return _object(fields, "model", "prompt")
+
+
+def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+    }
+    said = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+    message = _object(
+        {
+            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "content": said,
+            "name": _maybe({"type": "string"}),
+            **{name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
+        },
+        "role",
+        "content",
+    )
+    common = _common(model, limits)
+    fields = common | {
+        "messages": {"type": "array", "items": message, "minItems": 1, "maxItems": wire.MOST_MESSAGES},
+        "max_completion_tokens": common["max_tokens"],
+        "logprobs": _maybe({"type": "boolean"}),
+        "top_logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
+        "parallel_tool_calls": _maybe({"type": "boolean"}),
+        "metadata": {},
+        "prompt_cache_key": _maybe({"type": "string"}),
+        "prompt_cache_options": {},
+        "prompt_cache_retention": _maybe({"type": "string"}),
+        "safety_identifier": common["user"],
+    }
+    empty: dict[str, list[Any]] = {"store": [], "modalities": [[]], "verbosity": [""], "service_tier": [""]}
+    for name, plain in wire.PLAIN.items():
+        if name not in fields and name not in ("echo", "suffix"):
+            fields[name] = {"enum": [None, *plain, *empty.get(name, ["", [], {}])]}
+    return _object(fields, "model", "messages")
+
+
+def _object(fields: dict[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": fields, "required": list(required), "additionalProperties": False}
+
+
+def _maybe(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, _NULL]}
+
+
+def _whole(low: int, high: int) -> dict[str, Any]:
+    return {"type": "integer", "minimum": low, "maximum": high}

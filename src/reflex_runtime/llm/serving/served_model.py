@@ -1,0 +1,200 @@
+"""What `reflex serve MODEL_DIR` serves: a model with its state, its settings and its series, wherever it runs.
+
+States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
+runtime process is there; `draining`. It exists, and tells its state, before the model is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.supervisor import Lives
+
+log = logging.getLogger("reflex.server")
+
+
+class ModelHost(Protocol):
+    """Where a model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
+
+    @property
+    def generator(self) -> Generator: ...
+
+    @property
+    def state(self) -> str:
+        """ready; otherwise what keeps it from answering."""
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of it."""
+
+    async def status(self) -> dict[str, Any]:
+        """What /status says of it: who waits and runs, where, and how batches were formed."""
+
+    async def metrics(self) -> bytes:
+        """Prometheus text of what the registry it was opened with does not hold."""
+
+    def turn(self) -> None:
+        """Go on in a new trace file; the old one is kept as FILE.1."""
+
+    async def close(self, timeout: float) -> bool:
+        """Let what was asked finish within `timeout` seconds, end the rest. Returns whether nothing is left running."""
+
+
+class Opening(Protocol):
+    """What a host is told when it is opened. registry: for its series."""
+
+    config: LLMServeConfig
+    name: str
+    registry: CollectorRegistry
+
+    def reached(self, state: str) -> None:
+        """It is `loading`, or `warming`."""
+
+    def lost(self) -> None:
+        """The model is lost for good."""
+
+
+Open = Callable[[Opening], Awaitable[ModelHost]]
+
+
+class ServedModel:
+    """One model. `start` returns when it is ready or has failed.
+
+    name: by which clients ask for it. open: makes the host, called once; what it raises means that the model could not
+    be loaded. on_fatal: called on the loop when the model is lost for good. lives: what the server's supervisor knows,
+    where there is one.
+    """
+
+    def __init__(
+        self,
+        config: LLMServeConfig,
+        name: str,
+        open: Open,
+        on_fatal: Callable[[], None] | None = None,
+        lives: Lives | None = None,
+    ) -> None:
+        self.config, self.name, self.lives = config, name, lives
+        self.created = int(time.time())
+        self.error = ""
+        self.unusable = False  # the directory or an option is wrong: there is nothing to wait for
+        self.registry = CollectorRegistry()
+        self.host: ModelHost | None = None
+        self._open, self._on_fatal = open, on_fatal
+        self._state = "initializing"
+        self._clean = True
+        self._answers = Counter(
+            "reflex_openai_requests_total", "Answers over HTTP", ("path", "status"), registry=self.registry
+        )
+
+    @property
+    def state(self) -> str:
+        """As /health tells it."""
+        return self.host.state if self._state == "ready" and self.host is not None else self._state
+
+    @property
+    def generator(self) -> Generator:
+        """What generates. Raises when there is none, or none that may be asked any more."""
+        if self._state == "draining":
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if self._state == "warmup_failed":
+            raise NotReady(f"the model could not be loaded: {self.error}", state=self._state)
+        if self.host is None or self._state != "ready":
+            raise NotReady(f"the server is {self._state}", retry_after=1.0, state=self._state)
+        return self.host.generator
+
+    async def start(self) -> None:
+        """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept.
+
+        Cancelling it leaves the thread that loads behind: nothing can stop a model being read.
+        """
+        self._clean = False
+        try:
+            self.host = await self._open(self)
+        except Exception as error:
+            self._state = "warmup_failed"
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend: nobody needs a stack
+            self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
+            if not self.unusable:
+                log.exception("the model could not be started")
+        else:
+            self._state = "ready"
+        self._clean = True
+
+    def reached(self, state: str) -> None:
+        """How far the host has come."""
+        self._state = state
+
+    def lost(self) -> None:
+        """The host is lost for good."""
+        if self._on_fatal is not None:
+            self._on_fatal()
+
+    @property
+    def writes_files(self) -> bool:
+        """Whether it writes a trace."""
+        return bool(self.config.trace)
+
+    def turn_files(self) -> None:
+        """See `ModelHost.turn`."""
+        if self.host is not None:
+            self.host.turn()
+
+    def drain(self) -> None:
+        """Say that the end has begun; the door turns away what comes."""
+        if self._state != "warmup_failed":
+            self._state = "draining"
+
+    async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
+        """Let what was asked finish until then, end the rest. Returns whether nothing is left running."""
+        if self.host is not None:
+            self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
+        return self._clean
+
+    # -- what is asked of it -------------------------------------------------------------------------------------------
+
+    def health(self) -> dict[str, Any]:
+        """The body of /health."""
+        state = self.state
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model": self.name,
+            "model_loaded": self.host is not None and self._state in ("ready", "draining"),
+        }
+        if self.host is not None:
+            body |= self.host.health()
+        if self.lives is not None:
+            body |= {"restarts": self.lives.restarts, "last_exit": self.lives.last_exit}
+        if self.error:
+            body["error"] = self.error
+        return body
+
+    async def status(self) -> dict[str, Any]:
+        """The body of /status: /health, and how the requests fare."""
+        return self.health() | (await self.host.status() if self.host is not None else {})
+
+    def card(self) -> dict[str, Any]:
+        """The model as /v1/models tells it."""
+        card: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "reflex"}
+        if self.host is not None:
+            card["max_model_len"] = self.host.generator.limits.max_model_len
+        return card
+
+    async def metrics(self) -> bytes:
+        """Prometheus text."""
+        more = await self.host.metrics() if self.host is not None else b""
+        return generate_latest(self.registry) + more
+
+    def answered(self, path: str, status: int) -> None:
+        """The server answered a request. path: of a known endpoint, so that there are few."""
+        self._answers.labels(path, str(status)).inc()

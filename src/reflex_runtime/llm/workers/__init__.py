@@ -1,0 +1,1 @@
+"""A language model in runtime processes."""

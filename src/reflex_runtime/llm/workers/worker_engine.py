@@ -1,0 +1,171 @@
+"""The engine of a runtime process: a `LocalModel` behind the methods of `ipc.worker`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from reflex_runtime.config import LLMServeConfig, convert
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import Priority
+from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
+from reflex_runtime.ipc.worker import Load
+from reflex_runtime.llm.runner import Runner
+from reflex_runtime.llm.sequence import SamplingParams
+from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
+from reflex_runtime.llm.serving.local_model import LocalModel, opened
+from reflex_runtime.llm.serving.texts import Texts
+from reflex_runtime.llm.tokenizer import Tokenizer
+
+PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
+
+Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
+
+
+class WorkerEngine:
+    """One model of a runtime process. See `ipc.worker.Engine` for what its methods promise."""
+
+    def __init__(self, model: LocalModel, registry: CollectorRegistry) -> None:
+        self._model, self._registry = model, registry
+
+    @property
+    def runtime(self) -> GenerationRuntime:
+        """What generates."""
+        return self._model.generator
+
+    def info(self) -> dict[str, Any]:
+        """What a front has to know to measure requests itself, and the runner's name."""
+        return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
+
+    def state(self) -> dict[str, Any]:
+        """What /health would say."""
+        return {"state": self._model.state} | self._model.health()
+
+    def metrics(self) -> str:
+        """Prometheus text."""
+        self._model.refresh()
+        return generate_latest(self._registry).decode()
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """A text, or a conversation in the model's own form."""
+        return await tokenized(self.runtime, params)
+
+    async def submit(
+        self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
+    ) -> GenerationStream:
+        """Queue a request. leader: a stream whose prompt this one has too: it waits until that has been computed."""
+        request = self.runtime.request(
+            await self._prompt(params),
+            _sampling(params),
+            id=params.request_id or params.stream_id,
+            priority=PRIORITIES[params.priority],
+            client=params.client,
+            time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
+        )
+        stream = self.runtime.submit(request, bell)
+        if leader is not None:
+            self.runtime.follow(leader, [stream])
+        return stream
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Every stream has ended when it returns; whether the device thread has, too."""
+        return await self._model.close(timeout, drain)
+
+    async def _prompt(self, params: GenerateParams) -> list[int]:
+        given = [p for p in (params.prompt, params.prompt_token_ids, params.messages) if p is not None]
+        if len(given) != 1:
+            raise ConfigError(f"prompt: give one of prompt, prompt_token_ids and messages, not {len(given)}")
+        if params.prompt_token_ids is not None:
+            return params.prompt_token_ids
+        return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
+
+
+def _sampling(params: GenerateParams) -> SamplingParams:
+    return SamplingParams(**{f.name: getattr(params, f.name) for f in fields(SamplingParams)})
+
+
+class TokenizerEngine:
+    """A model's tokenizer, and nothing that generates: the engine of a `TokenizerProcess`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._texts = Texts(tokenizer)
+
+    def info(self) -> dict[str, Any]:
+        """That there is no more."""
+        return {"only": "tokenizer"}
+
+    def state(self) -> dict[str, Any]:
+        """It has none."""
+        return {"state": "ready"}
+
+    def metrics(self) -> str:
+        """Nothing."""
+        return ""
+
+    async def tokenize(self, params: Tokenize) -> list[int]:
+        """As `WorkerEngine`."""
+        return await tokenized(self._texts, params)
+
+    async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
+        """Refused."""
+        raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
+
+    async def close(self, drain: bool, timeout: float) -> bool:
+        """Nothing is at work."""
+        self._texts.close()
+        return True
+
+
+async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[int]:
+    """The tokens of a text, or of a conversation in the model's own form."""
+    if params.text is not None:
+        return (await texts.encode([params.text]))[0]
+    return await texts.encode_chat(params.messages or [])
+
+
+class _Opening:
+    """What a `LocalModel` is told in a runtime process."""
+
+    def __init__(self, config: LLMServeConfig, name: str, lost: Callable[[], None]) -> None:
+        self.config, self.name, self.lost = config, name, lost
+        self.registry = CollectorRegistry()
+
+    def reached(self, state: str) -> None:
+        """Nobody asks before it is there."""
+
+
+def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
+    """How a runtime process loads a model: `make` reads it, `tokenizer` its tokenizer alone. lost: called on the loop
+    when a model is lost for good.
+
+    ConfigError for options that are none of `reflex serve MODEL_DIR`, and for a directory that is no model.
+    """
+
+    async def load(params: LoadModel) -> WorkerEngine | TokenizerEngine:
+        if not params.path:
+            raise ConfigError("load_model: needs path, the directory of the model")
+        if params.only == "tokenizer":
+            return TokenizerEngine(tokenizer(Path(params.path)))
+        opening = _Opening(_config(params.options), params.model_id, lost)
+        model = await opened(lambda: make(Path(params.path), opening.config))(opening)
+        gc.collect()
+        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        return WorkerEngine(model, opening.registry)
+
+    return load
+
+
+def _config(options: dict[str, Any]) -> LLMServeConfig:
+    hints = get_type_hints(LLMServeConfig)
+    unknown = next((name for name in options if name not in hints), None)
+    if unknown is not None:
+        raise ConfigError(f"load_model: options.{unknown[:100]}: no such setting")
+    return LLMServeConfig(
+        **{name: convert(value, hints[name], f"load_model: options.{name}") for name, value in options.items()}
+    )

@@ -1,0 +1,293 @@
+"""A model in runtime processes: the server parses and tokenises, they compute, and neither disturbs the other.
+
+Each process has its own copy of the model, its own line of requests and its own places; a request goes where fewest are
+unfinished, and stays there. One that dies fails its own requests at once and is started again; the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from prometheus_client import Gauge
+
+from reflex_runtime.core.errors import Cancelled, ReflexError
+from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.generate_batcher import GenerateBatcher
+from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, LoadModel
+from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.ipc.spawn import Opener
+from reflex_runtime.llm.limits import Limits
+from reflex_runtime.llm.sequence import SamplingParams
+from reflex_runtime.llm.serving.served_model import Open, Opening
+from reflex_runtime.llm.serving.texts import Texts
+from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.workers import worker_metrics
+from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
+from reflex_runtime.telemetry.series import Counter
+
+log = logging.getLogger("reflex.server")
+
+ASKED_WITHIN = 2.0  # seconds that a process has to say how it is; one that takes longer is left out of a page
+ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds that a process has to end, of those that are left, and if none are
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersConfig:
+    """count: processes. spawn: starts one, by its number. path: of the model. batcher, client: settings of each line.
+    options: settings of `reflex serve MODEL_DIR` that each gets, by its number and how often it was started again."""
+
+    count: int
+    spawn: Callable[[int], Opener]
+    path: str
+    options: Callable[[int, int], dict[str, Any]]
+    batcher: GenerateBatcherConfig = field(default_factory=GenerateBatcherConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+
+class Line:
+    """One runtime process and the way to it."""
+
+    def __init__(self, number: int, config: WorkersConfig, opening: Opening) -> None:
+        self.name = f"worker-{number}"
+        self.limits: Limits | None = None
+        self.about: dict[str, Any] = {}
+        self._load: Callable[[int], LoadModel] = lambda restarts: LoadModel(
+            opening.name, config.path, config.options(number, restarts)
+        )
+        self.registry = StreamRegistry(config.batcher.stream_limit)
+        self.client = RuntimeClient(
+            config.spawn(number), config.client, name=self.name, prepare=self._prepare,
+            on_note=self.registry.note, on_lost=self.registry.lost,
+        )  # fmt: skip
+        self.registry.say = self.client.notify
+        self.batcher = GenerateBatcher(self.client, self.registry, config.batcher, registry_of_series=opening.registry)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that were given to it and have not ended."""
+        return self.registry.unfinished
+
+    async def _prepare(self, client: RuntimeClient) -> None:
+        """Load the model: after every start of the process."""
+        about = await client.request(LOAD, self._load(client.restarts), timeout=None)
+        names = Limits.__dataclass_fields__
+        self.limits = Limits(**{name: about.pop(name) for name in names})
+        self.about = about
+
+    async def ask(self, method: str) -> Any:
+        """What the process says of itself; None when it does not."""
+        try:
+            return await self.client.request(method, {}, timeout=ASKED_WITHIN) if self.client.ready else None
+        except ReflexError:
+            return None
+
+    def health(self) -> dict[str, Any]:
+        """What /health says of it."""
+        client = self.client
+        found = {"name": self.name, "state": client.state, "pid": client.pid, "restarts": client.restarts}
+        active = self.registry.active_count()
+        found |= {"running": active, "waiting": self.unfinished - active}
+        return found | ({"last_error": client.last_error} if client.last_error else {})
+
+
+class Workers:
+    """A `ModelHost` of runtime processes, and the `Generator` in front of them. Made by `opened`."""
+
+    def __init__(self, config: WorkersConfig, tokenizer: Tokenizer, opening: Opening) -> None:
+        self._opening = opening
+        self._tokenizing = TokenizerProcess(config.spawn(config.count), config.client, opening.name, config.path)
+        self._texts = Texts(tokenizer, lambda what: self._tokenizing.tokenize(what, self.limits.max_model_len))
+        self._sending: set[asyncio.Task[None]] = set()
+        self.lines = [Line(number, config, opening) for number in range(config.count)]
+        self._ready = Gauge(
+            "reflex_worker_ready", "Whether the runtime process takes requests", ["worker"], registry=opening.registry
+        )
+        self._restarts = Counter(
+            "reflex_worker_restarts_total", "Times it was started again", ("worker",), registry=opening.registry
+        )
+        self._refresh()
+
+    async def start(self) -> None:
+        """Start all processes; returns when every one has loaded the model. Raises what the first to fail says."""
+        self._opening.reached("loading")
+        clients = [*(line.client for line in self.lines), self._tokenizing.client]
+        starting = [asyncio.create_task(client.start()) for client in clients]
+        try:
+            await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self.close(0.0)
+            raise
+
+    # -- the host ------------------------------------------------------------------------------------------------------
+
+    @property
+    def generator(self) -> Workers:
+        """Itself."""
+        return self
+
+    @property
+    def state(self) -> str:
+        """ready while one of the processes is."""
+        return "ready" if any(line.client.ready for line in self.lines) else "restarting"
+
+    def health(self) -> dict[str, Any]:
+        """What /health says."""
+        workers = [line.health() for line in self.lines]
+        return {
+            "runner": self.lines[0].about.get("runner", ""),
+            "max_model_len": self.limits.max_model_len,
+            "running": sum(worker["running"] for worker in workers),
+            "waiting": sum(worker["waiting"] for worker in workers),
+            "model_loaded": self.state == "ready",
+            "workers": workers,
+            "tokenizer": {"state": self._tokenizing.client.state, "restarts": self._tokenizing.client.restarts},
+        }
+
+    async def status(self) -> dict[str, Any]:
+        """How requests fare on their way, line by line, and what each process says of itself."""
+        states = await asyncio.gather(*(line.ask(STATE) for line in self.lines))
+        return {
+            "lines": [
+                {
+                    "name": line.name,
+                    "client": line.client.stats(),
+                    "streams": line.registry.snapshot(),
+                    "generate": line.batcher.get_stats(),
+                    "engine": state,
+                }
+                for line, state in zip(self.lines, states, strict=True)
+            ]
+        }
+
+    def get_batch_stats(self) -> dict[str, Any]:
+        """How batches were formed; `generate`: by process, as `GenerateBatcher.get_stats` tells it."""
+        return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
+
+    def _refresh(self) -> None:
+        """Bring the series in the registry up to date."""
+        for line in self.lines:
+            self._ready.labels(line.name).set(line.client.ready)
+            self._restarts.labels(line.name).value = float(line.client.restarts)
+
+    async def metrics(self) -> bytes:
+        """The pages of the processes that answer, as one."""
+        self._refresh()
+        answers = await asyncio.gather(*(line.ask(METRICS) for line in self.lines))
+        pages = {
+            line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
+        }
+        return await asyncio.get_running_loop().run_in_executor(None, worker_metrics.merged, pages)
+
+    def turn(self) -> None:
+        """See `ModelHost.turn`."""
+        for line in self.lines:
+            if line.client.ready and line.client.pid is not None:  # before it is, the signal would end it
+                with suppress(ProcessLookupError):
+                    os.kill(line.client.pid, signal.SIGHUP)
+
+    async def close(self, timeout: float) -> bool:
+        """See `ModelHost.close`. No process is left."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        await asyncio.gather(*(line.batcher.close(timeout > 0, timeout) for line in self.lines))
+        done = await asyncio.gather(*(line.registry.wait_idle(max(0.0, until - loop.time())) for line in self.lines))
+        within = min(ENDS_WITHIN, max(AT_LEAST, until - loop.time()))
+        closing = [line.client.close(within, idle) for line, idle in zip(self.lines, done, strict=True)]
+        await asyncio.gather(*closing, self._tokenizing.client.close(within))
+        self._texts.close()
+        return True
+
+    # -- the generator -------------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The front's own: what it does with it keeps nobody from computing."""
+        return self._texts.tokenizer
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the model in every process."""
+        found = self.lines[0].limits
+        assert found is not None, "Workers.start was not awaited"
+        return found
+
+    async def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each prompt."""
+        return await self._texts.encode(texts)
+
+    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The tokens of a conversation in the model's own form. ConfigError when it has none."""
+        return await self._texts.encode_chat(messages)
+
+    def request(
+        self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
+        client: Hashable = "", time_limit: float | None = None,
+    ) -> Request:  # fmt: skip
+        """See `Generator.request`: measured here, so that what can never run never crosses."""
+        self.limits.check(prompt, params.max_tokens)
+        fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+        payload = fields | {"prompt_token_ids": prompt, "client": str(client), "request_id": id}
+        return Request(payload, id=id, client=client, priority=priority, time_limit=time_limit)
+
+    def submit_alike(self, requests: Sequence[Request], bell: asyncio.Event) -> list[StreamHandle]:
+        """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
+        line = self._line()
+        handles: list[StreamHandle] = []
+        for request in requests:
+            handle = line.registry.register(bell=bell)
+            follows = handles[0].id if handles else None
+            handles.append(handle)
+            params = {**request.payload, "model_id": self._opening.name, "stream_id": handle.id, "follows": follows}
+            task = asyncio.create_task(self._send(line, handle, request, params))
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        return handles
+
+    def _line(self) -> Line:
+        """Where fewest requests are unfinished, of those that can be asked."""
+        ready = [line for line in self.lines if line.client.ready]
+        if not ready:
+            raise min((line.client.unavailable() for line in self.lines), key=_soonest)
+        return min(ready, key=lambda line: line.unfinished)
+
+    @staticmethod
+    async def _send(line: Line, handle: StreamHandle, request: Request, params: dict[str, Any]) -> None:
+        """What keeps a request from beginning ends its stream."""
+        if handle.closed:  # its reader left before this task began
+            return
+        limit = None if request.time_limit is None else request.time_limit * 1e3
+        try:  # a field of the request: it waits at the engine, too
+            await line.batcher.enqueue(params | {"timeout_ms": limit}, request.priority.name.lower())
+        except Cancelled:
+            pass  # its reader left
+        except ReflexError as error:
+            if not handle.ended:
+                line.registry.release(handle, error)
+
+
+def _soonest(error: ReflexError) -> float:
+    return inf if error.retry_after is None else error.retry_after
+
+
+def opened(config: WorkersConfig, tokenizer: Tokenizer) -> Open:
+    """How to open a model in runtime processes."""
+
+    async def open(opening: Opening) -> Workers:
+        workers = Workers(config, tokenizer, opening)
+        await workers.start()
+        return workers
+
+    return open

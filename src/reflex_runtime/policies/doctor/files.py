@@ -1,0 +1,260 @@
+"""The checks that read an export and load nothing: files, configuration, and the graphs as they declare themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.doctor.findings import Finding, Patient, failed, json_object, passed, size, some, warned
+from reflex_runtime.policies.export.directory import CONFIG_FILE, EMBODIMENT_FILE, MODEL_PATTERNS, Export
+from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
+from reflex_runtime.processors.onnx import TensorSpec
+
+TINY_STD: Final = 1e-6
+"""A state that varies less is constant: dividing by it turns the last bit of a sensor into a large number."""
+
+# -- files and configuration -------------------------------------------------------------------------------------------
+
+
+def check_files(patient: Patient) -> Finding:
+    """Everything is there, can be read, and is what its name says."""
+    root, expected = patient.root, "readable files, ONNX where the name says so, with their external data"
+    found = {file for pattern in (*MODEL_PATTERNS, "*.json") for file in root.rglob(pattern)}
+    total = 0
+    for file in sorted(found | {patient.config_file}):
+        try:
+            with file.open("rb") as stream:
+                head = stream.read(64)
+            total += file.stat().st_size
+        except FileNotFoundError:
+            what = "is a link to nothing" if file.is_symlink() else "not found"
+            return failed(expected, f"{file}: {what}", f"copy {file.name} into {root}; is this the export directory?")
+        except OSError as error:
+            return failed(
+                expected, f"{file}: {error.strerror}",
+                f"chmod a+r {file}, or run as the user that may read it; the server runs as somebody, too",
+            )
+        if head.startswith(b"version https://git-lfs"):
+            return failed(
+                expected, f"{file}: a Git LFS pointer, not the file itself",
+                "run `git lfs install && git lfs pull` where it was cloned, and copy again",
+            )
+    try:
+        patient.raw = json_object(patient.config_file)
+    except ValueError as error:
+        return failed(expected, f"{patient.config_file}: {error}", f"python -m json.tool {patient.config_file}")
+    graphs = sorted(file for file in found if file.suffix == ".onnx")
+    if not graphs:
+        return failed(expected, f"no *.onnx below {root}", "export the model again, or name its directory")
+    return _graphs(patient, graphs) or passed(expected, f"{len(found)} files, {size(total)}, {len(graphs)} graphs")
+
+
+def _graphs(patient: Patient, graphs: Sequence[Path]) -> Finding | None:
+    """Read what the graphs say of themselves; a finding when one cannot be what it should."""
+    expected, uncounted = "graphs with all of their weights", ""
+    for file in graphs:
+        try:
+            patient.files[file] = graph = read_onnx(file)
+        except NotOnnx as error:
+            return failed(expected, f"{file}: {error}", f"copy {file.name} again and compare sizes, or export again")
+        for part in graph.external:
+            beside = file.parent / part.location
+            if not beside.is_file():
+                return failed(
+                    expected, f"{file}: its weights are in {part.location}, which is not there",
+                    f"copy {part.location} into {file.parent}; large models are exported as two files",
+                )
+            if beside.stat().st_size < part.end:
+                return failed(
+                    expected, f"{beside}: {beside.stat().st_size} bytes, {file.name} reads up to byte {part.end}",
+                    f"{part.location} was cut off, or belongs to another export: copy both files again",
+                )
+            if not any(beside.match(pattern) for pattern in MODEL_PATTERNS):
+                uncounted = part.location
+    if uncounted:
+        return warned(
+            expected, f"{uncounted} holds weights, and its name matches none of {', '.join(MODEL_PATTERNS)}",
+            f"export again with its weights in NAME.onnx.data; {uncounted} does not count in model_hash or memory, so "
+            "two versions of it look like one",
+        )
+    return None
+
+
+def check_normalisation(patient: Patient) -> Finding:
+    """Read from the files as they are, so that what is wrong is told whatever else is wrong."""
+    raw, expected = patient.raw, "mean and std of the right lengths, finite, no std that is zero or tiny"
+    named = raw.get("embodiment")
+    beside = patient.root / (named if isinstance(named, str) else EMBODIMENT_FILE)
+    try:
+        robot = json_object(beside) if beside.is_file() else {}
+    except ValueError:
+        robot = {}  # the check of the configuration says so
+    problems, doubts, seen = [], [], []
+    for key, dim_key in (("state_norm", "state_dim"), ("action_norm", "action_dim")):
+        where = [(file, values[key]) for file, values in ((CONFIG_FILE, raw), (beside.name, robot)) if values.get(key)]
+        dim = raw.get(dim_key)
+        if len(where) > 1:
+            problems.append(f"{key} is in {CONFIG_FILE} and in {beside.name}: keep one of them")
+        elif where:
+            wrong, doubtful = _norm(key, where[0][1], dim)
+            problems += [f"{where[0][0]}: {text}" for text in wrong]
+            doubts += [f"{where[0][0]}: {text}" for text in doubtful]
+            seen.append(key)
+        elif key == "action_norm" or (dim and "state" in (raw.get("inputs") or {})):
+            doubts.append(f"no {key}")
+    if problems:
+        return failed(
+            expected, some(problems),
+            "if the graph has another number of dimensions, the dimension in the configuration is wrong; else write "
+            "the statistics of the training data there, in the order of the dimensions; of one that never varied set "
+            "std to 1.0",
+        )
+    if doubts:
+        return warned(
+            expected, some(doubts),
+            "fine if the graph normalises by itself (or the dimension is constant); else the robot gets actions in "
+            f"the wrong units: add the training data's mean and std to {CONFIG_FILE}",
+        )
+    return passed(expected, " and ".join(seen) or "no state, and no norm")
+
+
+def _norm(key: str, norm: Any, dim: Any) -> tuple[list[str], list[str]]:
+    """(what is wrong, what is doubtful) with one norm."""
+    if not isinstance(norm, dict):
+        return [f"{key}: found {type(norm).__name__}, expected an object with mean and std"], []
+    wrong: list[str] = []
+    doubtful: list[str] = []
+    for part in ("mean", "std"):
+        values = norm.get(part)
+        if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
+            wrong.append(f"{key}.{part}: expected a list of numbers")
+            continue
+        if len(values) != dim:
+            wrong.append(f"{key}.{part}: {len(values)} numbers for {dim} dimensions")
+        for i, value in enumerate(values):
+            if not math.isfinite(value):
+                wrong.append(f"{key}.{part}[{i}] is {value}")
+            elif part == "std" and value <= 0.0:
+                wrong.append(f"{key}.std[{i}] is {value:g}")
+            elif part == "std" and value < TINY_STD:  # of a state it divides; an action stays at its mean
+                where, why = (wrong, "tiny") if key == "state_norm" else (doubtful, "tiny: this joint will not move")
+                where.append(f"{key}.std[{i}] is {value:g}, {why}")
+    return wrong, doubtful
+
+
+def check_config(patient: Patient) -> Finding:
+    expected = "a configuration that names what there is (docs/exports.md)"
+    try:
+        patient.loaded = export = Export.load(patient.root)
+    except ConfigError as error:
+        return failed(
+            expected, error.message,
+            "copy the file that is named there into the directory again, or correct the key; docs/exports.md explains "
+            "each",
+        )
+    return passed(
+        expected,
+        f"{export.model_id}, {export.export_kind}, {export.num_denoising_steps} steps, chunk of {export.chunk_size} x "
+        f"{export.action_dim}, model {export.model_hash}",
+    )
+
+
+def check_opset(patient: Patient) -> Finding:
+    export = patient.export
+    opsets = {name: patient.files[graph.file].opsets for name, graph in export.graphs.items()}
+    shown = ", ".join(f"{name} {of.get('', of.get('ai.onnx', 0))}" for name, of in opsets.items())
+    expected = f"opset {export.opset}" if export.opset is not None else "one opset"
+    different = {of.get("", of.get("ai.onnx", 0)) for of in opsets.values()} - ({export.opset} - {None})
+    if len(different) > (0 if export.opset is not None else 1):
+        return warned(
+            expected, shown,
+            f"write the graphs' opset as `opset` into {CONFIG_FILE}; if they should agree, export again",
+        )
+    return passed(expected, shown)
+
+
+# -- the graphs, as they declare themselves ----------------------------------------------------------------------------
+
+
+def check_inputs(patient: Patient) -> Finding:
+    expected = "every role has a tensor of its type and size, and every input a role"
+    problems: list[str] = []
+    for name, graph in patient.export.graphs.items():
+        file = patient.files[graph.file]
+        for what, specs, ports in (("input", graph.inputs, file.inputs), ("output", graph.outputs, file.outputs)):
+            for role, spec in specs.items():
+                problems += [f"{name}: {what}s.{role}: {text}" for text in _mismatch(spec, ports)]
+        fed = {spec.name for spec in graph.inputs.values()}
+        unfed = [port for port in file.inputs.values() if port.name not in fed]
+        problems += [f"{name}: input {_shown(port)} has no role" for port in unfed]
+    if problems:
+        return failed(
+            expected, some(problems),
+            f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
+            "chunk_size, max_tokens), or export again with these names and sizes",
+        )
+    graphs = patient.export.graphs.values()
+    seen = [_shown(patient.files[graph.file].inputs[s.name]) for graph in graphs for s in graph.inputs.values()]
+    return passed(expected, ", ".join(seen))
+
+
+def _mismatch(spec: TensorSpec, ports: Mapping[str, Declared]) -> list[str]:
+    """What a declared tensor lacks of what is expected."""
+    port = ports.get(spec.name)
+    if port is None:
+        return [f"no tensor {spec.name!r}; there are {', '.join(map(_shown, ports.values()))}"]
+    found = []
+    kinds = {"f": "a float", "i": "int32 or int64", "u": "uint8"}
+    if spec.kind and port.dtype.rstrip("0123456789") != {"f": "float", "i": "int", "u": "uint"}[spec.kind]:
+        found.append(f"{_shown(port)}, expected {kinds[spec.kind]}")
+    if spec.dims is not None and port.dims is not None:
+        have = port.dims[1:]
+        fits = len(have) == len(spec.dims) and all(
+            want is None or not isinstance(n, int) or n == want for n, want in zip(have, spec.dims, strict=True)
+        )
+        if not fits:
+            wanted = ", ".join("any" if n is None else str(n) for n in spec.dims)
+            found.append(f"{_shown(port)}, expected [batch, {wanted}]")
+    return found
+
+
+def _shown(port: Declared) -> str:
+    dims = "" if port.dims is None else "[" + ", ".join("?" if d is None else str(d) for d in port.dims) + "]"
+    return f"{port.name!r} {port.dtype}{dims}"
+
+
+def check_dynamic_batch(patient: Patient) -> Finding:
+    expected = "a symbolic first axis on every input and output, in every graph"
+    graphs = patient.export.graphs
+    axes = {name: list(_axes(graph.inputs, graph.outputs, patient.files[graph.file])) for name, graph in graphs.items()}
+    for name, ports in axes.items():
+        fixed = [(port, axis) for port, axis in ports if isinstance(axis, int)]
+        wrong = [f"{name}: {_shown(port)}" for port, axis in fixed if axis != 1 or len(fixed) < len(ports)]
+        wrong += [f"{name}: {_shown(port)} has no axis at all" for port, axis in ports if axis == ""]
+        if wrong:
+            return failed(
+                expected, some(wrong) + (", others are symbolic" if 0 < len(fixed) < len(ports) else ""),
+                "export again with dynamic_axes={name: {0: 'batch'} for every input and output}",
+            )
+    single = [name for name, ports in axes.items() if any(axis == 1 for _, axis in ports)]
+    if single:
+        half = f"only {', '.join(n for n in axes if n not in single)} has one; " if len(single) < len(axes) else ""
+        return warned(
+            expected, f"{half}{', '.join(single)}: fixed at 1, so requests of a batch run one after the other",
+            "batching saves nothing here: export again with dynamic_axes={name: {0: 'batch'} for every port}",
+        )
+    return passed(expected, f"symbolic in {' and '.join(axes)}")
+
+
+def _axes(
+    inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec], file: OnnxFile
+) -> Iterable[tuple[Declared, int | str]]:
+    """(port, its first axis: a size, a name, "" for none) of all whose shape is told."""
+    ports = [file.inputs[spec.name] for spec in inputs.values()] + [file.outputs[s.name] for s in outputs.values()]
+    for port in ports:
+        if port.dims is not None:
+            first = port.dims[0] if port.dims else ""
+            yield port, "?" if first is None else first

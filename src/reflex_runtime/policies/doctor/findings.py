@@ -1,0 +1,108 @@
+"""What a check of the doctor is given (`Patient`) and what it has to say (`Finding`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from reflex_runtime.policies.export.directory import CONFIG_FILE, Export
+from reflex_runtime.policies.export.onnx_file import OnnxFile
+from reflex_runtime.policies.policy.base import Policy
+from reflex_runtime.policies.policy.observation import ActionChunk
+
+Status = Literal["pass", "fail", "warn", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check has to say. environment: what failed is this machine's, not the export's."""
+
+    status: Status
+    expected: str
+    actual: str
+    remediation: str = ""
+    environment: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """What tells the time. resolution: seconds between two values of the monotonic clock."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    resolution: float = field(default_factory=lambda: time.get_clock_info("monotonic").resolution)
+
+
+@dataclass(slots=True)
+class Patient:
+    """The export under examination, and what the checks have learned of it so far."""
+
+    root: Path
+    provider: str
+    threads: int
+    instruction: str | None
+    rtc_horizon: int | None
+    clocks: Clocks
+    total_memory: Callable[[str], int]
+    began: tuple[float, float] = (0.0, 0.0)  # monotonic, wall
+    raw: dict[str, Any] = field(default_factory=dict)
+    files: dict[Path, OnnxFile] = field(default_factory=dict)
+    loaded: Export | None = None
+    opened: Policy | None = None
+    alone: list[ActionChunk] = field(default_factory=list)
+    answer_time: float = 0.0
+
+    @property
+    def export(self) -> Export:
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def policy(self) -> Policy:
+        assert self.opened is not None
+        return self.opened
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / CONFIG_FILE
+
+
+def passed(expected: str, actual: str) -> Finding:
+    return Finding("pass", expected, actual)
+
+
+def failed(expected: str, actual: str, remediation: str, environment: bool = False) -> Finding:
+    return Finding("fail", expected, actual, remediation, environment)
+
+
+def warned(expected: str, actual: str, remediation: str) -> Finding:
+    return Finding("warn", expected, actual, remediation)
+
+
+def skipped(why: str) -> Finding:
+    return Finding("skip", "", why)
+
+
+def some(problems: Sequence[str], most: int = 6) -> str:
+    more = f"; and {len(problems) - most} more" if len(problems) > most else ""
+    return "; ".join(problems[:most]) + more
+
+
+def size(count: float) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**20:.1f} MB" if count < 2**30 else f"{count / 2**30:.1f} GB"
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """A JSON object, NaN and all; ValueError when it is none."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"found {type(value).__name__}, expected an object")
+    return value

@@ -1,0 +1,356 @@
+"""The checks that load an export and run it, and those of the machine and the robot around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.policies.doctor.findings import (
+    Finding,
+    Patient,
+    failed,
+    json_object,
+    passed,
+    size,
+    skipped,
+    some,
+    warned,
+)
+from reflex_runtime.policies.doctor.trial import run_together, sample
+from reflex_runtime.policies.export.directory import CONFIG_FILE, EMBODIMENT_FILE
+from reflex_runtime.policies.export.memory import SHARE, Room
+from reflex_runtime.policies.policy.load import load_policy
+from reflex_runtime.processors import onnx
+from reflex_runtime.processors.onnx import CPU, CUDA
+
+SAMPLES: Final = 8
+"""Requests made up; batch parity is looked at for 2, 4 and 8 of them."""
+
+PARITY: Final = 1e-4
+"""Largest difference between an action of a batch and the same one alone, as a share of its joint's scale: its
+standard deviation, or its largest value. Kernels that add up in another order at other batch sizes give about 1e-6 in
+float32 (measured: 0 on the CPU, 2.8e-6 on CUDA); rows that influence each other give 0.01 and more. Well below the 1e-3
+at which a replay calls an answer different, so that a healthy export replays whatever batches it ran in."""
+
+PARITY_HALF: Final = 2e-2
+"""The same for graphs in 16 bits: their numbers are 1e-3 apart, and sums of them differ by some of those steps."""
+
+RTC_HORIZON: Final = 10  # default of --rtc-horizon
+LEAST_WALL: Final = 1_735_689_600.0  # 2025-01-01: an earlier wall clock was never set
+DAY: Final = 86_400.0
+
+# -- running it --------------------------------------------------------------------------------------------------------
+
+
+def check_provider(patient: Patient) -> Finding:
+    try:
+        onnx.check_provider(patient.provider)
+    except ConfigError as error:
+        return failed(
+            f"{patient.provider} in this onnxruntime", error.message,
+            "install what is named there into this environment, or serve with --provider cpu", environment=True,
+        )
+    return passed(f"{patient.provider} in this onnxruntime", "there")
+
+
+def check_model_load(patient: Patient) -> Finding:
+    expected = f"loads on {patient.provider}"
+    began = patient.clocks.monotonic()
+    try:
+        patient.opened = load_policy(patient.export, provider=patient.provider, threads=patient.threads)
+    except ConfigError as error:
+        if patient.provider != CPU and _loads_on_cpu(patient):
+            return failed(
+                expected, f"{error.message}; on the CPU it loads",
+                "the driver or its libraries do not fit this onnxruntime: compare nvidia-smi with onnxruntime.ai/docs/"
+                "execution-providers, or serve with --provider cpu",
+                environment=True,
+            )
+        return failed(
+            expected, error.message,
+            "export again, with an opset that this onnxruntime knows (pip install -U onnxruntime) and operators of "
+            "ONNX itself; copy the files again if they may have been damaged",
+        )
+    return passed(expected, f"{size(patient.export.model_bytes)} in {patient.clocks.monotonic() - began:.2f} s")
+
+
+def _loads_on_cpu(patient: Patient) -> bool:
+    try:
+        load_policy(patient.export, threads=patient.threads)
+    except ConfigError:
+        return False
+    return True
+
+
+def _instructions(patient: Patient) -> list[str | None]:
+    """What the samples ask for: the one named, else the first and the last words of the vocabulary."""
+    export = patient.export
+    if not export.takes_text:
+        return [None]
+    if patient.instruction:
+        return [patient.instruction]
+    words = export.config.get("tokenizer")
+    if isinstance(words, str):
+        model = json_object(patient.root / words).get("model")
+        words = model.get("vocab") if isinstance(model, dict) else None
+    if not isinstance(words, dict) or not words:
+        return ["pick up the red block", "open the drawer"]
+    known = [word for word in sorted(words, key=lambda word: int(words[word])) if word.isalnum()] or ["open"]
+    return [" ".join(known[: export.max_tokens]), " ".join(known[-export.max_tokens :])]
+
+
+def check_tokenizer(patient: Patient) -> Finding:
+    tokenizer, most = patient.export.tokenizer, patient.export.max_tokens
+    if tokenizer is None:
+        return skipped("the policy reads no text")
+    expected = "known words, no longer than max_tokens"
+
+    def ids(text: str, size: int = 1) -> list[int]:
+        return [int(i) for i in tokenizer.encode(text, size)]
+
+    nonsense = ids("zqxjkvbp")
+    for text in filter(None, _instructions(patient)):
+        words = text.split()
+        unknown = [word for word in words if ids(word) == nonsense and word != "zqxjkvbp"]
+        if len(unknown) == len(words):
+            return failed(
+                expected, f"{text!r}: not one word of it is known",
+                f"the tokenizer is not that of the training: put the right one into {CONFIG_FILE} (tokenizer)",
+            )
+        if unknown:
+            return warned(
+                expected, f"{text!r}: {', '.join(map(repr, unknown))} unknown",
+                "ask in the words of the training data, or add them to the tokenizer and train with them",
+            )
+        if ids(text, most + 1)[-1] != ids("", most + 1)[-1]:  # no padding behind it
+            return warned(
+                expected, f"{text!r}: over max_tokens={most}; what follows is cut off",
+                "ask in fewer words, or export again with a longer token row (max_tokens)",
+            )
+    return passed(expected, " and ".join(repr(text) for text in _instructions(patient)))
+
+
+def check_actions(patient: Patient) -> Finding:
+    """Made-up observations, one at a time. The first is run twice: loading is no part of its time."""
+    policy, expected = patient.policy, "finite actions within the robot's ranges"
+    texts = _instructions(patient)
+    requests = [sample(policy, i, texts[i % len(texts)]) for i in range(SAMPLES)]
+    times = []
+    try:
+        run_together(policy, requests[:1])
+        for request in requests:
+            began = patient.clocks.monotonic()
+            patient.alone += run_together(policy, [request])
+            times.append(patient.clocks.monotonic() - began)
+    except ReflexError as error:
+        return failed(
+            expected, error.message,
+            "the graph loads and cannot run: sizes inside it do not fit (a reshape with a fixed number of rows, ids "
+            "beyond the vocabulary, images of another size); run the model once in the tool that exported it",
+        )
+    patient.answer_time = sorted(times)[len(times) // 2]
+    actions = np.stack([chunk.actions for chunk in patient.alone])
+    if not np.isfinite(actions).all():
+        bad = ~np.isfinite(actions)
+        joints = _names(patient, np.flatnonzero(bad.any((0, 1))))
+        return failed(
+            expected, f"{int(bad.sum())} of {actions.size} values are NaN or infinite, joints {joints}",
+            "a division by zero or an overflow in the graph (float16 does that beyond 65504), or weights that hold "
+            "NaN: run the checkpoint before its export on the same input",
+        )
+    told = f"{SAMPLES} samples in [{actions.min():.3g}, {actions.max():.3g}], {patient.answer_time * 1e3:.1f} ms each"
+    ranges = patient.export.embodiment.action_ranges
+    if ranges is None:
+        return passed("finite actions (no ranges are known)", told)
+    outside = (actions < ranges[:, 0]) | (actions > ranges[:, 1])
+    share = float(outside.mean())
+    if share > 0.5:
+        joints = _names(patient, np.flatnonzero(outside.any((0, 1))))
+        return failed(
+            expected, f"{share:.0%} of the values are outside, joints {joints}; {told}",
+            "action_norm or action_ranges are of another robot or in other units (degrees, radians, metres): compare "
+            f"{CONFIG_FILE} with the embodiment file",
+        )
+    told += f", {share:.0%} of the values outside their range (the guard clamps those)"
+    if share > 0.2:
+        return warned(expected, told, f"compare action_norm in {CONFIG_FILE} with action_ranges: is it the same robot?")
+    return passed(expected, told)
+
+
+def _names(patient: Patient, joints: NDArray[Any]) -> str:
+    names = patient.export.embodiment.action_names
+    return ", ".join(names[j] if names else str(j) for j in joints.tolist())
+
+
+def check_determinism(patient: Patient) -> Finding:
+    expected = "the same bits for the same observation and seed"
+    policy, texts = patient.policy, _instructions(patient)
+    again = run_together(policy, [sample(policy, 0, texts[0])])[0].actions
+    first = patient.alone[0].actions
+    if again.tobytes() != first.tobytes():
+        return failed(
+            expected, f"differs by up to {float(np.abs(again - first).max()):.3g}",
+            "the graph draws random numbers of its own (RandomNormal, a dropout left on): export in eval mode, with "
+            "the noise as an input (inputs.noise); on CUDA it may be a kernel that adds up in any order",
+        )
+    return passed(expected, "bit-equal")
+
+
+def check_batch_parity(patient: Patient) -> Finding:
+    half = any(patient.files[graph.file].half for graph in patient.export.graphs.values())
+    bound = PARITY_HALF if half else PARITY
+    expected = f"an action of a batch within {bound:g} of its joint's scale of the same one alone"
+    policy, texts = patient.policy, _instructions(patient)
+    alone = np.stack([chunk.actions for chunk in patient.alone])
+    std = 1.0 if patient.export.action_norm is None else patient.export.action_norm.std
+    scale = np.maximum(np.abs(alone).max(axis=(0, 1)), std)
+    steps = patient.export.num_denoising_steps
+    worst, where = 0.0, ""
+    for n in (2, 4, 8):
+        ways = {"together": [0] * n}
+        if patient.export.export_kind == "decomposed" and steps > 1:
+            ways["at different steps"] = [i % steps for i in range(n)]
+        for how, starts in ways.items():
+            requests = [sample(policy, i, texts[i % len(texts)]) for i in range(n)]
+            try:
+                chunks = run_together(policy, requests, starts)
+            except ReflexError as error:
+                return failed(
+                    expected, f"{n} {how}: {error.message}",
+                    "the first axis is symbolic and the graph cannot do with it: a reshape or a constant inside is of "
+                    "one row. Export with a batch of 2 as the example; until then --max-batch-size 1",
+                )
+            ratios = np.abs(np.stack([c.actions for c in chunks]) - alone[:n]) / scale
+            if not ratios.max() <= worst:  # NaN is never better
+                worst, where = float(ratios.max()), f" ({n} {how})"
+    if not worst <= bound:
+        return failed(
+            expected, f"differs by {worst:.3g}{where}",
+            "rows influence each other: batch statistics (export in eval mode), a mean or softmax over the batch axis, "
+            "one time for all rows, padding to the longest. Until it is exported again: --max-batch-size 1",
+        )
+    return passed(expected, f"{worst:.3g} at most{where}, for 2, 4 and 8")
+
+
+# -- the machine and the robot -----------------------------------------------------------------------------------------
+
+
+def check_memory(patient: Patient) -> Finding:
+    where = "GPU memory" if patient.provider == CUDA else "memory"
+    try:
+        total = patient.total_memory(patient.provider)
+    except ConfigError as error:
+        return skipped(error.message)
+    one, two = (Room(patient.export.model_bytes, total, n) for n in (1, 2))
+    expected = f"two policies of its size within {SHARE:.0%} of the {where}"
+    actual = f"2 x {size(two.model_bytes)} of {size(two.available)} ({SHARE:.0%} of {size(total)})"
+    if two.fits:
+        return passed(expected, actual)
+    if one.fits:
+        return warned(expected, actual, f"served alone it is fine. {two.refusal(patient.provider)}")
+    return failed(
+        expected, f"{size(one.needed)} for one alone, of {size(one.available)}",
+        "free memory is not enough for this model: a larger machine, a smaller model, or its export in float16",
+        environment=True,
+    )
+
+
+def check_embodiment(patient: Patient) -> Finding:
+    export, robot = patient.export, patient.export.embodiment
+    expected = "a robot that is known: action space, ranges that hold the mean action, cameras of these names"
+    doubts = []
+    if robot.action_ranges is None:
+        doubts.append("no action_ranges: nothing is clamped")
+    elif export.action_norm is not None:
+        low, high = robot.action_ranges[:, 0], robot.action_ranges[:, 1]
+        mean, std = export.action_norm.mean, export.action_norm.std
+        outside = np.flatnonzero((mean < low) | (mean > high))
+        if len(outside):
+            told = [
+                f"{_names(patient, outside[i : i + 1])}: mean {mean[j]:.3g}, range [{low[j]:.3g}, {high[j]:.3g}]"
+                for i, j in enumerate(outside)
+            ]
+            return failed(
+                expected, f"the mean action of the training data is outside its range: {some(told)}",
+                "action_norm and action_ranges are of different robots, orders or units: compare them joint by joint",
+            )
+        wide = np.flatnonzero((high - low) < std)
+        if len(wide):
+            doubts.append(f"ranges narrower than one standard deviation: {_names(patient, wide)}")
+    if robot.action_space is None:
+        doubts.append("no action_space: nobody knows whether a repeated action moves the robot on")
+    unknown = [name for name in export.images if robot.cameras is not None and name not in robot.cameras]
+    if unknown and len(export.images) > 1:
+        doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")
+    if doubts:
+        return warned(expected, some(doubts), f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment)")
+    return passed(expected, f"{robot.name}, {robot.action_space}, {export.action_dim} ranges")
+
+
+def check_rtc_boundary(patient: Patient) -> Finding:
+    """What anchoring a chunk to the last one needs of the export: access between steps, a tail, and a time to lose."""
+    export, rate = patient.export, patient.export.embodiment.control_rate_hz
+    horizon = patient.rtc_horizon if patient.rtc_horizon is not None else RTC_HORIZON
+    expected = f"decomposed, chunk_size >= horizon {horizon}, an answer before the horizon is reached"
+    problem = remedy = ""
+    if export.export_kind != "decomposed":
+        if patient.rtc_horizon is None:
+            return skipped("a monolithic export cannot do --rtc: its steps are inside the graph")
+        problem = "monolithic: its steps are inside the graph"
+        remedy = "export prefix and expert apart, or serve --no-rtc"
+    elif export.chunk_size < horizon:
+        problem = f"chunk_size {export.chunk_size} ends before a horizon of {horizon}"
+        half = max(1, export.chunk_size // 2)
+        remedy = f"serve with --rtc-horizon {half} (at most {export.chunk_size}), or --no-rtc"
+    elif rate is None:
+        return warned(
+            expected, "control_rate_hz is not known",
+            f"write the robot's control rate into {EMBODIMENT_FILE}: without it every request has to say how many "
+            "actions were `executed`, and those that run while it waits are not frozen",
+        )
+    else:
+        late = math.ceil(patient.answer_time * rate)
+        problem = f"{late} actions pass in {patient.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {export.chunk_size}"
+        if late <= horizon:
+            return passed(expected, problem)
+        remedy = "a faster device, fewer denoising steps or a longer chunk: the robot has none left when it is answered"
+        if late < export.chunk_size:
+            remedy = f"--rtc-horizon {late} or more (at most {export.chunk_size}), or a faster device"
+    return (warned if patient.rtc_horizon is None else failed)(expected, problem, remedy)
+
+
+def check_clock(patient: Patient) -> Finding:
+    clocks = patient.clocks
+    expected = "a monotonic clock of 1 ms or finer that never goes back, a wall clock that is set and keeps pace"
+    reads = [clocks.monotonic() for _ in range(1000)]
+    back = sum(b < a for a, b in pairwise(reads))
+    if back or clocks.resolution > 1e-3:
+        actual = f"goes back {back} times in 1000" if back else f"resolution {clocks.resolution:g} s"
+        return failed(
+            expected, f"the monotonic clock: {actual}",
+            "deadlines and batches are timed by it: choose another clock source "
+            "(/sys/devices/system/clocksource/clocksource0/current_clocksource), or another hypervisor",
+            environment=True,
+        )
+    wall = clocks.wall()
+    newest = max((file.stat().st_mtime for file in patient.root.rglob("*") if file.is_file()), default=0.0)
+    if wall < LEAST_WALL or wall < newest - DAY:
+        shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
+        return warned(
+            expected, f"the wall clock says {shown} UTC, which is before the export's own files",
+            "timestamps of recordings will be wrong: set it (timedatectl set-ntp true), or replace the clock's battery",
+        )
+    elapsed = clocks.monotonic() - patient.began[0]
+    drift = wall - patient.began[1] - elapsed
+    if abs(drift) > 0.01 + 1e-3 * elapsed:
+        return warned(
+            expected, f"the wall clock moved {drift:+.3f} s against the monotonic one in {elapsed:.2f} s",
+            "something sets it in steps: look at timedatectl and chronyc tracking; recordings are stamped with it",
+        )
+    return passed(expected, f"{clocks.resolution:.0e} s, {drift * 1e3:+.2f} ms apart after {elapsed:.2f} s")

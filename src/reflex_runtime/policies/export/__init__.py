@@ -1,0 +1,1 @@
+"""The directory a policy is read from."""

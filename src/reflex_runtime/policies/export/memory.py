@@ -1,0 +1,179 @@
+"""Whether two policies fit one device, told before anything is loaded: out of memory in the tenth minute is too late.
+
+The rule (twice the larger model within 70 % of the memory) is a pure function of two sizes; the probes stand apart. The
+rest of the memory is for activations, prefix caches and whatever else runs there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.export.directory import model_bytes
+from reflex_runtime.processors.onnx import CPU, CUDA
+
+SHARE: Final = 0.7
+"""Of all memory, what the models together may take."""
+
+SKIP: Final = "REFLEX_SKIP_2POLICY_MEMORY_CHECK"
+GB: Final = 1 << 30  # as makers of GPUs count, and nvidia-smi shows
+
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_NVML: Final = "libnvidia-ml.so.1"
+
+log = logging.getLogger("reflex.policies")
+
+
+class Sized(Protocol):
+    """What counts of an export."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def model_bytes(self) -> int: ...
+
+
+class Weight(NamedTuple):
+    """An export by the sizes of its files: hashing gigabytes first would only delay the refusal."""
+
+    path: Path
+    model_bytes: int
+
+    @staticmethod
+    def of(path: Path) -> Weight:
+        """Of the files under a path."""
+        return Weight(path, model_bytes(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What `policies` models of `model_bytes` each need, and what there is; bytes."""
+
+    model_bytes: int
+    total: int
+    policies: int = 2
+
+    @property
+    def needed(self) -> int:
+        """All of the models together."""
+        return self.policies * self.model_bytes
+
+    @property
+    def available(self) -> float:
+        """What they may take."""
+        return SHARE * self.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether they may be loaded."""
+        return self.needed <= self.available
+
+    def refusal(self, provider: str = CPU) -> str:
+        """What to say when they do not fit: the sizes, and the three ways out."""
+        what, where = ("VRAM", "GPU") if provider == CUDA else ("of memory", "machine")
+        return (
+            f"{self.policies}-policy mode requires {in_gb(self.needed)} {what} but only {in_gb(self.available)} "
+            f"({SHARE:.0%} of {in_gb(self.total)}) is available. Either pick smaller models, run on a larger {where}, "
+            f"or drop to single-policy mode."
+        )
+
+
+def check_two_policies(
+    exports: Sequence[Sized],
+    environ: Mapping[str, str],
+    provider: str = CPU,
+    total: Callable[[str], int] | None = None,
+    policies: int = 2,
+) -> None:
+    """ConfigError when two policies of the larger export's size do not fit; to be called before either is loaded.
+
+    exports: the two (or more) that would be loaded; a `Weight` says what it takes before anything of it is read.
+    policies: how many are in memory at a time, more than two while one is exchanged. environ: where
+    REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes of memory by provider,
+    default `total_memory`; where that cannot tell, its ConfigError says what is missing.
+    """
+    larger = max(exports, key=lambda export: export.model_bytes)
+    if environ.get(SKIP) == "1":
+        log.warning(
+            "%s=1: nobody checked that %d policies of %s (%s) fit the memory", SKIP, policies,
+            in_gb(larger.model_bytes), larger.path,
+        )
+        return
+    room = Room(larger.model_bytes, (total or total_memory)(provider), policies)
+    if not room.fits:
+        raise ConfigError(f"{larger.path}: {room.refusal(provider)}")
+
+
+def in_gb(size: float) -> str:
+    """Bytes as people read them: one decimal, or three digits where that would say nothing."""
+    value = size / GB
+    return f"{value:.1f} GB" if value >= 1.0 else f"{value:.3g} GB"
+
+
+# -- probes ------------------------------------------------------------------------------------------------------------
+
+
+def total_memory(provider: str) -> int:
+    """Bytes of memory where the provider keeps its models: the GPU's for CUDA, else the host's."""
+    return gpu_memory(os.environ) if provider == CUDA else host_memory()
+
+
+def host_memory(cgroup: Path = _CGROUP) -> int:
+    """Bytes of physical memory, or of what the container may take of it."""
+    try:
+        sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        raise ConfigError(f"the size of this machine's memory cannot be read; {SKIP}=1 skips the check") from None
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2 and version 1
+        try:
+            text = (cgroup / name).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+        if text.isdigit():  # else "max": no limit
+            sizes.append(int(text))
+    return min(sizes)
+
+
+class _Memory(ctypes.Structure):
+    """NVML's nvmlMemory_t."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def gpu_memory(environ: Mapping[str, str], load: Callable[[str], Any] = ctypes.CDLL) -> int:
+    """Bytes of the first GPU that CUDA_VISIBLE_DEVICES leaves visible, as NVML, which comes with the driver, tells.
+
+    An index there counts in PCI order, as with CUDA_DEVICE_ORDER=PCI_BUS_ID.
+    """
+    try:
+        nvml = load(_NVML)
+    except OSError as error:
+        raise ConfigError(
+            f"the GPU's memory cannot be read: {error}. {_NVML} belongs to the NVIDIA driver (in a container: "
+            f"NVIDIA_DRIVER_CAPABILITIES=compute,utility); install it, or set {SKIP}=1 to do without the check"
+        ) from None
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(nvml, name)(*arguments)
+        if status:
+            raise ConfigError(f"the GPU's memory cannot be read: {name} answers {status}; {SKIP}=1 skips the check")
+
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    handle, memory = ctypes.c_void_p(), _Memory()
+    call("nvmlInit_v2")
+    try:
+        if visible and not visible.isdigit():  # GPU-… or MIG-…
+            call("nvmlDeviceGetHandleByUUID", ctypes.c_char_p(visible.encode()), ctypes.byref(handle))
+        else:
+            call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(int(visible or 0)), ctypes.byref(handle))
+        call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+    finally:
+        nvml.nvmlShutdown()
+    return int(memory.total)

@@ -1,0 +1,1 @@
+"""What a policy is: an export becomes a processor that answers observations with chunks of actions."""

@@ -1,0 +1,202 @@
+"""What a policy is asked (`Observation`) and what it answers (`ActionChunk`)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import InvalidRequest
+from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixKey
+from reflex_runtime.policies.policy.rtc import Anchor
+
+Image = NDArray[np.uint8]
+Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array
+CacheUse = Literal["hit", "hit_stale", "miss", "off"]
+
+MAX_IMAGE_PIXELS = 4096 * 4096
+MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy looks at
+MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
+
+
+class Doubt(NamedTuple):
+    """Something in a request that changes nothing, although its sender may think so. kind: for counting."""
+
+    kind: Literal["instruction_ignored", "instruction_unknown"]
+    message: str
+
+
+DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
+
+
+@dataclass(slots=True, eq=False)  # nobody writes to one; freezing it would cost as much as the rest of `prepare`
+class Observation:
+    """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
+
+    images: by the export's names, uint8 [height, width, 3] at the export's sizes.
+    tokens: int64 [max_tokens], or None where the policy reads no text.
+    state: float32 [state_dim], normalised, or None where the policy takes none.
+    seed: of the noise, in [0, 2⁶⁴).
+    episode_id: "" when the caller named none; nothing is then remembered between its requests.
+    prefix_key: what its keys and values are cached under, or None.
+    cache, prefix: set by `Policy.request`: how the cache answered, and the keys and values it had. The reference keeps
+        them in memory until the request is settled, whatever the cache evicts.
+    doubts: what the answer warns of.
+    executed: actions of the episode's last chunk executed when this was seen, or None. anchor: set by `Policy.request`:
+        what the new chunk is to continue.
+    """
+
+    images: Mapping[str, Image] = field(default_factory=dict)
+    tokens: NDArray[np.int64] | None = None
+    state: NDArray[np.float32] | None = None
+    seed: int = 0
+    request_id: str = ""
+    episode_id: str = ""
+    prefix_key: PrefixKey | None = None
+    cache: CacheUse = "off"
+    prefix: Prefix | None = None
+    executed: int | None = None
+    anchor: Anchor | None = None
+    doubts: tuple[Doubt, ...] = ()
+
+    def row(self, role: str) -> NDArray[Any]:
+        """What it holds for a role of the export: "tokens", "state" or the name of an image."""
+        if role == "tokens":
+            assert self.tokens is not None
+            return self.tokens
+        if role == "state":
+            assert self.state is not None
+            return self.state
+        return self.images[role]
+
+
+@dataclass(frozen=True, slots=True)
+class GuardReport:
+    """What the action guard changed in one chunk.
+
+    clamped: how many values were outside their range. joints: whose, by name or else by index, in their order.
+    held: the chunk was not finite and is the episode's last good action, repeated.
+    """
+
+    clamped: int = 0
+    joints: tuple[str, ...] = ()
+    held: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-safe."""
+        return {"clamped": self.clamped, "joints": list(self.joints), "held": self.held}
+
+
+@dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
+class ActionChunk:
+    """What a policy answers.
+
+    actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
+    denoising_steps: Euler steps behind it. cache: how the prefix cache answered ("off" where there is none).
+    guard: what the action guard did, or None where none looked.
+    rtc: how it continues the episode's last chunk (`Anchor.report`), or None when it begins anew.
+    """
+
+    actions: NDArray[np.float32]
+    denoising_steps: int
+    cache: CacheUse = "off"
+    guard: GuardReport | None = None
+    rtc: Mapping[str, Any] | None = None
+
+
+def seed_of(request_id: str) -> int:
+    """The default noise seed of a request: the first 8 bytes, big-endian, of SHA-256(UTF-8 request id)."""
+    return int.from_bytes(hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
+
+def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]:
+    """Standard normal float32 [chunk_size, action_dim]; the same seed gives the same noise in every process."""
+    return np.random.Generator(np.random.PCG64(seed)).standard_normal((chunk_size, action_dim), dtype=np.float32)
+
+
+def pixels_of(sent: Any, field: str = "image") -> int:
+    """What decoding it takes, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+
+    A JPEG takes a 32nd of that for each of its scans: it is decoded at a fraction of its size where less is needed.
+    InvalidRequest when it is none of these, broken, above 4096² or of more than 64 scans.
+    """
+    if isinstance(sent, bytes | bytearray | memoryview):
+        with _opened(bytes(sent), field) as image:
+            pixels: int = image.width * image.height
+            scans = bytes(sent).count(JPEG_SCAN) if image.format == "JPEG" else 0
+        if scans > MAX_SCANS:
+            raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
+        return pixels // 32 * scans if scans else pixels
+    if not isinstance(sent, np.ndarray) or sent.dtype != np.uint8 or sent.ndim != 3 or sent.shape[2] != 3:
+        raise InvalidRequest(f"{field}: must be uint8 [height, width, 3]", field)
+    pixels = sent.shape[0] * sent.shape[1]
+    if not 0 < pixels <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: must have between 1 and 4096×4096 pixels", field)
+    return pixels // 8
+
+
+def decode_image(data: bytes, field: str = "image", size: tuple[int, int] | None = None) -> Image:
+    """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
+
+    size: (height, width) to make it, bilinear and without keeping the aspect ratio; None leaves it as it is. A JPEG
+    that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. What is held at full size is one
+    picture in the mode of the file.
+    """
+    import PIL.Image
+
+    try:
+        with _opened(data, field) as image:
+            if size is not None and image.format == "JPEG":
+                image.draft(None, size[::-1])
+            if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
+                whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            else:
+                whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
+            if size is not None and whole.size != size[::-1]:
+                whole = whole.resize(size[::-1], PIL.Image.Resampling.BILINEAR)
+            return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
+    except InvalidRequest:
+        raise
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error … on broken files
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+
+
+def warm_decoders() -> None:
+    """Decode a small PNG and JPEG: the first ones import Pillow, which takes longer than many a deadline."""
+    import PIL.Image
+
+    for kind in ("PNG", "JPEG"):
+        file = io.BytesIO()
+        PIL.Image.new("RGB", (32, 32)).save(file, kind)
+        pixels_of(file.getvalue())
+        decode_image(file.getvalue(), size=(8, 8))
+
+
+def _opened(data: bytes, field: str) -> Any:
+    """The picture with its header read and nothing decompressed."""
+    import PIL.Image  # here, so that a runtime whose callers send arrays never loads it
+
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
+    except Exception as error:
+        raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
+    width, height = image.size
+    if not 0 < width * height <= MAX_IMAGE_PIXELS:
+        raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+    return image
+
+
+def resize_image(image: Image, height: int, width: int) -> Image:
+    """Bilinear, without keeping the aspect ratio; unchanged when it already has the size."""
+    if image.shape[:2] == (height, width):
+        return image
+    import PIL.Image
+
+    resized = PIL.Image.fromarray(image).resize((width, height), PIL.Image.Resampling.BILINEAR)
+    return np.asarray(resized)

@@ -1,0 +1,199 @@
+"""Asks the shadow what a served policy was asked, after its answer has gone out, and compares.
+
+Nothing of it can reach a caller: the question is prepared after those of callers, queued where only gaps are used, and
+what finds no room is dropped and counted, as `rejected` answers of the slot `shadow`. One that hangs or takes the
+device thread with it costs those behind it a second or two, once: it is given up early, and not asked again until an
+operator resets it or loads another.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import Dropped, ReflexError
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestAnswered
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.policies import Observation, Policy
+from reflex_runtime.policies.rollout.shadow import Difference, Divergence, Sampler
+from reflex_runtime.policies.rollout.versions import Version
+from reflex_runtime.policies.serving.preparing import Done as Made
+from reflex_runtime.policies.serving.preparing import Job, Preparing
+from reflex_runtime.policies.serving.slots import SHADOW, SHADOW_QUEUE, Slot
+from reflex_runtime.telemetry.metrics import Metrics
+
+log = logging.getLogger("reflex.shadow")
+
+Prepare = Callable[[Policy, Made], Job]
+
+TOLD: Final = 60.0  # seconds between lines in the log about a shadow that fails
+
+
+class Shadowing:
+    """The shadow of a server, and the sink that measures what it costs the others.
+
+    share: of the served requests that are sampled. on_difference: called with every compared pair. on_stopped: called
+    with the reason when it is not asked any more.
+    """
+
+    events = frozenset({BatchFinished, BatchScheduled})
+
+    def __init__(
+        self,
+        slot: Slot,
+        batcher: Batcher,
+        preparing: Preparing,
+        share: float,
+        metrics: Metrics,
+        on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
+        on_stopped: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._slot, self._batcher, self._threads, self._metrics = slot, batcher, preparing, metrics
+        self._sampler = Sampler(share)
+        self.divergence = Divergence()
+        self.on_difference, self.on_stopped = on_difference, on_stopped
+        self.dropped = self.failed = 0
+        self.stopped = ""  # why it is not asked any more
+        self._asked = 0
+        self._waiting: dict[str, Ticket] = {}
+        self._closed = False
+        self._preparing = 0
+        self._ran: tuple[float, float] = (0.0, 0.0)  # the shadow batch before: from, to
+        self._told = float("-inf")
+
+    def takes(self, request_id: str) -> bool:
+        """Whether the shadow is to be asked as well."""
+        return self._sampler.takes(request_id)
+
+    def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
+        """Ask it what `slot` has just answered with `actions`. prepare: the job that makes the observation."""
+        if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
+            self._drop()
+            return
+        version = self._slot.version
+        key = f"{self._asked + 1} {request_id}"
+        job = prepare(version.policy, partial(self._prepared, key, slot, actions, version))
+        self._threads.add(job)
+        self._preparing += 1
+        self._asked += 1
+        version.users += 1
+
+    def resume(self) -> None:
+        """Ask it again: an operator says so, or it is another policy now."""
+        self.stopped = ""
+        self._batcher.device.resume(SHADOW)
+
+    def close(self) -> None:
+        """The server is going: nobody waits for what was asked, and nothing more is."""
+        self._closed = True
+        self._take_back()
+
+    def _take_back(self) -> None:
+        for ticket in list(self._waiting.values()):
+            self._batcher.cancel(ticket)
+
+    def _prepared(
+        self,
+        key: str,
+        slot: str,
+        actions: NDArray[np.float32],
+        version: Version,
+        observation: Observation | None,
+        error: Exception | None,
+    ) -> None:
+        self._preparing -= 1
+        version.users -= 1
+        try:
+            if self._closed or self.stopped:
+                self._drop()
+                return
+            if observation is None:
+                raise error or RuntimeError("nothing was made")
+            request = version.policy.request(observation)
+            self._waiting[key] = self._batcher.submit(request, partial(self._settled, key, slot))
+            self.divergence.answered(key, actions, shadow=False)
+        except ReflexError as reason:  # no room, shutting down, or it needs what the request did not bring
+            self._drop()
+            self._tell(reason)
+        except Exception as reason:
+            self.failed += 1
+            self._answered(time.monotonic(), "failed", 0.0, None)
+            self._tell(reason)
+
+    def _settled(self, key: str, slot: str, ticket: Ticket) -> None:
+        now = time.monotonic()
+        outcome = ticket.outcome
+        self._waiting.pop(key, None)
+        if not isinstance(outcome, Done):
+            self.divergence.gone(key)
+            self._answered(now, outcome.error.outcome, now - ticket.arrived, ticket)
+            if isinstance(outcome.error, Dropped):
+                self.dropped += 1
+            else:
+                self.failed += 1
+                self._failed(outcome.error)
+            return
+        self._answered(now, "ok", now - ticket.arrived, ticket)
+        found = self.divergence.answered(key, outcome.value.actions, shadow=True)
+        if found is not None:
+            self._metrics.diverged(SHADOW, found.mean)
+            self.on_difference(ticket.id, slot, found)
+
+    def _failed(self, error: ReflexError) -> None:
+        self._tell(error)
+        if SHADOW in self._batcher.device.stopped and not self.stopped:
+            self.stopped = str(error)
+            log.error("the shadow took the device thread with it and is not asked any more: %s", error)
+            self.on_stopped(self.stopped)
+            self._take_back()
+
+    def __call__(self, event: Event) -> None:
+        """What served requests waited for a shadow step that ran when they came."""
+        if isinstance(event, BatchFinished):
+            if event.batch.group == SHADOW:
+                self._ran = (event.batch.scheduled_at, event.at)
+        elif isinstance(event, BatchScheduled) and event.batch.group != SHADOW:
+            begun, ended = self._ran
+            for ticket in event.batch.admitted:
+                if begun < ticket.arrived < ended:
+                    self._metrics.delayed(SHADOW, ended - ticket.arrived)
+
+    @property
+    def verdict(self) -> str:
+        """ok, or stopped."""
+        return "stopped" if self.stopped else "ok"
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """How far apart the actions are, and how much was asked, JSON-safe."""
+        policy = self._slot.policy
+        return {
+            "model": self._slot.version.name,
+            "export_dir": str(policy.export.path),
+            "sample": self._sampler.share,
+            "verdict": self.verdict,
+            "why": self.stopped or None,
+            "dropped": self.dropped,
+            "failed": self.failed,
+            **self.divergence.snapshot(),
+        }
+
+    def _drop(self) -> None:
+        self.dropped += 1
+        self._answered(time.monotonic(), "rejected", 0.0, None)
+
+    def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
+        self._metrics(RequestAnswered(now, SHADOW, outcome, 200 if outcome == "ok" else 500, latency, ticket))
+
+    def _tell(self, error: BaseException) -> None:
+        now = time.monotonic()
+        if now - self._told >= TOLD:
+            self._told = now
+            log.warning("the shadow did not answer: %s", error)

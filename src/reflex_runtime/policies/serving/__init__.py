@@ -1,0 +1,1 @@
+"""`POST /act`: the server of robot policies."""

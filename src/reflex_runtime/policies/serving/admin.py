@@ -1,0 +1,202 @@
+"""What an operator may change while the server runs, and how episodes ended: `/admin/*`, `/episodes/*`.
+
+Every question is JSON with the fields it says, no more. Loading takes as long as it takes, so it is answered by a task;
+everything else is answered at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.policies.serving import fields as wire
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.slots import SHADOW
+from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
+from reflex_runtime.web.exchange import Exchange
+from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
+from reflex_runtime.web.json import printable
+
+log = logging.getLogger("reflex.admin")
+
+MAX_FAULTS = 100
+T = TypeVar("T")
+
+
+class Split(msgspec.Struct, forbid_unknown_fields=True):
+    """a's percent of new episodes."""
+
+    split: Whole
+
+
+class SlotName(msgspec.Struct, forbid_unknown_fields=True):
+    """One slot."""
+
+    slot: str
+
+
+class Load(msgspec.Struct, forbid_unknown_fields=True):
+    """An export to put into a slot."""
+
+    slot: str
+    path: str
+
+
+class Faults(msgspec.Struct, forbid_unknown_fields=True):
+    """The faults of a drill, as --inject-fault takes them; none ends it."""
+
+    faults: list[str]
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """No fields."""
+
+
+class Outcome(msgspec.Struct, forbid_unknown_fields=True):
+    """How an episode ended."""
+
+    success: bool
+    reward: float | None = None
+
+
+class Admin:
+    """Answers operators. Each method takes an exchange and its body, and answers it."""
+
+    def __init__(self, runtime: PolicyRuntime) -> None:
+        self.runtime = runtime
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loading = False
+        self.changes: dict[str, Callable[[Exchange, bytes], None]] = {
+            "/admin/split": self.split,
+            "/admin/rollback": self.rollback,
+            "/admin/reset": self.reset,
+            "/admin/load": self.load,
+            "/admin/faults": self.faults,
+        }
+
+    def split(self, exchange: Exchange, body: bytes) -> None:
+        """Another split for new episodes."""
+        split = whole("split", _decode(body, Split).split)
+        if not 0 <= split <= 100:
+            raise invalid("split", f"split={split}: must be in [0, 100]")
+        self.runtime.rollout.set_split(split, time.monotonic())
+        _answer(exchange, {"split": split})
+
+    def rollback(self, exchange: Exchange, body: bytes) -> None:
+        """Everything to a, running episodes too."""
+        _decode(body or b"{}", Nothing)
+        moved = self.runtime.rollout.rollback(time.monotonic())
+        _answer(exchange, {"split": 100, "episodes_moved": len(moved)})
+
+    def reset(self, exchange: Exchange, body: bytes) -> None:
+        """Forget a slot's crashes."""
+        rollout, shadow = self.runtime.rollout, self.runtime.shadow
+        slot, now = _decode(body, SlotName).slot, time.monotonic()
+        if shadow is not None and slot == SHADOW:
+            shadow.resume()
+            rollout.changed(now, "shadow", "was reset by an operator", {})
+        else:
+            rollout.reset(slot, now)
+        slots = dict(rollout.breaker.verdicts) | ({} if shadow is None else {SHADOW: shadow.verdict})
+        _answer(exchange, {"verdict": rollout.breaker.verdict, "slots": slots})
+
+    def faults(self, exchange: Exchange, body: bytes) -> None:
+        """Begin or end a drill."""
+        asked = _decode(body, Faults)
+        if len(asked.faults) > MAX_FAULTS:
+            raise invalid("faults", f"faults: {len(asked.faults)} are given, at most {MAX_FAULTS} may be")
+        try:
+            self.runtime.inject(asked.faults)
+        except ConfigError as error:
+            raise invalid("faults", error.message) from None
+        now, told = time.monotonic(), {"faults": asked.faults}
+        if asked.faults:
+            self.runtime.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
+        else:
+            self.runtime.rollout.changed(now, "mended", "no injected faults any more", told)
+        _answer(exchange, {"faults": self.runtime.faults})
+
+    def load(self, exchange: Exchange, body: bytes) -> None:
+        """Another policy in a slot."""
+        asked = _decode(body, Load)
+        if not asked.path or "\0" in asked.path:
+            raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory")
+        if not os.path.isdir(asked.path):
+            raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
+        if self._loading:
+            raise Conflict("another policy is being loaded")
+        self._loading = True
+        task = asyncio.get_running_loop().create_task(self._load(exchange, asked))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._loaded, exchange))
+
+    def _loaded(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._loading = False
+        if task.cancelled():
+            exchange.fail(Closed("the server is shutting down", retry_after=1.0))
+
+    async def _load(self, exchange: Exchange, asked: Load) -> None:
+        try:
+            version = await self.runtime.exchange(asked.slot, Path(asked.path))
+            path = str(version.policy.export.path)
+            _answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
+        except ConfigError as error:
+            exchange.fail(invalid("path", error.message))
+        except OSError as error:
+            exchange.fail(invalid("path", f"path: {error.strerror}"))
+        except ReflexError as error:
+            exchange.fail(error)
+        except Exception:
+            log.exception("loading %s into slot %s failed", asked.path, asked.slot)
+            exchange.fail(ReflexError("the policy could not be loaded; the server's log has the details"))
+
+    def close(self) -> None:
+        """The server is going: what is being loaded is given up, and its operator told."""
+        for task in self._tasks:
+            task.cancel()
+
+    def outcome(self, exchange: Exchange, body: bytes) -> None:
+        """How an episode ended: /episodes/{id}/outcome."""
+        episode = _episode_of(exchange.path)
+        asked = _decode(body, Outcome)
+        told = self.runtime.rollout.outcome(episode, asked.success)
+        if told["counted"]:
+            self.runtime.metrics.ended(told["slot"], asked.success)
+        if self.runtime.recorder is not None and not told["repeated"]:
+            fields = {"reward": asked.reward} if asked.reward is not None else {}
+            self.runtime.recorder.note("outcome", **told, **fields)
+        _answer(exchange, told)
+
+
+def is_outcome(path: str) -> bool:
+    """Whether a path is /episodes/{id}/outcome."""
+    return path.startswith("/episodes/") and path.endswith("/outcome") and len(path) > len("/episodes//outcome")
+
+
+def _episode_of(path: str) -> str:
+    episode = path[len("/episodes/") : -len("/outcome")]  # decoded when it was parsed, and not twice
+    check_id("episode_id", episode)
+    return episode
+
+
+def _decode(body: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error) from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise InvalidJson(f"the body is not JSON: {error}") from None
+
+
+def _answer(exchange: Exchange, body: Any) -> None:
+    exchange.answer(200, wire.encode_json(body))

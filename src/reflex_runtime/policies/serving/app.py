@@ -1,0 +1,200 @@
+"""The application of a policy server: its routes, and the questions that are answered at once.
+
+Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, `request_id` and `retry_safe`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from reflex_runtime.config import ServeConfig, settings
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies import Export
+from reflex_runtime.policies.serving import fields as wire
+from reflex_runtime.policies.serving import openapi
+from reflex_runtime.policies.serving.act import Act
+from reflex_runtime.policies.serving.admin import Admin, is_outcome
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.telemetry import metrics
+from reflex_runtime.version import __version__
+from reflex_runtime.web.app import OPERATOR_BODY, App, Refusal, Route
+from reflex_runtime.web.errors import NotFound, describe_error
+from reflex_runtime.web.exchange import JSON, MSGPACK, Exchange
+from reflex_runtime.web.openapi import page
+from reflex_runtime.web.serve import Make
+from reflex_runtime.web.supervisor import Lives
+
+OUTCOME: Final = "/episodes/{id}/outcome"
+
+
+class PolicyErrors:
+    """Errors of a policy server: `error`, `message`, `request_id`, `retry_safe` and the error's details."""
+
+    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        """As an answer."""
+        body = describe_error(error, request_id)
+        if packed:
+            return Refusal(error.http_status, wire.encode_msgpack(body), MSGPACK)
+        return Refusal(error.http_status, wire.encode_json(body), JSON)
+
+    def part(self, error: ReflexError) -> bytes:
+        """No answer of a policy server comes in parts."""
+        raise NotImplementedError
+
+
+def application(runtime: PolicyRuntime) -> App:
+    """The application around one `PolicyRuntime`."""
+    config = runtime.config
+    asking, admin = Asking(runtime), Admin(runtime)
+    act, views = Act(asking), Views(runtime)
+
+    def ready(exchange: Exchange) -> None:
+        runtime.need_policy()
+
+    most = config.max_body_bytes
+    routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, failed=act.failed)]
+    for path, view in views.open.items():
+        routes.append(Route(path, view, open=True))
+    for path, view in views.guarded.items():
+        routes.append(Route(path, view))
+    operator = min(most, OPERATOR_BODY)
+    for path, change in admin.changes.items():
+        routes.append(Route(path, change, "POST", changes=True, most=operator, enter=ready))
+    outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator, enter=ready)
+    by_path = {route.path: route for route in routes}
+    app = App(config, by_path, PolicyErrors(), lambda path: outcome if is_outcome(path) else None)
+    runtime.on_drain = admin.close
+    act.bodies = app.bodies
+    return app
+
+
+def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:
+    """What `web.serve` makes to serve policies. exports: by slot, see `PolicyRuntime`."""
+
+    def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:
+        runtime = PolicyRuntime(config, exports, on_lost)
+        runtime.lives = lives
+        return application(runtime), runtime
+
+    return make
+
+
+class Views:
+    """What can be asked with GET, each answered at once. open: needs no key; guarded: needs it where there is one."""
+
+    def __init__(self, runtime: PolicyRuntime) -> None:
+        self.runtime, self.config = runtime, runtime.config
+        self._document: tuple[Mapping[str, Export], bytes] | None = None  # of these exports
+        self.open: dict[str, Callable[[Exchange, bytes], None]] = {
+            "/health": self.health,
+            "/metrics": self.metrics,
+            "/openapi.json": self.openapi,
+            "/docs": self.docs,
+        }
+        self.guarded: dict[str, Callable[[Exchange, bytes], None]] = {
+            "/config": self.configuration,
+            "/diagnostics/cost-model": self.cost_model,
+            "/diagnostics/rollout": self.rollout,
+            "/diagnostics/shadow": self.shadow,
+        }
+
+    def health(self, exchange: Exchange, _: bytes) -> None:
+        """200 only when ready."""
+        runtime = self.runtime
+        state, breaker = runtime.health, runtime.rollout.breaker
+        body: dict[str, Any] = {
+            "status": "ok" if state == "ready" else state,
+            "state": state,
+            "model_loaded": runtime.loaded,
+            "inference_mode": runtime.policy.inference_mode if runtime.loaded else None,
+            "export_dir": str(runtime.export.path),
+            "consecutive_crashes": max(breaker.count(slot) for slot in runtime.served),
+            "max_consecutive_crashes": self.config.max_consecutive_crashes,
+            "robot_id": self.config.robot_id or None,
+            "verdict": breaker.verdict,
+            "slots": {
+                slot: {"verdict": verdict, "consecutive_crashes": breaker.count(slot)}
+                for slot, verdict in breaker.verdicts.items()
+            },
+        }
+        if runtime.shadow is not None:
+            body["slots"]["shadow"] = {"verdict": runtime.shadow.verdict, "why": runtime.shadow.stopped or None}
+        if runtime.error:
+            body["error"] = runtime.error
+        if runtime.lives is not None:
+            body |= {"restarts": runtime.lives.restarts, "last_exit": runtime.lives.last_exit}
+        if runtime.loaded:
+            body["hung_batches"] = runtime.batcher.device.hung
+        if runtime.faults or self.config.inject_latency_ms:
+            body["injected"] = {"faults": runtime.faults, "latency_ms": self.config.inject_latency_ms}
+        if runtime.recorder is not None:
+            error = runtime.recorder.error
+            body["recording"] = {
+                "recorded": runtime.recorder.recorded,
+                "dropped": runtime.recorder.dropped,
+                "cpu_s": round(runtime.recorder.cpu, 6),
+                "file": None if runtime.recorder.path is None else str(runtime.recorder.path),
+                "error": None if error is None else str(error),
+            }
+        if runtime.slo is not None:
+            body["slo"] = {"violated": runtime.slo.violated, "value_ms": runtime.slo.value_ms}
+        if runtime.trace is not None and runtime.trace.error is not None:
+            body["trace_error"] = str(runtime.trace.error)
+        exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
+
+    def configuration(self, exchange: Exchange, _: bytes) -> None:
+        """The export's configuration and the settings in force."""
+        runtime = self.runtime
+        body = {
+            "export": dict(runtime.export.config),
+            "policy": runtime.policy.describe() if runtime.loaded else None,
+            "slots": {name: slot.policy.describe() for name, slot in runtime.slots.items()} if runtime.loaded else None,
+            "server": settings(self.config),
+            "reflex_version": __version__,
+        }
+        exchange.answer(200, wire.encode_json(body))
+
+    def metrics(self, exchange: Exchange, _: bytes) -> None:
+        """Prometheus text."""
+        if self.runtime.loaded:
+            self.runtime.batcher.flush()
+        exchange.answer(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
+
+    def cost_model(self, exchange: Exchange, _: bytes) -> None:
+        """Every key the cost model knows."""
+        runtime = self.runtime
+        runtime.need_policy()
+        slots = runtime.batcher.device.input(
+            lambda scheduler, now: {slot: scheduler.cost_model(slot).snapshot() for slot in runtime.slots}
+        )
+        exchange.answer(200, wire.encode_json({"cost_model": self.config.cost_model, "slots": slots}))
+
+    def rollout(self, exchange: Exchange, _: bytes) -> None:
+        """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
+        body = self.runtime.rollout.snapshot(time.monotonic())
+        body["versions"] = {name: slot.version.name for name, slot in self.runtime.slots.items()}
+        exchange.answer(200, wire.encode_json(body))
+
+    def shadow(self, exchange: Exchange, _: bytes) -> None:
+        """How far the shadow's actions are from the served ones."""
+        if self.runtime.shadow is None:
+            raise NotFound("no shadow is served: --shadow-policy DIR")
+        exchange.answer(200, wire.encode_json(dict(self.runtime.shadow.snapshot())))
+
+    def openapi(self, exchange: Exchange, _: bytes) -> None:
+        """The machine-readable description."""
+        exchange.answer(200, self._described())
+
+    def docs(self, exchange: Exchange, _: bytes) -> None:
+        """The same for people."""
+        exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
+
+    def _described(self) -> bytes:
+        slots = self.runtime.slots
+        exports = {slot: holder.policy.export for slot, holder in slots.items()} or self.runtime.exports
+        if self._document is None or self._document[0] != exports:
+            self._document = (exports, openapi.document(exports, bool(self.config.api_key)))
+        return self._document[1]

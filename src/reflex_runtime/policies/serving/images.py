@@ -1,0 +1,90 @@
+"""The images of a request as they come over the wire: base64 text, PNG or JPEG bytes, raw arrays.
+
+Their names are checked on the loop; everything else happens on a thread, and only to what the policy looks at.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+from reflex_runtime.policies import Export, Policy
+from reflex_runtime.policies.policy.observation import Sent
+from reflex_runtime.policies.serving.fields import ActFields, Array, Image, array_of
+from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.json import printable
+
+PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
+
+
+def names_of(fields: ActFields) -> Iterator[tuple[str, str, Image]]:
+    """(camera, field to name in errors, what was sent) of every image, decoded or not."""
+    if fields.image is not None:
+        yield "image", "image", fields.image
+    if fields.image_wrist is not None:
+        yield "image_wrist", "image_wrist", fields.image_wrist
+    for name, image in (fields.images or {}).items():
+        yield name, printable(f"images.{name}"), image
+
+
+def has_images(fields: ActFields) -> bool:
+    """Whether there is anything to decode."""
+    return fields.image is not None or fields.image_wrist is not None or bool(fields.images)
+
+
+def check_names(fields: ActFields, known: AbstractSet[str]) -> None:
+    """422 for an image under a name that nothing served looks at, and for one that is given twice."""
+    seen = set()
+    for name, field, _ in names_of(fields):
+        if name not in known:
+            there = ", ".join(sorted(known)) or "none"
+            raise invalid(field, printable(f"{field}: no policy here has such a camera (there are: {there})"))
+        if name in seen:
+            raise invalid(field, f"{field}: given twice")
+        seen.add(name)
+
+
+def cameras_of(exports: Iterable[Export]) -> set[str]:
+    """The names under which images are looked at: each export's own, and "image" where one has a single camera."""
+    names = {name for export in exports for name in export.images}
+    return names | {"image" for export in exports if len(export.images) == 1}
+
+
+class Pictures:
+    """The images of a request that a policy looks at.
+
+    sent: PNG or JPEG bytes, or arrays, by name; known after `look`.
+    """
+
+    def __init__(self, fields: ActFields, policy: Policy) -> None:
+        self._fields, self._policy = fields, policy
+        self.sent: dict[str, Sent] = {}
+
+    def look(self) -> int:
+        """Pixels to be decoded, or the 422 of what can be seen without decoding."""
+        reads = self._policy.reads
+        self.sent = {name: _sent(image, field) for name, field, image in names_of(self._fields) if reads(name)}
+        return self._policy.look(self.sent)
+
+
+def _sent(image: Image, field: str) -> Sent:
+    if isinstance(image, Array):
+        return array_of(image, field)
+    return _from_base64(image, field) if isinstance(image, str) else image
+
+
+def _from_base64(text: str, field: str) -> bytes:
+    if text.startswith("data:"):
+        head, comma, text = text.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise invalid(field, f"{field}: a data URL must be data:image/…;base64,…")
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise invalid(field, f"{field}: not base64: padding before its end")
+    try:
+        return b"".join(
+            base64.b64decode(text[at : at + PIECE], validate=True) for at in range(0, len(text), PIECE)
+        )
+    except (binascii.Error, ValueError) as error:
+        raise invalid(field, f"{field}: not base64: {error}") from None

@@ -1,0 +1,176 @@
+"""The slots of a running server: each a policy that can be exchanged, its processor, and the faults of a drill."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.adapt import Controller
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.policies import (
+    ActionGuard,
+    Export,
+    Fault,
+    FaultyProcessor,
+    GuardedProcessor,
+    Policy,
+    load_policy,
+    parse_fault,
+)
+from reflex_runtime.policies.policy.guard import OnBadAction
+from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
+from reflex_runtime.processors.onnx import CPU, CUDA
+
+SHADOW = "shadow"
+PROVIDERS = {"cpu": CPU, "cuda": CUDA}
+SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
+GAP_CHANCE = 0.5
+
+
+class Slot:
+    """One slot: what new requests are asked of (`version`), and what earlier ones still run on.
+
+    Everything but `processor.run` happens on the event loop.
+    """
+
+    def __init__(self, name: str, config: ServeConfig, policy: Policy, faults: Sequence[Fault]) -> None:
+        self.name, self._config = name, config
+        self.faults = tuple(faults)
+        self._faulty: WeakKeyDictionary[Version, FaultyProcessor] = WeakKeyDictionary()  # also of those to come
+        self._made = 0
+        self.version = self.made(policy)
+        self.previous: Version | None = None  # kept while the guard watches the one that replaced it
+        self.processor = SlotProcessor(self.version)
+        self._leaving: list[Version] = []
+
+    @property
+    def policy(self) -> Policy:
+        """What new requests are asked of."""
+        return self.version.policy
+
+    @property
+    def loaded(self) -> int:
+        """Versions in memory."""
+        return 1 + (self.previous is not None) + len(self._leaving)
+
+    def made(self, policy: Policy) -> Version:
+        """A further version, not asked yet; `exchange` puts it in."""
+        config = self._config
+        self._made += 1
+        faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
+        on_bad_action: OnBadAction = "hold" if config.on_bad_action == "hold" else "error"
+        guard = ActionGuard(policy.export.embodiment, self.name, on_bad_action)
+        version = Version(policy, GuardedProcessor(faulty, guard), self._made)
+        self._faulty[version] = faulty
+        return version
+
+    def inject(self, faults: Sequence[Fault]) -> None:
+        """From the next batch on these faults, and no others."""
+        self.faults = tuple(faults)
+        for faulty in self._faulty.values():
+            faulty.faults = self.faults
+
+    def exchange(self, version: Version, keep: bool = False) -> None:
+        """New requests go to `version`. keep: the one before stays loaded, for `go_back`."""
+        self.settle()
+        self.processor.add(version)
+        before, self.version = self.version, version
+        if keep:
+            self.previous = before
+        else:
+            self._leaving.append(before)
+
+    def go_back(self) -> Version | None:
+        """The version before is asked again; None when there is none.
+
+        What it had carried over for its episodes is from before the exchange.
+        """
+        if self.previous is None:
+            return None
+        before, self.previous = self.previous, None
+        self._leaving.append(self.version)
+        self.version = before
+        tails = getattr(before.policy, "tails", None)
+        if tails is not None:
+            tails.forget_all()
+        return before
+
+    def settle(self) -> None:
+        """The version before is not needed any more."""
+        if self.previous is not None:
+            self._leaving.append(self.previous)
+            self.previous = None
+
+    def let_go(self, active: Sequence[Any]) -> list[Version]:
+        """Unload what nobody uses. active: the group's partitions that hold tickets. Returns what was unloaded."""
+        gone = [v for v in self._leaving if not v.users and v.policy.shape not in active]
+        for version in gone:
+            self._leaving.remove(version)
+            self.processor.remove(version)
+        return gone
+
+
+def load(config: ServeConfig, slot: str, export: Export) -> Policy:
+    """The policy of an export as the settings say. For a thread that may take long; ConfigError when it is wrong."""
+    rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
+    return load_policy(
+        export,
+        slot=slot,
+        provider=PROVIDERS.get(config.provider, config.provider),
+        threads=config.threads,
+        cache_bytes=int(config.prefix_cache_mb * 2**20),
+        max_age_chunks=config.prefix_max_age_chunks,
+        captured_sizes=config.captured_sizes,
+        rtc=rtc,
+        adaptive=config.adaptive_steps,
+    )
+
+
+def group_of(config: ServeConfig, slot: str, policy: Policy, controller: Controller) -> GroupConfig:
+    """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left."""
+    cost = partial(TimeCost, policy.stages, config.cost_model == "affine", policy.captured_sizes)  # keeps no policy
+    budget = config.max_batch_cost_ms / 1e3
+    if slot == SHADOW:
+        alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
+        return GroupConfig(name=slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost)
+    return GroupConfig(
+        name=slot,
+        flush=FlushPolicy.window(budget, config.batch_timeout_ms / 1e3, config.max_batch_size),
+        capacity=config.max_queue,
+        max_queued_seconds=config.max_queue_s or inf,
+        max_in_flight_per_client=config.max_in_flight_per_client,
+        latest_only=config.latest_only,
+        cost=cost,
+        controller=controller,
+    )
+
+
+def check_alike(exports: Mapping[str, Export]) -> None:
+    """Versions behind one router drive the same robot: ConfigError unless states and actions have the same sizes."""
+    first_slot, first = next(iter(exports.items()))
+    for slot, export in exports.items():
+        for name in ("state_dim", "action_dim"):
+            if (found := getattr(export, name)) != (expected := getattr(first, name)):
+                raise ConfigError(
+                    f"{export.path}: {name}: found {found} for slot {slot}, expected {expected} as in {first.path} "
+                    f"(slot {first_slot})"
+                )
+
+
+def faults_of(texts: Sequence[str], slots: Sequence[str], option: str) -> dict[str, list[Fault]]:
+    """Faults by slot; ConfigError for a slot that is not served. option: what the texts were given as."""
+    found: dict[str, list[Fault]] = {slot: [] for slot in slots}
+    for text in texts:
+        fault = parse_fault(text)
+        if fault.slot not in found:
+            raise ConfigError(f"{option}={text}: slot {fault.slot} is not served, only {', '.join(slots)}")
+        found[fault.slot].append(fault)
+    return found

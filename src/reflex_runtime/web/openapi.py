@@ -1,0 +1,86 @@
+"""/openapi.json as every server writes it, and /docs: a page of it that needs nothing from outside."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from reflex_runtime.version import __version__
+from reflex_runtime.web.json import JSON_TYPE
+
+
+def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguarded: Iterable[str] | None) -> bytes:
+    """The whole document. unguarded: paths that need no key; None: none is needed."""
+    body: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas},
+    }
+    if unguarded is not None:
+        body["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "key": {"type": "apiKey", "in": "header", "name": "X-Reflex-Key"},
+        }
+        for path, methods in paths.items():
+            for method, operation in methods.items():
+                if path not in unguarded and method in ("get", "post"):
+                    operation["security"] = [{"bearer": []}, {"key": []}]
+    return json.dumps(body, indent=1).encode()
+
+
+def failures(texts: Mapping[str, str], *codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
+    """The answers that are no success, with these codes. texts: what each means. but: codes to leave out."""
+    content = {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
+
+
+def page(described: bytes) -> bytes:
+    """A page for people: every path, its fields and its answers."""
+    doc = json.loads(described)
+    parts = []
+    for path, methods in doc["paths"].items():
+        for method, spec in methods.items():
+            if method not in ("get", "post"):
+                continue
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            parts.append(f"<p>{html.escape(spec['summary'])}</p>")
+            if "description" in spec:
+                parts.append(f"<p>{html.escape(spec['description'])}</p>")
+            schema = spec.get("requestBody", {}).get("content", {}).get(JSON_TYPE, {}).get("schema", {})
+            if schema.get("properties"):
+                parts.append(_table("Field", {k: _field(v) for k, v in sorted(schema["properties"].items())}))
+            parts.append(_table("Status", {k: v["description"] for k, v in sorted(spec["responses"].items())}))
+    style = (
+        "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
+        "table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #d8dee6;"
+        "padding:.35rem .6rem;text-align:left;vertical-align:top}code{background:#f1f4f8;padding:.1rem .3rem;"
+        "border-radius:4px}h2{margin-top:2.5rem}"
+    )
+    title = html.escape(doc["info"]["title"])
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title} API</title><style>{style}</style>"
+    intro = f"<h1>{title} {html.escape(__version__)}</h1>"
+    intro += "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
+    return (head + intro + "".join(parts) + "</html>").encode()
+
+
+def _field(schema: dict[str, Any]) -> str:
+    return f"{_type(schema)}: {schema['description']}" if "description" in schema else _type(schema)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_type(s) for s in schema["anyOf"] if s.get("type") != "null")
+    if "enum" in schema:
+        return " | ".join(str(v) for v in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    kind = str(schema.get("type", "any"))
+    return "mapping" if kind == "object" else kind
+
+
+def _table(title: str, rows: dict[str, str]) -> str:
+    cells = "".join(f"<tr><td><code>{html.escape(k)}</code><td>{html.escape(v)}" for k, v in rows.items())
+    return f"<table><tr><th>{title}<th>{cells}</table>"
