@@ -87,8 +87,8 @@ _NAMES = {
     "core.cost": "CostModel TimedUnits TokenCost UnitCost",
     "core.errors": (
         "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired InFlightCapReached "
-        "InvalidRequest NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected ResultCountMismatch "
-        "Shed Superseded TooLarge TooLate WaitTimeout"
+        "InvalidRequest NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
+        "ResultCountMismatch Shed Superseded TooLarge TooLate WaitTimeout"
     ),
     "core.events": (
         "BatchFinished BatchScheduled DeviceLost Event RequestAbandoned RequestAnswered RequestPreempted "
