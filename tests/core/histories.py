@@ -162,6 +162,7 @@ class Play:
         self.scheduler = Scheduler([g.config() for g in scenario.groups], scenario.max_batches)
         self.oracle = Oracle([g.world() for g in scenario.groups], scenario.max_batches)
         self.pairs: list[tuple[Ticket, Seen]] = []
+        self.open: list[tuple[Ticket, Seen]] = []  # those that had not settled when they were last compared
         self.running: list[tuple[Batch, Expected]] = []
         self.log: list[str] = []
         self.causes: list[str] = []
@@ -234,6 +235,7 @@ class Play:
             self.refused += seen == "deadline_unreachable"
             return
         self.pairs.append((ticket, seen))
+        self.open.append((ticket, seen))
         assert ticket.seq == seen.seq
 
     def some(self) -> tuple[Ticket, Seen] | None:
@@ -404,9 +406,10 @@ class Play:
         assert [e.ticket.seq for e in events if isinstance(e, RequestPreempted)] == self.oracle.preempted
         self.oracle.settled.clear()
         self.oracle.preempted.clear()
-        for ticket, seen in self.pairs:
+        for ticket, seen in self.open:
             assert ticket.state.value == seen.state
             assert ticket.tier == seen.tier
+        self.open = [pair for pair in self.open if pair[1].state != "settled"]
         assert self.scheduler.wake_at() == self.oracle.wake_at()
         for world in self.oracle.worlds.values():
             group = self.scheduler._groups[world.name]

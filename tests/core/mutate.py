@@ -186,8 +186,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "residents' deadlines have no say",
-        "            partition.deadlines.push(ticket.deadline, ticket)\n",
-        "",
+        "partition.deadlines.push(ticket.deadline, ticket)\n        return error",
+        "pass\n        return error",
     ),
     M(
         "core/scheduler.py",

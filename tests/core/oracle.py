@@ -398,6 +398,7 @@ class Oracle:
         self.worlds = {w.name: w for w in worlds}
         self.max_batches = max_batches
         self.all: list[Seen] = []  # those that may run or have run, in that order
+        self.open: list[Seen] = []  # of those, all that have not settled
         self.preparing: list[Seen] = []
         self.tickets = 0
         self.in_flight: list[Expected] = []
@@ -412,14 +413,13 @@ class Oracle:
         self.held_until = inf
         self.free_since = -inf
 
-    # -- views, all computed from the list of everything -------------------------------------------------------------
+    # -- views, all computed from the list of those that have not settled ----------------------------------------------
 
     def unsettled(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
         return [
             t
-            for t in self.all
-            if t.state != "settled"
-            and t.request.group == group
+            for t in self.open
+            if t.request.group == group
             and (partition is ... or t.request.partition == partition)
             and (client is ... or t.client == client)
         ]
@@ -533,11 +533,12 @@ class Oracle:
         if not self.unsettled(w.name, client=request.client):
             active = [w.counters[c] for c in self.clients(w.name)]
             w.counters[request.client] = max(w.counters.get(request.client, 0.0), min(active, default=w.rest))
-        ticket.ended_before = sum(t.state == "settled" for t in self.all)
+        ticket.ended_before = len(self.all) - len(self.open)
         if self.cannot_make_it(w, ticket):
             w.probes = [t for t in w.probes if kind(t) != kind(ticket)] + [ticket]
             ticket.probe = True
         self.all.append(ticket)
+        self.open.append(ticket)
         w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
             others = len(self.unsettled(w.name, request.partition)) - 1
@@ -622,7 +623,7 @@ class Oracle:
         self.input(now)
         self.closed, self.draining = True, drain
         if not drain:
-            for ticket in [*self.all, *self.preparing]:
+            for ticket in [*self.open, *self.preparing]:
                 if ticket.state in ("preparing", "waiting", "resident"):
                     self.settle(ticket, "shutting_down")
 
@@ -749,7 +750,8 @@ class Oracle:
         if ticket.state == "resident" or (ticket.state == "running" and ticket.has_place and result != "ok"):
             w.left.append(ticket)
         ticket.state, ticket.result, ticket.has_place = "settled", result, False
-        ticket.settled_at, ticket.ended = self.now, sum(t.state == "settled" for t in self.all) - 1
+        ticket.ended = len(self.all) - len(self.open)
+        self.open.remove(ticket)
         ticket.settled_at = self.now
         if ticket in w.probes:
             w.probes.remove(ticket)
@@ -771,7 +773,7 @@ class Oracle:
 
     def next_batch(self, now: float) -> Expected | None:
         self.now = max(self.now, now)
-        for ticket in [*self.all, *self.preparing]:
+        for ticket in [*self.open, *self.preparing]:
             if ticket.state in ("preparing", "waiting", "resident") and ticket.deadline <= self.now:
                 self.settle(ticket, "deadline_exceeded")
         for (group, partition), until in list(self.pauses.items()):
@@ -779,7 +781,7 @@ class Oracle:
                 del self.pauses[group, partition]
         if len(self.in_flight) >= self.max_batches:
             return None
-        for ticket in [*self.all, *self.preparing]:
+        for ticket in [*self.open, *self.preparing]:
             if ticket.abandoned and ticket.state in ("preparing", "waiting", "resident"):
                 self.settle(ticket, "cancelled")
         self.held_until = inf
@@ -793,7 +795,7 @@ class Oracle:
         return None
 
     def wake_at(self) -> float:
-        times = [t.deadline for t in [*self.all, *self.preparing] if t.state in ("preparing", "waiting", "resident")]
+        times = [t.deadline for t in [*self.open, *self.preparing] if t.state in ("preparing", "waiting", "resident")]
         times += self.pauses.values()
         if len(self.in_flight) < self.max_batches:
             times.append(self.held_until if self.quiet else self.now)

@@ -40,22 +40,19 @@ REPEATABLE = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-HISTORIES = 30  # long ones per scenario and part
-PARTS = 3  # so that none is a long serial test
+# Long ones per scenario and way to sort. Most mutants fail one in four; the rarest, one in 300 of one scenario.
+HISTORIES = 40
 
 
 # -- everything at once: batches, causes, outcomes, counters and wake times are what the oracle says -------------------
 
 
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("lined_up", [order.LINED_UP, 0], ids=["sorted", "heaps"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_oracle_agrees_on_long_histories(
-    scenario: str, lined_up: int, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_oracle_agrees_on_long_histories(scenario: str, lined_up: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With few clients waiting a fill sorts their queues, with many it walks a heap: the same order both ways."""
     monkeypatch.setattr(order, "LINED_UP", lined_up)
-    random = Random(f"{scenario} {lined_up} {part}")
+    random = Random(f"{scenario} {lined_up} 0")
     for _ in range(HISTORIES):
         Play(SCENARIOS[scenario], random.randbytes(random.choice((100, 300, 1000)))).run()
 
@@ -74,7 +71,7 @@ def test_the_histories_reach_every_outcome_and_every_cause() -> None:
     preempted = 0
     for name, scenario in SCENARIOS.items():
         random = Random(name)
-        for _ in range(6):
+        for _ in range(2):
             play = Play(scenario, random.randbytes(600)).run()
             preempted += sum(t.recomputed > 0 for t, _ in play.pairs)
             for _, seen in play.pairs:
