@@ -149,6 +149,7 @@ def _among(waiting: int, partitions: int, batches: int) -> float:
     for i in range(waiting):
         scheduler.submit(Request(partition=i % partitions, client=i), 0.0)
     scheduler.take_events()
+    scheduler.wake_at()  # as a driver asks after every input; else the first batch would do it for all of them
     gc.collect()
     gc.freeze()  # what waits is not looked through again and again, as it is not in a server either
     now, asked = 0.0, waiting

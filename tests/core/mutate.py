@@ -51,9 +51,9 @@ MUTANTS = [
     ),
     M(
         "core/heap.py",
-        "looking ahead loses what was seen",
-        "for entry in seen:\n                heappush",
-        "for entry in ():\n                heappush",
+        "looking ahead sees one side of the tree",
+        "min(2 * at + 3, len(heap))",
+        "min(2 * at + 2, len(heap))",
     ),
     M(
         "core/shares.py",
@@ -69,12 +69,24 @@ MUTANTS = [
         "            if cursor is not None:\n                cursor.take(0.0)\n",
     ),
     M("core/order.py", "shares within a fill are stale", "if counter < moved or seq", "if seq"),
-    M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and seq", "if seq"),
-    M("core/order.py", "preempted tickets go last", "if youngest.seq > ticket.seq:", "if False:"),
+    M("core/order.py", "stale counters in a tier", "if counter == queue.client.counter and", "if"),
+    M("core/order.py", "preempted tickets go last", "elif last.seq < ticket.seq:", "elif True:"),
+    M("core/order.py", "preempted tickets go first", "if t.seq > ticket.seq)", "if True)"),
+    M("core/order.py", "the last of a queue is forgotten", "            self._last = elder\n", "            pass\n"),
+    M("core/order.py", "those that left are kept", "while line and line[0].line is not self:", "while False:"),
+    M("core/order.py", "those that settled are kept", "while line and line[0].state is SETTLED:", "while False:"),
+    M(
+        "core/shares.py",
+        "one that leaves takes all others along",
+        "        if count == 1:\n            del members[counter]",
+        "        if True:\n            del members[counter]",
+    ),
+    M("core/shares.py", "those that left are the floor", "if counters[0] in members:", "if True:"),
+    M("core/shares.py", "counters are kept for ever", "if len(self._counters) > FEW", "if len(self._counters) > 10**9"),
     M(
         "core/order.py",
         "promotion leaves the elders behind",
-        "for ticket in list(self.queue_of(due).tickets):",
+        "for ticket in list(self.queue_of(due)):",
         "for ticket in [due]:",
     ),
     M("core/order.py", "17 may be passed over", "MAX_PASSED_OVER = 16", "MAX_PASSED_OVER = 17"),
@@ -91,7 +103,6 @@ MUTANTS = [
         "self._charged.get(client, 0.0) + charge",
         "self._charged.get(client, 0.0)",
     ),
-    M("core/order.py", "who left is the oldest", "while line and line[0] not in here:", "while False:"),
     M(
         "core/order.py",
         "who came back is no elder",
@@ -130,7 +141,7 @@ MUTANTS = [
         "core/group.py",
         "partitions are not lifted",
         "self.turns.shares.enter(partition)",
-        "self.turns.shares._active.push(partition.counter, partition)",
+        "self.turns.shares._add(partition.counter)",
     ),
     M(
         "core/group.py",
@@ -336,7 +347,7 @@ MUTANTS = [
     M(
         "core/group.py",
         "the oldest gives way",
-        "next(reversed(queue.tickets)) for queue in longest",
+        "queue.newest for queue in longest",
         "queue.head for queue in longest",
     ),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
@@ -643,7 +654,7 @@ MUTANTS = [
     M(
         "core/group.py",
         "the oldest background gives way",
-        "(next(reversed(queue.tickets)) for queue in queues)",
+        "(queue.newest for queue in queues)",
         "(queue.head for queue in queues)",
     ),
     M(
@@ -748,7 +759,7 @@ MUTANTS = [
         "if not group.active:\n            self._lift(group)",
         "if group.unsettled == 0:\n            self._lift(group)",
     ),
-    M("core/group.py", "the newcomer is another", "len(partition.unsettled) - 1)", "len(partition.unsettled))"),
+    M("core/group.py", "the newcomer is another", "partition.unsettled - 1)", "partition.unsettled)"),
     # two groups or one
     M("core/returns.py", "two groups stay two", "if freed and now", "if False and now"),
     M("core/returns.py", "merged again and again", "now + MERGE_EVERY * fixed", "now"),
@@ -782,7 +793,7 @@ MUTANTS = [
     M("core/evidence.py", "what was learned before serving is tried at once", "return now, 0.0", "return -inf, 0.0"),
     M("core/forming.py", "a probe is shed", "probe = next((t for t in hopeless", "probe = next((t for t in ()"),
     M("core/scheduler.py", "nothing renews an estimate", "elapsed, now, not failed)", "elapsed, now, False)"),
-    M("core/scheduler.py", "a probe is free", "ticket.queue.client.counter += share / ticket", "0.0 + share / ticket"),
+    M("core/scheduler.py", "a probe is free", "queue.client, share / ticket", "queue.client, 0.0 / ticket"),
     M(
         "core/scheduler.py",
         "a probe costs its estimate",
@@ -796,6 +807,19 @@ MUTANTS = [
         "if False else evidence",
     ),
     M("core/forming.py", "a probe without a place is shed", "return not evidence.probes(ticket) if", "return True if"),
+    # the backlog in seconds
+    M("core/backlog.py", "background work waits before others", " and request.priority is not BACKGROUND:", ":"),
+    M("core/backlog.py", "those of later tiers wait before a request", "[: priority + 1]", "[:]"),
+    M("core/backlog.py", "those of its own tier do not wait before a request", "[: priority + 1]", "[:priority]"),
+    M("core/backlog.py", "those that left wait on", "-= seconds\n        own =", "-= 0.0\n        own ="),
+    M("core/backlog.py", "a client keeps the seconds of what left", "own[0] -= seconds", "own[0] -= 0.0"),
+    M("core/backlog.py", "clients without waiting tickets have shares", "        if not own[1]:", "        if False:"),
+    M("core/backlog.py", "rounding is carried on", "        if not self._counted:", "        if False:"),
+    M("core/backlog.py", "what is replaced counts ahead", "return found - sum(", "return found - 0.0 * sum("),
+    M("core/backlog.py", "what is replaced counts in its share", "waiting -= sum(", "waiting -= 0.0 * sum("),
+    M("core/backlog.py", "a newcomer has no share", "+ (own is None)", ""),
+    M("core/backlog.py", "everybody exceeds the share", "> most / clients * SLACK", "> 0.0"),
+    M("core/backlog.py", "shares are not divided", "> most / clients * SLACK", "> most * SLACK"),
 ]
 
 

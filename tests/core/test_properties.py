@@ -6,6 +6,7 @@ which shrinks what it finds. Both are the same on every machine and every run.
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections import defaultdict
 from math import inf
 from pathlib import Path
 from random import Random
+from types import FunctionType, ModuleType
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -532,6 +534,26 @@ def test_cost_of_a_call_does_not_grow_with_the_queue(
     assert large["worst submit"] <= 8
 
 
+def test_cost_of_a_batch_does_not_grow_with_the_clients_that_were_served_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counter = Counter(monkeypatch)
+    scheduler = scheduler_of(flush=FlushPolicy(max_batch_size=8), cost=UnitCost, capacity=10**9)
+    for partition in ("there", "here"):
+        for client in range(800):
+            ask(scheduler, client=client, partition=partition)
+    costs: dict[object, list[int]] = {"there": [], "here": []}
+    scheduler.pause("default", 1.0, 0.0, "here")
+    for now in (0.0, 1.0):
+        for _ in range(100):
+            found: list[Batch] = []
+            count = counter.during(lambda f=found, n=now: f.append(take(scheduler, n)))  # type: ignore[misc]
+            costs[found[0].partition].append(count)
+            scheduler.complete(found[0], [Done()] * 8, 0.001, now)
+    assert len(costs["there"]) == len(costs["here"]) == 100
+    assert max(costs["here"][1:]) <= 2 * max(costs["there"])  # the first one puts all of them right
+
+
 def test_cost_with_deadlines_at_risk_is_bounded_by_four_times_the_size_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = 0
     original = order.Cursor.next
@@ -562,3 +584,34 @@ def test_cost_forgotten_heap_entries_never_outnumber_the_living_for_long() -> No
     assert len(partition.deadlines._heap) <= 200
     assert len(partition.tiers[1]._heap) <= 200
     assert len(partition.tiers[1].oldest._line) <= 200
+
+
+@pytest.mark.parametrize("partitions", [1, 60])
+def test_cost_nothing_is_kept_of_tickets_that_settled(partitions: int) -> None:
+    """Kept ones would cost memory, and every collection of garbage would look through them."""
+    scheduler = scheduler_of(flush=FlushPolicy(max_batch_size=8), cost=UnitCost, capacity=10**9)
+    for i in range(3000):
+        ask(scheduler, client=i, partition=i % partitions)
+        if i >= 600:
+            scheduler.take_events()
+            if i % 8 == 0:
+                batch = take(scheduler, 0.0)
+                scheduler.complete(batch, [Done()] * len(batch), 0.001, 0.0)
+                del batch
+    scheduler.take_events()
+    assert tickets_held_by(scheduler) == scheduler.unsettled("default") >= 600
+
+
+def tickets_held_by(scheduler: Scheduler) -> int:
+    """Tickets that it refers to, directly or not."""
+    seen: set[int] = set()
+    todo: list[object] = [scheduler._groups]
+    found = 0
+    while todo:
+        one = todo.pop()
+        found += isinstance(one, Ticket)
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType):
+                seen.add(id(other))
+                todo.append(other)
+    return found

@@ -404,7 +404,7 @@ class Former:
         return [
             elder
             for queue, youngest in last.items()
-            for elder in takewhile(lambda t, stop=youngest: t is not stop, queue.tickets)  # type: ignore[misc]
+            for elder in takewhile(lambda t, stop=youngest: t is not stop, queue)  # type: ignore[misc]
             if elder not in chosen.grants and elder.deadline < inf
         ]
 

@@ -145,8 +145,7 @@ class Group:
             self.turns.shares.enter(partition)
         self.turns.touch(partition)
         self.returns.arrived(request.client, request.partition, now)
-        partition.unsettled[ticket] = None
-        partition.tiers[ticket.tier].append(ticket, self.clients.enter(request.client))
+        partition.enter(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)
             if now + self.cost.remaining(ticket) > ticket.deadline:  # admitted all the same
@@ -158,7 +157,7 @@ class Group:
             pace = 0.05 if partition.usual_limit else 1.0
             partition.usual_limit += pace * (request.time_limit - partition.usual_limit)
         if self.config.controller is not None:
-            self.config.controller.arrived(ticket, now, len(partition.unsettled) - 1)
+            self.config.controller.arrived(ticket, now, partition.unsettled - 1)
         self._count(ticket)
         self.unsettled += 1
 
@@ -213,7 +212,7 @@ class Group:
 
     def _newest_background(self) -> Ticket | None:
         queues = [queue for partition in self.active.values() for queue in partition.tiers[BACKGROUND].queues()]
-        return max((next(reversed(queue.tickets)) for queue in queues), key=lambda ticket: ticket.seq, default=None)
+        return max((queue.newest for queue in queues), key=lambda ticket: ticket.seq, default=None)
 
     def _newest_of_most(self, client: Hashable) -> Ticket | None:
         """The newest ticket of the client with most waiting, if this client may take its place.
@@ -225,12 +224,12 @@ class Group:
             for tier in partition.tiers:
                 for queue in tier.queues():
                     waiting.setdefault(queue.client.key, []).append(queue)
-        counts = {key: sum(len(queue.tickets) for queue in queues) for key, queues in waiting.items()}
+        counts = {key: sum(queue.waiting for queue in queues) for key, queues in waiting.items()}
         most = max(counts.values(), default=0)
         if most < counts.get(client, 0) + 2:
             return None
         longest = [queue for key, queues in waiting.items() if counts[key] == most for queue in queues]
-        return max((next(reversed(queue.tickets)) for queue in longest), key=lambda ticket: ticket.seq)
+        return max((queue.newest for queue in longest), key=lambda ticket: ticket.seq)
 
     def room_in(self, partition: Partition) -> int | None:
         """Newcomers that may still enter the partition; None when unlimited."""
@@ -249,7 +248,7 @@ class Group:
         """A ticket settled; it has already stopped waiting."""
         if partition.residents:
             partition.residents.pop(ticket, None)
-        del partition.unsettled[ticket]
+        partition.leave()
         self.turns.touch(partition)
         if not partition.unsettled:
             partition.suspects.clear()

@@ -72,13 +72,13 @@ class LazyHeap(Generic[T, K]):
         return top
 
     def ascending(self) -> Iterator[T]:
-        """Items in order of key; what was looked at is put back when the iterator closes."""
-        seen: list[tuple[K, int, T]] = []
-        try:
-            while (top := self.first()) is not None:
-                entry = heappop(self._heap)
-                seen.append(entry)
-                yield top[1]
-        finally:
-            for entry in seen:
-                heappush(self._heap, entry)
+        """Items in order of key. Nothing may be pushed or discarded meanwhile; O(log k) for the k-th of them."""
+        self.first()
+        heap, entries = self._heap, self._entries
+        ahead = [(heap[0], 0)] if heap else []  # those whose parents have come, with their places
+        while ahead:
+            entry, at = heappop(ahead)
+            if entries.get(entry[2]) is entry:
+                yield entry[2]
+            for child in range(2 * at + 1, min(2 * at + 3, len(heap))):
+                heappush(ahead, (heap[child], child))

@@ -10,7 +10,7 @@ calls, with g at most 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from math import inf, log
 
@@ -51,7 +51,7 @@ class Suspects:
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        self._parts: deque[Part] = deque()
+        self._parts: list[Part] = []  # never many
 
     def split(self, grants: dict[Ticket, float], origin: Origin) -> None:
         """Two halves of what failed together."""
@@ -75,7 +75,7 @@ class Suspects:
                 part.fails = False  # who made it fail may be gone
             if part.grants and not (part.fails and len(part.grants) > 1):
                 return part
-            self._parts.popleft()
+            del self._parts[0]
             part.origin.pending -= 1
             self.split(part.grants, part.origin)
         return None

@@ -9,15 +9,14 @@ Counters only ever grow, so a stale heap entry is too small, surfaces early and 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
-from itertools import takewhile
 from math import inf
 
 from reflex_runtime.core.heap import FEW, LazyHeap
 from reflex_runtime.core.isolation import Suspects
 from reflex_runtime.core.rate import Rate
-from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, Priority, Ticket
+from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, Priority, Ticket
 from reflex_runtime.core.shares import Shares
 
 IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
@@ -28,7 +27,7 @@ LINED_UP = 256  # waiting tickets up to which all of them are sorted for one bat
 class Client:
     """Whoever has a share. counter: virtual time in cost units over weight. unsettled: its tickets in the system.
 
-    queues: those of its tickets that wait, in any partition.
+    queues: those of its tickets that wait, in any partition, by tier and priority.
     """
 
     __slots__ = ("counter", "key", "queues", "unsettled")
@@ -37,11 +36,11 @@ class Client:
         self.key = key
         self.counter = 0.0
         self.unsettled = 0
-        self.queues: dict[ClientQueue, None] = {}
+        self.queues: dict[tuple[Tier, Priority], ClientQueue] = {}
 
     def waiting(self) -> list[Ticket]:
         """Its tickets that wait, in no particular order."""
-        return [ticket for queue in self.queues for ticket in queue.tickets]
+        return [ticket for queue in self.queues.values() for ticket in queue]
 
 
 class Clients:
@@ -50,11 +49,11 @@ class Clients:
     def __init__(self) -> None:
         self._known: dict[Hashable, Client] = {}
         self._idle: OrderedDict[Hashable, None] = OrderedDict()  # the longest idle first
-        self._shares: Shares[Client] = Shares()
+        self.shares = Shares()
 
     def __len__(self) -> int:
         """Clients that have something in the system."""
-        return len(self._shares)
+        return len(self.shares)
 
     def get(self, key: Hashable) -> Client | None:
         """The client, if it is known."""
@@ -72,7 +71,7 @@ class Clients:
             client = self._known[key] = Client(key)
         if client.unsettled == 0:
             self._idle.pop(key, None)
-            self._shares.enter(client)
+            self.shares.enter(client)
         client.unsettled += 1
         return client
 
@@ -80,80 +79,125 @@ class Clients:
         """One ticket of the client settled."""
         client.unsettled -= 1
         if client.unsettled == 0:
-            self._shares.leave(client)
+            self.shares.leave(client)
             self._idle[client.key] = None
             if len(self._idle) > IDLE_CLIENTS:
                 del self._known[self._idle.popitem(last=False)[0]]
 
     def floor(self) -> float:
         """The smallest counter of an active client; when there is none, the largest of those that left."""
-        return self._shares.floor()
+        return self.shares.floor()
 
 
 class ClientQueue:
     """One client's tickets of one priority in one tier of one partition, in order of arrival.
 
+    The tickets are linked by their `elder` and `younger`: most clients wait with one, and need no container for it.
     entry: its valid entry in the tier's heap, (counter, seq of the head, queue), or None; other entries are garbage.
     """
 
-    __slots__ = ("client", "entry", "tickets")
+    __slots__ = ("_last", "client", "entry", "head", "waiting")
 
     def __init__(self, client: Client) -> None:
         self.client = client
-        self.tickets: OrderedDict[Ticket, None] = OrderedDict()
         self.entry: Entry | None = None
+        self.head: Ticket | None = None  # that leaves next
+        self._last: Ticket | None = None
+        self.waiting = 0  # tickets
 
     def __lt__(self, other: ClientQueue) -> bool:
         return False  # entries that agree up to here are of one ticket, and all but one of them garbage
 
+    def __iter__(self) -> Iterator[Ticket]:
+        ticket = self.head
+        while ticket is not None:
+            yield ticket
+            ticket = ticket.younger
+
     @property
-    def head(self) -> Ticket:
-        """The ticket that leaves next."""
-        return next(iter(self.tickets))
+    def newest(self) -> Ticket:
+        """The ticket that came last."""
+        assert self._last is not None
+        return self._last
+
+    def insert(self, ticket: Ticket) -> None:
+        """Add the ticket behind those that came before it: at the end, unless it was preempted."""
+        last = self._last
+        if last is None:
+            self.head = self._last = ticket
+        elif last.seq < ticket.seq:
+            last.younger, ticket.elder = ticket, last
+            self._last = ticket
+        else:
+            younger = next(t for t in self if t.seq > ticket.seq)
+            self._link(younger.elder, ticket)
+            self._link(ticket, younger)
+        ticket.queue = self
+        self.waiting += 1
+
+    def remove(self, ticket: Ticket) -> None:
+        """Take the ticket out, wherever it stands."""
+        self._link(ticket.elder, ticket.younger)
+        ticket.elder = ticket.younger = None
+        self.waiting -= 1
+
+    def _link(self, elder: Ticket | None, younger: Ticket | None) -> None:
+        if elder is None:
+            self.head = younger
+        else:
+            elder.younger = younger
+        if younger is None:
+            self._last = elder
+        else:
+            younger.elder = elder
 
 
 Entry = tuple[float, int, ClientQueue]
 
 
 class ByArrival:
-    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; who left is forgotten late."""
+    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; who left is forgotten late.
 
-    __slots__ = ("_here", "_line", "_returned")
+    A ticket's `line` is the one it waits in.
+    """
+
+    __slots__ = ("_line", "_returned", "_waiting")
 
     def __init__(self) -> None:
-        self._here: dict[Ticket, None] = {}
         self._line: deque[Ticket] = deque()  # those that entered in order, and some that have left
         self._returned: list[tuple[int, Ticket]] = []  # a heap of the others: preempted or promoted
+        self._waiting = 0
 
     def __len__(self) -> int:
-        return len(self._here)
+        return self._waiting
 
-    def push(self, ticket: Ticket) -> bool:
-        """The ticket waits. Returns whether it certainly is the youngest."""
-        self._here[ticket] = None
+    def push(self, ticket: Ticket) -> None:
+        """The ticket waits."""
+        ticket.line = self
+        self._waiting += 1
         line = self._line
-        youngest = not line or line[-1].seq <= ticket.seq
-        if youngest:
+        if not line or line[-1].seq <= ticket.seq:
             line.append(ticket)
         else:
             heappush(self._returned, (ticket.seq, ticket))
-        return youngest
 
     def discard(self, ticket: Ticket) -> None:
         """The ticket waits no longer."""
-        here = self._here
-        del here[ticket]
-        if len(self._line) + len(self._returned) > FEW + 2 * len(here):
+        ticket.line = None
+        self._waiting -= 1
+        line, returned = self._line, self._returned
+        while line and line[0].line is not self:
+            line.popleft()
+        while returned and returned[0][1].line is not self:
+            heappop(returned)
+        if len(line) + len(returned) > FEW + 2 * self._waiting:
+            here = {t for t in (*line, *(t for _, t in returned)) if t.line is self}
             self._line = deque(sorted(here, key=lambda t: t.seq))
             self._returned = []
 
     def first(self) -> tuple[int, Ticket] | None:
         """The oldest and its number, or None."""
-        here, line, returned = self._here, self._line, self._returned
-        while line and line[0] not in here:
-            line.popleft()
-        while returned and returned[0][1] not in here:
-            heappop(returned)
+        line, returned = self._line, self._returned
         if returned and not (line and line[0].seq < returned[0][0]):
             return returned[0]
         return (line[0].seq, line[0]) if line else None
@@ -162,63 +206,56 @@ class ByArrival:
 class Tier:
     """One tier of a partition."""
 
-    __slots__ = ("_heap", "_queues", "oldest")
+    __slots__ = ("_heap", "_open", "oldest")
 
     def __init__(self) -> None:
-        self._queues: dict[tuple[Hashable, Priority], ClientQueue] = {}
         self._heap: list[Entry] = []
+        self._open = 0  # queues that hold tickets
         self.oldest = ByArrival()
 
     def append(self, ticket: Ticket, client: Client) -> None:
         """Queue a ticket among its client's others of the same priority, in order of arrival."""
-        key = (client.key, ticket.request.priority)
-        queue = self._queues.get(key)
+        key = (self, ticket.request.priority)
+        queue = client.queues.get(key)
         if queue is None:
-            queue = self._queues[key] = ClientQueue(client)
-            client.queues[queue] = None
-        tickets = queue.tickets
-        youngest = ticket if self.oldest.push(ticket) else next(reversed(tickets), ticket)
-        tickets[ticket] = None
-        ticket.queue = queue
-        if youngest.seq > ticket.seq:  # it was preempted and goes back before those that came after it
-            elders = list(takewhile(lambda t: t.seq < ticket.seq, tickets))
-            for t in (ticket, *reversed(elders)):
-                tickets.move_to_end(t, last=False)
-            if not elders:
-                self.open(queue)
-        if queue.entry is None:
+            queue = client.queues[key] = ClientQueue(client)
+            self._open += 1
+        queue.insert(ticket)
+        self.oldest.push(ticket)
+        if queue.head is ticket:
             self.open(queue)
 
     def remove(self, ticket: Ticket) -> None:
         """Take a ticket out, wherever it stands."""
         queue: ClientQueue = ticket.queue
-        del queue.tickets[ticket]
+        queue.remove(ticket)
         self.oldest.discard(ticket)
-        if not queue.tickets:
+        if queue.head is None:
             queue.entry = None
-            del self._queues[(ticket.request.client, ticket.request.priority)]
-            del queue.client.queues[queue]
+            self._open -= 1
+            del queue.client.queues[(self, ticket.request.priority)]
 
-    def queues(self) -> Iterable[ClientQueue]:
-        """The queues that hold tickets, at most one per client and priority."""
-        return self._queues.values()
+    def queues(self) -> Iterator[ClientQueue]:
+        """The queues that hold tickets, at most one per client and priority, in no particular order."""
+        return (entry[2] for entry in self._heap if entry[2].entry is entry)
 
     def open(self, queue: ClientQueue) -> None:
         """Enter a queue with its present counter and head."""
+        assert queue.head is not None
         queue.entry = (queue.client.counter, queue.head.seq, queue)
         heappush(self._heap, queue.entry)
-        if len(self._heap) > FEW + 2 * len(self._queues):  # garbage of cancelled tickets
+        if len(self._heap) > FEW + 2 * self._open:  # garbage of cancelled tickets
             self._heap = [entry for entry in self._heap if entry[2].entry is entry]
             heapify(self._heap)
 
     def first(self) -> Entry | None:
         """The entry of the client to be served next."""
-        heap = self._heap
-        while heap:
+        while heap := self._heap:
             entry = heap[0]
             counter, seq, queue = entry
             if queue.entry is entry:
-                if counter == queue.client.counter and seq == queue.head.seq:
+                head = queue.head
+                if counter == queue.client.counter and head is not None and seq == head.seq:
                     return entry
                 heappop(heap)
                 self.open(queue)  # stale: put it where it belongs
@@ -244,13 +281,13 @@ class Cursor:
         self._tiers = partition.tiers
         self._index = 0
         # What may come next, as a heap of (counter, seq, its queue, where the heap of the tier has it or -1, its ticket
-        # if its queue was looked into, those behind it).
+        # if its queue was looked into).
         self._ahead: list[_Step] = []
         self._entries: list[Entry] = self._tiers[0].entries()
         self._see(0)
         self._charged: dict[Client, float] = {}
         self._blocked: set[Client] = set()
-        self._current: tuple[ClientQueue, Iterator[Ticket]] | None = None
+        self._current: tuple[ClientQueue, Ticket] | None = None
 
     @staticmethod
     def fixed_order(partition: Partition) -> list[Ticket] | None:
@@ -266,7 +303,7 @@ class Cursor:
         return [
             ticket
             for tier in partition.tiers
-            for _, _, ticket in sorted([(q.client.counter, t.seq, t) for q in tier.queues() for t in q.tickets])
+            for _, _, ticket in sorted([(q.client.counter, t.seq, t) for q in tier.queues() for t in q])
         ]
 
     def next(self) -> Ticket | None:
@@ -279,7 +316,7 @@ class Cursor:
                 self._index += 1
                 self._entries = self._tiers[self._index].entries()
                 self._see(0)
-            counter, seq, queue, at, ticket, rest = heappop(ahead)
+            counter, seq, queue, at, ticket = heappop(ahead)
             if at >= 0:
                 self._see(2 * at + 1)
                 self._see(2 * at + 2)
@@ -288,30 +325,30 @@ class Cursor:
             if queue.client in self._blocked:
                 continue
             if ticket is None:
-                rest = iter(queue.tickets)
-                ticket = next(rest)
+                ticket = queue.head
+                assert ticket is not None
             moved = queue.client.counter + charged.get(queue.client, 0.0)
             if counter < moved or seq < ticket.seq:  # it was charged, or its first ticket left: it comes later
-                heappush(ahead, (moved, ticket.seq, queue, -1, ticket, rest))
+                heappush(ahead, (moved, ticket.seq, queue, -1, ticket))
                 continue
-            self._current = queue, rest
+            self._current = queue, ticket
             return ticket
 
     def _see(self, at: int) -> None:
         """One more entry of the tier's heap may come next: its parent has come."""
         if at < len(self._entries):
             counter, seq, queue = self._entries[at]
-            heappush(self._ahead, (counter, seq, queue, at, None, _NOTHING))
+            heappush(self._ahead, (counter, seq, queue, at, None))
 
     def take(self, charge: float) -> None:
         """The ticket returned last is granted: its client moves back by `charge`."""
         assert self._current is not None
-        queue, rest = self._current
+        queue, ticket = self._current
         client = queue.client
         charged = self._charged[client] = self._charged.get(client, 0.0) + charge
-        follower = next(rest, None)
+        follower = ticket.younger
         if follower is not None:
-            heappush(self._ahead, (client.counter + charged, follower.seq, queue, -1, follower, rest))
+            heappush(self._ahead, (client.counter + charged, follower.seq, queue, -1, follower))
 
     def skip(self) -> None:
         """The ticket returned last does not fit: its client's later tickets may not overtake it."""
@@ -319,14 +356,17 @@ class Cursor:
         self._blocked.add(self._current[0].client)
 
 
-_NOTHING: Iterator[Ticket] = iter(())
-_Step = tuple[float, int, ClientQueue, int, Ticket | None, Iterator[Ticket]]
+_Step = tuple[float, int, ClientQueue, int, Ticket | None]
+
+
+_EMPTY = Tier()  # stands for every tier of a partition that has no ticket yet: most partitions need one of three
 
 
 class Partition:
     """Requests that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
 
     __slots__ = (
+        "_line",
         "arrivals",
         "counter",
         "deadlines",
@@ -349,10 +389,11 @@ class Partition:
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.counter = 0.0  # virtual: its device time in seconds
-        self.tiers = (Tier(), Tier(), Tier())
-        self.residents: OrderedDict[Ticket, None] = OrderedDict()
+        self.tiers = [_EMPTY, _EMPTY, _EMPTY]
+        self.residents: dict[Ticket, None] = {}
         self.suspects = Suspects()
-        self.unsettled: OrderedDict[Ticket, None] = OrderedDict()  # by arrival
+        self.unsettled = 0  # tickets
+        self._line: deque[Ticket] = deque()  # those, by arrival, and some that have settled
         self.deadlines: LazyHeap[Ticket, float] = LazyHeap()  # of waiting and resident tickets that have one
         self.promotions: LazyHeap[Ticket, float] = LazyHeap()  # background tickets by the time they count as default
         self.paused_until = -inf
@@ -387,12 +428,37 @@ class Partition:
 
     def oldest(self) -> Ticket | None:
         """The oldest ticket that waits or is resident."""
-        return next((t for t in self.unsettled if t.state is not RUNNING), None)
+        return next((t for t in self._line if t.state is not RUNNING and t.state is not SETTLED), None)
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Those that have not settled, by arrival."""
+        return (t for t in self._line if t.state is not SETTLED)
+
+    def enter(self, ticket: Ticket, client: Client) -> None:
+        """A new ticket waits."""
+        self.unsettled += 1
+        self._line.append(ticket)
+        self._append(ticket, client)
+
+    def leave(self) -> None:
+        """A ticket has settled."""
+        self.unsettled -= 1
+        line = self._line
+        while line and line[0].state is SETTLED:
+            line.popleft()
+        if len(line) > FEW + 2 * self.unsettled:
+            self._line = deque(self.tickets())
+
+    def _append(self, ticket: Ticket, client: Client) -> None:
+        tier = self.tiers[ticket.tier]
+        if tier is _EMPTY:
+            tier = self.tiers[ticket.tier] = Tier()
+        tier.append(ticket, client)
 
     def requeue(self, ticket: Ticket) -> None:
         """A preempted ticket goes to the front of its queue."""
         self.residents.pop(ticket, None)
-        self.tiers[ticket.tier].append(ticket, ticket.queue.client)
+        self._append(ticket, ticket.queue.client)
 
     def take(self, ticket: Ticket) -> None:
         """A waiting ticket stops waiting."""
@@ -405,10 +471,10 @@ class Partition:
         moved = 0
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
-            for ticket in list(self.queue_of(due).tickets):
+            for ticket in list(self.queue_of(due)):
                 self.take(ticket)
                 ticket.tier = DEFAULT
-                self.tiers[DEFAULT].append(ticket, ticket.queue.client)
+                self._append(ticket, ticket.queue.client)
                 moved += 1
                 if ticket is due:
                     break
@@ -421,5 +487,5 @@ class Partition:
 
     def forget(self) -> None:
         """It has no tickets any more: drop what its queues still hold of those that left."""
-        self.tiers = (Tier(), Tier(), Tier())
+        self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.deadlines, self.promotions = LazyHeap(), LazyHeap()

@@ -131,7 +131,8 @@ class Ticket:
     computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
     batches: how many batches it was in; `admission`: the batch that took it in, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
-    queue: where it stands or last stood among its client's others (`order`).
+    queue: where it stands or last stood among its client's others; line: where it stands among all, None when it does
+    not wait; elder, younger: its neighbours in `queue` (all four: `order`).
     waiter: free for the driver (a future).
     """
 
@@ -145,8 +146,10 @@ class Ticket:
         "cancel_requested",
         "computed",
         "deadline",
+        "elder",
         "granted",
         "held",
+        "line",
         "lost",
         "outcome",
         "queue",
@@ -161,6 +164,7 @@ class Ticket:
         "tier",
         "waiter",
         "wants",
+        "younger",
     )
 
     def __init__(self, request: Request, seq: int, now: float) -> None:
@@ -180,6 +184,9 @@ class Ticket:
         self.lost = -1.0
         self.outcome: Any = None
         self.queue: Any = None
+        self.line: Any = None
+        self.elder: Ticket | None = None
+        self.younger: Ticket | None = None
         self.waiter: Any = None
 
     @property

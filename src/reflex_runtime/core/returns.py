@@ -19,7 +19,7 @@ than a.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Hashable
 from math import inf
 
@@ -45,12 +45,12 @@ class _Habit:
     __slots__ = ("_latest", "ordered")
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque()
+        self._latest: list[float] = []  # a deque would take half a kilobyte, of each client
         self.ordered: list[float] = []
 
     def add(self, seconds: float) -> None:
         if len(self._latest) == HISTORY:
-            del self.ordered[bisect_left(self.ordered, self._latest.popleft())]
+            del self.ordered[bisect_left(self.ordered, self._latest.pop(0))]
         self._latest.append(seconds)
         insort(self.ordered, seconds)
 

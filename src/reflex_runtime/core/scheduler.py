@@ -422,7 +422,7 @@ class Scheduler:
 
     def _schedule(self, group: Group, partition: Partition, formed: Formed) -> Batch:
         self._batches += 1
-        model, evidence, n = group.cost, group.evidence, len(formed.grants)
+        model, evidence, shares, n = group.cost, group.evidence, group.clients.shares, len(formed.grants)
         notes: dict[str, Any] = {}
         fixed = model.fixed(next(iter(formed.grants)))
         expected, queued_units = fixed, sum(formed.cached.values())  # `wants` is without these already
@@ -448,7 +448,7 @@ class Scheduler:
             if evidence.pending and evidence.probes(ticket):
                 notes = {"probe": True}  # the estimate is in doubt: its client is charged what it takes, in `_ended`
             else:
-                ticket.queue.client.counter += (marginal + fixed / n) / ticket.request.weight
+                shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
         partition.was_held = False
@@ -491,7 +491,7 @@ class Scheduler:
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
             if evidence.pending and evidence.probes(ticket):
-                ticket.queue.client.counter += share / ticket.request.weight
+                group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
             if isinstance(outcome, More):
                 error = self._stay(partition, ticket, units, outcome)
                 if error is not None:
@@ -655,7 +655,7 @@ class Scheduler:
     def _unsettled(self) -> Iterator[Ticket]:
         groups = self._groups.values()
         preparing = [t for g in groups for tickets in g.preparing.values() for t in tickets]
-        return iter(preparing + [t for g in groups for p in g.active.values() for t in p.unsettled])
+        return iter(preparing + [t for g in groups for p in g.active.values() for t in p.tickets()])
 
     def _describe(self, group: Group) -> dict[str, Any]:
         residents = sum(len(p.residents) for p in group.active.values())

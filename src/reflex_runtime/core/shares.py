@@ -3,13 +3,17 @@
 Each member has a counter: the device time or cost it was charged, over its weight. The smallest counter is next. A
 member that becomes active starts at the smallest active counter, so idle time earns no credit; after an idle device it
 starts at the largest counter that left, so having had the device alone is no debt.
+
+Members are only counted, by counter: many that wait came in at the same one, and none of them is looked at to find the
+smallest.
 """
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+from heapq import heapify, heappop, heappush
+from typing import Protocol
 
-from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.heap import FEW
 
 
 class Member(Protocol):
@@ -17,46 +21,61 @@ class Member(Protocol):
 
     counter: float
 
-    def __hash__(self) -> int: ...
 
+class Shares:
+    """The active members. Only `charge` may change the counter of one. Its methods are amortised O(log active)."""
 
-M = TypeVar("M", bound=Member)
-
-
-class Shares(Generic[M]):
-    """The active members. Its methods are amortised O(log active)."""
-
-    __slots__ = ("_active", "_rest")
+    __slots__ = ("_active", "_counters", "_members", "_rest")
 
     def __init__(self) -> None:
-        self._active: LazyHeap[M, float] = LazyHeap()  # keys may be smaller than the counters: `floor` corrects them
+        self._active = 0
+        self._members: dict[float, int] = {}  # active members by counter
+        self._counters: list[float] = []  # a heap of those counters, and of some that no member has any more
         self._rest = 0.0
 
     def __len__(self) -> int:
-        return len(self._active)
+        return self._active
 
-    def enter(self, member: M) -> None:
+    def enter(self, member: Member) -> None:
         """The member becomes active."""
         member.counter = max(member.counter, self.floor())
-        self._active.push(member.counter, member)
+        self._active += 1
+        self._add(member.counter)
 
-    def leave(self, member: M) -> None:
+    def leave(self, member: Member) -> None:
         """The member becomes idle."""
-        self._active.discard(member)
+        self._active -= 1
+        self._remove(member.counter)
         self._rest = max(self._rest, member.counter)
 
-    def charge(self, member: M, amount: float) -> None:
+    def charge(self, member: Member, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
+        self._remove(member.counter)
         member.counter += amount
-        if amount < 0.0:
-            self._active.push(member.counter, member)
+        self._add(member.counter)
 
     def floor(self) -> float:
         """The smallest active counter; when there is none, the largest of those that left."""
-        active = self._active
-        while (top := active.first()) is not None:
-            key, member = top
-            if key == member.counter:
-                return key
-            active.push(member.counter, member)
+        counters, members = self._counters, self._members
+        while counters:
+            if counters[0] in members:
+                return counters[0]
+            heappop(counters)
         return self._rest
+
+    def _add(self, counter: float) -> None:
+        members = self._members
+        count = members[counter] = members.get(counter, 0) + 1
+        if count == 1:
+            heappush(self._counters, counter)
+            if len(self._counters) > FEW + 2 * len(members):
+                self._counters = list(members)
+                heapify(self._counters)
+
+    def _remove(self, counter: float) -> None:
+        members = self._members
+        count = members[counter]
+        if count == 1:
+            del members[counter]
+        else:
+            members[counter] = count - 1

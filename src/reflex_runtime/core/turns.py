@@ -42,7 +42,7 @@ class Turns:
 
     def __init__(self, cost: CostModel, budget: float, patience: float) -> None:
         self._cost, self._budget, self._patience = cost, budget, patience
-        self.shares: Shares[Partition] = Shares()
+        self.shares = Shares()
         self._touched: dict[Partition, None] = {}
         # Those that could take a turn, and of them those where an urgent ticket waits.
         self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
