@@ -41,7 +41,7 @@ from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD
-from reflex_runtime.ipc.peer import Answer
+from reflex_runtime.ipc.peer import RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
 from reflex_runtime.web.serve import loop_factory
@@ -90,7 +90,7 @@ class Counted:
     def ready(self) -> bool:
         return self._client.ready
 
-    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
         answer = self._client.call(method, params)
         told = params["requests"] if isinstance(params, dict) else [params]
         self.messages += 1

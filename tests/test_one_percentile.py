@@ -14,7 +14,7 @@ from reflex_runtime.drivers.batch_metrics import Times
 from reflex_runtime.policies.records.report import SlotReport
 from reflex_runtime.policies.rollout.ramp import GuardWatch, RampGuard
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
-from reflex_runtime.sim import Answer, Report, Run
+from reflex_runtime.sim import Report, RequestEnd, Run
 
 
 def by_definition(values: list[float], percent: int) -> float:
@@ -38,7 +38,7 @@ def test_h9_guard_report_simulator_and_statistics_agree(n: int, percent: int) ->
         times.add(value)
         waits.add([value])
     slo.check(0.0)
-    simulated = Report.of(Run(0.0, 1.0, [Answer(Request(), 0.0, value, "ok", 9.0, 0.0) for value in values]))
+    simulated = Report.of(Run(0.0, 1.0, [RequestEnd(Request(), 0.0, value, "ok", 9.0, 0.0) for value in values]))
 
     assert percentile(sorted(values), share) == wanted
     assert slo.value == wanted

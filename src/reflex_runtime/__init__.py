@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.errors import Dropped as Dropped
     from reflex_runtime.core.errors import Expired as Expired
     from reflex_runtime.core.errors import InFlightCapReached as InFlightCapReached
-    from reflex_runtime.core.errors import InvalidRequest as InvalidRequest
     from reflex_runtime.core.errors import NonFiniteResult as NonFiniteResult
     from reflex_runtime.core.errors import ProcessorError as ProcessorError
     from reflex_runtime.core.errors import ProcessorHung as ProcessorHung
@@ -87,7 +86,7 @@ _NAMES = {
     "core.cost": "CostModel TimedUnits TokenCost UnitCost",
     "core.errors": (
         "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired InFlightCapReached "
-        "InvalidRequest NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
+        "NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
         "ResultCountMismatch Shed Superseded TooLarge TooLate WaitTimeout"
     ),
     "core.events": (

@@ -320,16 +320,16 @@ def test_l5_between_two_preemptions_a_ticket_came_further_than_before(
 ) -> None:
     """Over random histories, in which every ticket settles in the end; but when nothing else ran in that step."""
     lost: defaultdict[Ticket, list[float]] = defaultdict(list)
-    preempt = residents_module.Step._preempt
+    preempt = residents_module.ResidentStep._preempt
 
-    def noted(step: residents_module.Step, ticket: Ticket, for_memory: bool) -> None:
+    def noted(step: residents_module.ResidentStep, ticket: Ticket, for_memory: bool) -> None:
         runs = bool(step.base.grants or step.entered.grants)
         assert not runs or all(ticket.computed > before for before in lost[ticket]), "thrash"
         if runs:
             lost[ticket].append(ticket.computed)
         preempt(step, ticket, for_memory)
 
-    monkeypatch.setattr(residents_module.Step, "_preempt", noted)
+    monkeypatch.setattr(residents_module.ResidentStep, "_preempt", noted)
     random = Random(f"thrash {scenario}")
     for _ in range(20):
         Play(SCENARIOS[scenario], random.randbytes(900)).run()

@@ -11,7 +11,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.joining import Member, join_pays
+from reflex_runtime.core.joining import StagedRequest, join_pays
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.returns import Returns
 from reflex_runtime.core.scheduler import Scheduler
@@ -195,11 +195,11 @@ def test_b23_no_join_makes_the_slowest_answer_slower() -> None:
 def test_b23_the_plans_are_compared_as_they_would_run(seed: int) -> None:
     """Against the plans run step by step."""
     rng = random.Random(seed)
-    members = [Member(rng.random() * 0.2, float(rng.randrange(1, 12))) for _ in range(rng.randrange(2, 9))]
+    members = [StagedRequest(rng.random() * 0.2, float(rng.randrange(1, 12))) for _ in range(rng.randrange(2, 9))]
     split = rng.randrange(1, len(members))
     first, fixed, marginal = rng.random() * 0.06, rng.random() * 0.01, rng.random() * 0.001
 
-    def run(some: Sequence[Member], at: float) -> tuple[list[float], float]:
+    def run(some: Sequence[StagedRequest], at: float) -> tuple[list[float], float]:
         latencies, left = [], [(m.steps, m.age) for m in some]
         while left:
             at += fixed + marginal * len(left)

@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from reflex_runtime.demo.tasks import Observation
+from reflex_runtime.demo.tasks import RobotView
 
 Answer = tuple[int, dict[str, str], Any]
 """Status, extra headers, body (an object to encode as the request was, or bytes to send as they are)."""
@@ -42,7 +42,7 @@ class BundledPolicy:
         self.rng = np.random.default_rng(seed)
         self.lock = threading.Lock()
 
-    def __call__(self, seen: Observation) -> NDArray[np.float32]:
+    def __call__(self, seen: RobotView) -> NDArray[np.float32]:
         c = self.config
         norm = {k: np.array(c[k][m], np.float32) for k, m in (("state_norm", "mean"), ("action_norm", "mean"))}
         std = {k: np.array(c[k]["std"], np.float32) for k in norm}
@@ -69,7 +69,7 @@ class Stub:
     hang_up: bool = False  # close each connection after its answer without having said so
 
 
-def seen_in(request: dict[str, Any]) -> Observation:
+def seen_in(request: dict[str, Any]) -> RobotView:
     """The observation as a server reads it, whatever form the picture came in."""
     image, state = request["image"], request["state"]
     if isinstance(image, str):
@@ -79,4 +79,4 @@ def seen_in(request: dict[str, Any]) -> Observation:
     else:
         pixels = np.frombuffer(image["data"], image["dtype"]).reshape(image["shape"])
     numbers = np.frombuffer(state["data"], state["dtype"]) if isinstance(state, dict) else np.array(state)
-    return Observation(pixels, numbers.astype(np.float32), request["instruction"], request["episode_id"])
+    return RobotView(pixels, numbers.astype(np.float32), request["instruction"], request["episode_id"])

@@ -13,7 +13,7 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.client import ClientError
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.drill import Drill, Tally, even_run
+from reflex_runtime.demo.drill import Drill, Solved, even_run
 from reflex_runtime.demo.run import planned
 from reflex_runtime.policies.rollout.router import Router
 from reflex_runtime.telemetry.recording import read_recording
@@ -125,7 +125,7 @@ def test_a_server_that_takes_no_faults_is_told(drill: Drill, operator: Operator,
 
 
 def test_episodes_are_counted_for_who_played_all_of_them() -> None:
-    tally = Tally()
+    tally = Solved()
     end = {"event": "episode_end", "task": "t", "robot_id": "r0"}
     for slots, moved, success in (
         (["b", "b"], False, True),

@@ -14,15 +14,15 @@ from demo_support import BundledPolicy, Stub, error, seen_in
 from numpy.typing import NDArray
 
 from reflex_runtime.demo.robot import Event, HttpPolicy, NoAnswer, run_robot
-from reflex_runtime.demo.tasks import MAX_STEPS, Observation
+from reflex_runtime.demo.tasks import MAX_STEPS, RobotView
 from reflex_runtime.demo.world import World
 
 
 @pytest.fixture
-def seen() -> Observation:
+def seen() -> RobotView:
     rng = np.random.default_rng(0)
     image = rng.integers(0, 256, (64, 64, 3), np.uint8)
-    return Observation(image, np.array([0.1, 0.6, 0.2, 1.0], np.float32), "close the drawer", "drawer-close-v3/7/0")
+    return RobotView(image, np.array([0.1, 0.6, 0.2, 1.0], np.float32), "close the drawer", "drawer-close-v3/7/0")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_random_actions_do_not_solve_it() -> None:
     """So that the test above measures the policy and not the task."""
     rng = np.random.default_rng(0)
 
-    def flail(seen: Observation) -> NDArray[np.float32]:
+    def flail(seen: RobotView) -> NDArray[np.float32]:
         return rng.uniform(-1, 1, (16, 4)).astype(np.float32)
 
     (episode,) = run_robot(flail, World("drawer-close-v3", seed=7), episodes=1)
@@ -61,7 +61,7 @@ def test_random_actions_do_not_solve_it() -> None:
 def test_part_of_each_chunk_is_executed() -> None:
     asked: list[str] = []
 
-    def still(seen: Observation) -> NDArray[np.float32]:
+    def still(seen: RobotView) -> NDArray[np.float32]:
         asked.append(seen.episode_id)
         return np.zeros((16, 4), np.float32)
 
@@ -75,7 +75,7 @@ def test_part_of_each_chunk_is_executed() -> None:
 
 
 def test_an_unanswered_robot_ends_the_episode_and_goes_on() -> None:
-    def refuse(seen: Observation) -> NDArray[np.float32]:
+    def refuse(seen: RobotView) -> NDArray[np.float32]:
         raise NoAnswer("HTTP 500: broken")
 
     episodes = run_robot(refuse, World("door-open-v3"), episodes=2)
@@ -84,7 +84,7 @@ def test_an_unanswered_robot_ends_the_episode_and_goes_on() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"png": True}, {"wire": "json"}], ids=["raw", "png", "json"])
 def test_the_server_gets_what_the_robot_sees(
-    stub: Stub, policies: Any, seen: Observation, options: dict[str, Any]
+    stub: Stub, policies: Any, seen: RobotView, options: dict[str, Any]
 ) -> None:
     policy = policies(deadline_ms=250.0, **options)
     assert policy(seen).shape == (16, 4)
@@ -103,7 +103,7 @@ def test_the_server_gets_what_the_robot_sees(
     assert stub.connections == 1, "the connection is kept"
 
 
-def test_actions_may_be_a_wire_array_or_lists(stub: Stub, policies: Any, seen: Observation) -> None:
+def test_actions_may_be_a_wire_array_or_lists(stub: Stub, policies: Any, seen: RobotView) -> None:
     chunk = np.arange(64, dtype="<f4").reshape(16, 4)
     forms = [chunk.tolist(), {"dtype": "<f4", "shape": [16, 4], "data": chunk.tobytes()}]
     policy = policies()
@@ -112,7 +112,7 @@ def test_actions_may_be_a_wire_array_or_lists(stub: Stub, policies: Any, seen: O
         np.testing.assert_array_equal(policy(seen), chunk)
 
 
-def test_a_refusal_with_retry_after_is_asked_again_and_reported(stub: Stub, policies: Any, seen: Observation) -> None:
+def test_a_refusal_with_retry_after_is_asked_again_and_reported(stub: Stub, policies: Any, seen: RobotView) -> None:
     answers = [
         error("queue_full", 503, retry_safe=True, retry_after="0"),
         error("too_many_requests", 429, retry_safe=True, retry_after="0"),
@@ -129,7 +129,7 @@ def test_a_refusal_with_retry_after_is_asked_again_and_reported(stub: Stub, poli
     assert {r["request_id"] for r in stub.requests} == {stub.requests[0]["request_id"]}, "one question, one id"
 
 
-def test_patience_ends_before_the_wait_that_would_exceed_it(stub: Stub, policies: Any, seen: Observation) -> None:
+def test_patience_ends_before_the_wait_that_would_exceed_it(stub: Stub, policies: Any, seen: RobotView) -> None:
     stub.answer = lambda request: error("degraded", 503, retry_safe=True, retry_after="60")
     with pytest.raises(NoAnswer, match=r"degraded \(503\)"):
         policies(patience=30.0)(seen)
@@ -148,14 +148,14 @@ def test_patience_ends_before_the_wait_that_would_exceed_it(stub: Stub, policies
         ((200, {}, [1, 2]), "expected an object"),
     ],
 )
-def test_anything_else_is_no_answer(stub: Stub, policies: Any, seen: Observation, answer: Any, said: str) -> None:
+def test_anything_else_is_no_answer(stub: Stub, policies: Any, seen: RobotView, answer: Any, said: str) -> None:
     stub.answer = lambda request: answer
     with pytest.raises(NoAnswer, match=said):
         policies()(seen)
     assert len(stub.requests) == 1
 
 
-def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, policies: Any, seen: Observation) -> None:
+def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, policies: Any, seen: RobotView) -> None:
     stub.hang_up = True
     policy = policies()
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, policies:
     assert (len(stub.requests), stub.connections) == (3, 3)
 
 
-def test_a_failed_policy_is_asked_anew_as_often_as_the_robot_will(stub: Stub, policies: Any, seen: Observation) -> None:
+def test_a_failed_policy_is_asked_anew_as_often_as_the_robot_will(stub: Stub, policies: Any, seen: RobotView) -> None:
     stub.answer = lambda request: (
         error("processor_failed", 500) if len(stub.requests) <= 2 else (200, {}, {"actions": [[1.0] * 4]})
     )

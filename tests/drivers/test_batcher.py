@@ -191,7 +191,7 @@ def test_answers_by_the_thousand_are_told_in_slices_and_in_order() -> None:
                 await asyncio.sleep(0)
                 now = len(log.of(RequestSettled))
                 seen, most = now, max(most, now - seen)
-            assert most <= 2 * SLICE
+            assert most <= 3 * SLICE  # of 1,000; the device may hand over twice in one turn
             assert [e.ticket for e in log.of(RequestSettled)] == [first, *tickets]
             assert [t.waiter.result() for t in tickets] == list(range(1000))
 

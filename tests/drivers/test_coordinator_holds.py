@@ -13,7 +13,7 @@ from drivers.virtual import played
 from reflex_runtime import BatchConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.returns import JUST_LATE
-from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, Recorded, Source
+from reflex_runtime.sim import Affine, Around, Arrival, Callers, Camera, Every, RecordedArrivals, WorkloadPart
 
 USUAL = Affine(0.005, 0.001)
 
@@ -23,7 +23,7 @@ def _nobody_left() -> Iterator[None]:
     yield from nobody_left()
 
 
-def cameras(*rates: float, jitter: float = 0.0) -> Sequence[Source]:
+def cameras(*rates: float, jitter: float = 0.0) -> Sequence[WorkloadPart]:
     return [Camera(Every(1.0 / fps, jitter / fps)) for fps in rates]
 
 
@@ -37,7 +37,9 @@ def cameras(*rates: float, jitter: float = 0.0) -> Sequence[Source]:
     ],
     ids=["30+10", "30+30+10+5", "30+1", "60+25+12 with jitter"],
 )
-def test_f6_cameras_of_different_rates_lose_no_frame_at_the_defaults(feeds: Sequence[Source], device: Affine) -> None:
+def test_f6_cameras_of_different_rates_lose_no_frame_at_the_defaults(
+    feeds: Sequence[WorkloadPart], device: Affine
+) -> None:
     outcome = played(feeds, device.of, BatchConfig(), 20.0)
     assert outcome.lost == 0
     assert outcome.answered > 20.0 * 30.0
@@ -67,7 +69,7 @@ def test_f6_cameras_of_one_rate_out_of_step_share_batches() -> None:
 def test_f6_a_feed_is_waited_for_until_it_is_due_and_no_longer() -> None:
     """Two cameras in step, 2 ms apart, until the second is silent: it is waited for once in vain, and then no more."""
     first = Camera(Every(1.0 / 30.0, phase=0.010))
-    second = Recorded([Arrival(0.012 + i / 30.0, Request()) for i in range(150)])  # for five seconds
+    second = RecordedArrivals([Arrival(0.012 + i / 30.0, Request()) for i in range(150)])  # for five seconds
     outcome = played([first, second], Affine(0.010, 0.002).of, BatchConfig(), 10.0)
     together, in_vain, alone = 0.002 + 0.014, 0.002 + JUST_LATE + 0.012, 0.012
     ages = [age for age in outcome.ages if age == pytest.approx(together)]

@@ -12,7 +12,7 @@ from typing import Any
 from drivers.helpers import PATIENCE
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.sim import Arrival, Source, Stream
+from reflex_runtime.sim import Arrival, RequestStream, WorkloadPart
 
 
 class VirtualTime:
@@ -111,7 +111,9 @@ class Outcome:
         self.sizes: list[int] = []
 
 
-def played(feeds: Iterable[Source], seconds: Callable[[int], float], config: BatchConfig, duration: float) -> Outcome:
+def played(
+    feeds: Iterable[WorkloadPart], seconds: Callable[[int], float], config: BatchConfig, duration: float
+) -> Outcome:
     """Feeds of the simulator, each with one frame in flight, on a real coordinator for so many virtual seconds."""
     time, outcome = VirtualTime(), Outcome()
     processor = Timed(time, seconds)
@@ -119,7 +121,7 @@ def played(feeds: Iterable[Source], seconds: Callable[[int], float], config: Bat
     coordinator._device._bell = Bell(time)  # type: ignore[assignment]
     streams = [stream for i, source in enumerate(feeds) for stream in source.streams(f"seed {i}")]
     due = [(time.now, stream.next(0.0), stream) for stream in streams]
-    out: list[tuple[Future[Any], Arrival, Stream]] = []
+    out: list[tuple[Future[Any], Arrival, RequestStream]] = []
     origin = time.now
     handle = coordinator.start()
     try:

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from reflex_runtime.cli.feeds_table import LiveTable, summary
 from reflex_runtime.cli.feeds_words import clock, in_one_line, line_of, line_of_all, seconds, state, told, words_of
-from reflex_runtime.drivers.batch_metrics import BatchMetrics, Timing
+from reflex_runtime.drivers.batch_metrics import BatchMetrics, Durations
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.telemetry import health
 
@@ -27,15 +27,15 @@ CAMERA = FeedSnapshot(
     drops={"overrun": 13, "stale": 6, "timeout": 0},
     fps=12.34,
     age=0.066,
-    latency=Timing(count=100, mean=0.05, p50=0.04, p95=0.12, p99=0.2),
+    latency=Durations(count=100, mean=0.05, p50=0.04, p95=0.12, p99=0.2),
 )
 FILE = replace(CAMERA, name="yard", mode="file", total=400, frames=104, waiting=4, drops={}, fps=10.0)
 BATCHES = BatchMetrics(
     batches_dispatched=50,
     processed=99,
     failed=1,
-    processing=Timing(count=50, mean=0.0123),
-    formation=Timing(count=50, p95=0.05),
+    processing=Durations(count=50, mean=0.0123),
+    formation=Durations(count=50, p95=0.05),
     batch_sizes={1: 20, 2: 20, 4: 10},
     fill_ratio=0.5,
 )
@@ -103,7 +103,7 @@ def test_f14_the_summary_counts_every_frame() -> None:
     assert lines[3].split() == ["together", "224", "200", "19"]
     assert " ".join(lines[4:]).replace("  ", " ").startswith("onnx: 50 batches, 1 frame failed, mean size 2.0")
     assert "together" not in "".join(shown(summary(snapshot(CAMERA))))
-    none = shown(summary(snapshot(replace(CAMERA, latency=Timing()), metrics=BatchMetrics())))
+    none = shown(summary(snapshot(replace(CAMERA, latency=Durations()), metrics=BatchMetrics())))
     assert none[-1] == "onnx: no batch yet"
 
 

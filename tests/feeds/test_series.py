@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from drivers.helpers import PATIENCE
 from drivers.test_batch_metrics import FAULT, Play
 from reflex_runtime.core.batch import Done
-from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, Times, Timing
+from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.series import SIZES, FeedSeries
@@ -82,7 +82,7 @@ class Expected:
         if value is not None:
             self.page[series, frozenset(labels.items())] = float(value)
 
-    def timing(self, series: str, timing: Timing, **labels: str) -> None:
+    def timing(self, series: str, timing: Durations, **labels: str) -> None:
         self.say(f"{series}_count", timing.count, **labels)
         self.say(f"{series}_sum", timing.total, **labels)
         for i, bound in enumerate(BOUNDS):
@@ -155,7 +155,7 @@ def played(seed: int) -> BatchMetrics:
     return play.meter.snapshot()
 
 
-def timing(rng: Random, n: int = 50) -> Timing:
+def timing(rng: Random, n: int = 50) -> Durations:
     times = Times()
     for _ in range(n):
         times.add(rng.expovariate(20.0))
@@ -223,7 +223,7 @@ def test_f13_percentiles_of_the_snapshot_lie_in_the_bucket_that_the_page_gives()
     page = read(page_of(lambda: snapshot))
     for name, figures in snapshot.coordinators.items():
         for kind in ("processing", "formation"):
-            told: Timing = getattr(figures, kind)
+            told: Durations = getattr(figures, kind)
             series, labels = f"reflex_feed_batch_{kind}_seconds", {("coordinator", name)}
             count = page[f"{series}_count", frozenset(labels)]
             assert told.mean == pytest.approx(page[f"{series}_sum", frozenset(labels)] / count)

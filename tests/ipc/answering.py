@@ -15,8 +15,8 @@ from reflex_runtime.ipc.frames import (
     Codec,
     Notification,
     Reader,
-    Request,
     RpcError,
+    RpcRequest,
 )
 from reflex_runtime.ipc.messages import PROTOCOL
 from reflex_runtime.ipc.peer import Peer
@@ -30,7 +30,7 @@ class Child:
     def __init__(self, behaviour: str) -> None:
         self.behaviour = behaviour
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         params = PLAIN.read(request.params, codec)
         match request.method:
             case "runtime/info":

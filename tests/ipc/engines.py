@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, Drained, ReflexError
 from reflex_runtime.drivers.stream import Stream
-from reflex_runtime.ipc.frames import Codec, Notification, Reader, Request
+from reflex_runtime.ipc.frames import Codec, Notification, Reader, RpcRequest
 from reflex_runtime.ipc.messages import (
     BATCH_GENERATE,
     CHUNK,
@@ -27,9 +27,9 @@ from reflex_runtime.ipc.messages import (
     STATS,
     TERMINAL,
     BatchResult,
-    Chunk,
     GenerateParams,
     LoadModel,
+    StreamChunk,
     StreamEvent,
     StreamStats,
     Tokenize,
@@ -38,7 +38,7 @@ from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.ipc.worker import Worker, serve
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
-_READERS = {CHUNK: Reader(Chunk), STATS: Reader(StreamStats), EVENT: Reader(StreamEvent)}
+_READERS = {CHUNK: Reader(StreamChunk), STATS: Reader(StreamStats), EVENT: Reader(StreamEvent)}
 _ANY, _BATCH = Reader(Any), Reader(BatchResult)
 
 
@@ -138,7 +138,7 @@ class Front:
         self.lost_with: list[Exception | None] = []
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         raise AssertionError(request)
 
     def told(self, peer: Peer, note: Notification, codec: Codec) -> None:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
-from reflex_runtime.ipc.frames import Codec, Notification, Request, RpcError
+from reflex_runtime.ipc.frames import Codec, Notification, RpcError, RpcRequest
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS
-from reflex_runtime.ipc.peer import Answer, ConnectionLost, Peer
+from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Runtime:
         self.wrong = 0
         self.obeys, self.brief = True, False
         self.messages: list[tuple[str, list[dict[str, Any]]]] = []
-        self.calls: list[Request] = []
+        self.calls: list[RpcRequest] = []
         self.live: dict[str, None] = {}
         self.cancels: list[str] = []
         self.credits: Counter[str] = Counter()
@@ -138,7 +138,7 @@ class Runtime:
 
     # -- its peer's handler --------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         if request.method == PING:
             peer.respond(request, None)
             return
@@ -182,7 +182,7 @@ class Client:
     def ready(self) -> bool:
         return self.peer is not None
 
-    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
         if self.peer is None:
             raise self.unavailable()
         return self.peer.call(method, params)
@@ -198,7 +198,7 @@ class Client:
     def unavailable(self) -> ReflexError:
         return Unavailable("there is no runtime process", retry_after=1.0)
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         raise AssertionError("nobody calls the front")
 
     def told(self, peer: Peer, note: Notification, codec: Codec) -> None:

@@ -23,16 +23,16 @@ from reflex_runtime.ipc.frames import (
     PARSE_ERROR,
     SALVAGED,
     Codec,
-    Decoder,
     ErrorResponse,
+    FrameDecoder,
     Message,
     Notification,
     OversizeFrame,
     ProtocolError,
     Reader,
-    Request,
     Response,
     RpcError,
+    RpcRequest,
     encode,
     error_of,
     raised,
@@ -61,7 +61,7 @@ def plain(message: Message, codec: Codec) -> Message:
     return message
 
 
-def read(decoder: Decoder) -> list[Any]:
+def read(decoder: FrameDecoder) -> list[Any]:
     """Everything that is there, errors among it."""
     found: list[Any] = []
     while True:
@@ -77,13 +77,13 @@ def read(decoder: Decoder) -> list[Any]:
 
 
 def decoded(data: bytes) -> list[Any]:
-    decoder = Decoder()
+    decoder = FrameDecoder()
     decoder.feed(data)
     return read(decoder)
 
 
 MESSAGES: list[Message] = [
-    Request(1, "generate", {"stream_id": "s", "prompt": "für 猫"}),
+    RpcRequest(1, "generate", {"stream_id": "s", "prompt": "für 猫"}),
     Notification("stream.chunk", {"tokens": [1, 2.5, None, True]}),
     Response("seven", {"ok": []}),
     Response(2, None),
@@ -99,7 +99,7 @@ MESSAGES: list[Message] = [
 def test_a_frame_may_be_torn_at_every_byte(codec: Codec) -> None:
     data = encode(MESSAGES, codec)
     for at in range(len(data) + 1):
-        decoder = Decoder()
+        decoder = FrameDecoder()
         decoder.feed(data[:at])
         found = read(decoder)
         assert decoder.pending == (at if at < len(data) else 0)
@@ -112,7 +112,7 @@ def test_a_frame_may_be_torn_at_every_byte(codec: Codec) -> None:
 def test_bytes_may_come_one_by_one_and_frames_many_at_a_time(codec: Codec) -> None:
     data = b"".join(encode([message], codec) for message in MESSAGES)
     assert decoded(data) == MESSAGES
-    decoder, found = Decoder(), []
+    decoder, found = FrameDecoder(), []
     for n in range(len(data)):
         decoder.feed(data[n : n + 1])
         found += read(decoder)
@@ -121,13 +121,13 @@ def test_bytes_may_come_one_by_one_and_frames_many_at_a_time(codec: Codec) -> No
 
 def test_every_frame_names_its_own_codec() -> None:
     data = encode(MESSAGES[:2], Codec.JSON) + encode(MESSAGES[2:], Codec.MSGPACK)
-    decoder = Decoder()
+    decoder = FrameDecoder()
     decoder.feed(data)
     assert [codec for codec, _ in decoder] == [Codec.JSON, Codec.MSGPACK]
 
 
 def test_a_json_body_is_what_the_page_says() -> None:
-    data = encode([Request(1, "generate", {"a": 1})], Codec.JSON)
+    data = encode([RpcRequest(1, "generate", {"a": 1})], Codec.JSON)
     assert data[:5] == b"J" + len(data[5:]).to_bytes(4, "big")
     assert json.loads(data[5:]) == {"jsonrpc": "2.0", "id": 1, "method": "generate", "params": {"a": 1}}
     assert json.loads(encode([Notification("x")], Codec.JSON)[5:]) == {"jsonrpc": "2.0", "method": "x"}
@@ -139,7 +139,7 @@ def test_a_json_body_is_what_the_page_says() -> None:
 
 @pytest.mark.parametrize("data", [b"\x00\x00\x00\x00\x02{}", b"{", b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_frame_of_no_codec_breaks_the_connection(data: bytes) -> None:
-    decoder = Decoder()
+    decoder = FrameDecoder()
     decoder.feed(data if len(data) >= 5 else data * 5)
     [error] = read(decoder)
     assert (error.rpc_code, decoder.broken) == (PARSE_ERROR, True)
@@ -149,7 +149,7 @@ def test_a_frame_of_no_codec_breaks_the_connection(data: bytes) -> None:
 
 
 def test_a_frame_that_is_too_large_breaks_the_connection_before_its_body_came() -> None:
-    decoder = Decoder(most=100)
+    decoder = FrameDecoder(most=100)
     decoder.feed(frame(b" " * 95 + b"{}"))
     assert read(decoder)[0].rpc_code == INVALID_REQUEST  # 97 bytes are read
     decoder.feed(b"J" + struct.pack(">I", 101))
@@ -276,7 +276,7 @@ ids = st.integers(-(2**63), 2**63 - 1) | st.text(max_size=200)
 names = st.text(max_size=50)
 some_errors = st.builds(RpcError, st.integers(-40_000, 0), st.text(), values)
 messages = (
-    st.builds(Request, ids | st.none(), names, values)
+    st.builds(RpcRequest, ids | st.none(), names, values)
     | st.builds(Notification, names, values)
     | st.builds(Response, ids | st.none(), values)
     | st.builds(ErrorResponse, ids | st.none(), some_errors)
@@ -288,7 +288,7 @@ messages = (
 def test_what_is_encoded_is_decoded_however_torn(several: list[Message], codec: Codec, data: st.DataObject) -> None:
     sent = encode(several, codec)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=5)))
-    decoder, found = Decoder(), []
+    decoder, found = FrameDecoder(), []
     for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
         decoder.feed(sent[begin:end])
         found += read(decoder)
@@ -298,7 +298,7 @@ def test_what_is_encoded_is_decoded_however_torn(several: list[Message], codec: 
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=60) | st.binary(max_size=60).map(frame) | values.map(lambda v: body(Codec.JSON, v))))
 def test_garbage_is_a_protocol_error_and_nothing_else(pieces: list[bytes]) -> None:
-    decoder, fed = Decoder(most=1000), 0
+    decoder, fed = FrameDecoder(most=1000), 0
     for piece in pieces:
         decoder.feed(piece)
         fed += len(piece)
@@ -330,10 +330,10 @@ def test_params_that_are_wrong_name_the_field(codec: Codec) -> None:
 
 @BOTH
 def test_params_that_were_left_out_are_an_empty_object(codec: Codec) -> None:
-    decoder = Decoder()
-    decoder.feed(encode([Request(1, "x")], codec))
+    decoder = FrameDecoder()
+    decoder.feed(encode([RpcRequest(1, "x")], codec))
     [(_, [request])] = list(decoder)
-    assert isinstance(request, Request)
+    assert isinstance(request, RpcRequest)
     assert ANY.read(request.params, codec) == {}
 
 

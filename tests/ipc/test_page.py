@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.ipc import messages
-from reflex_runtime.ipc.frames import Codec, Decoder, Message, Notification, Reader, Request, Response, encode
+from reflex_runtime.ipc.frames import Codec, FrameDecoder, Message, Notification, Reader, Response, RpcRequest, encode
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workers.md").read_text(encoding="utf-8")
@@ -19,7 +19,7 @@ PARAMS: dict[str, Any] = {
     messages.LOAD: messages.LoadModel,
     messages.BATCH_GENERATE: messages.BatchGenerate,
     messages.CANCEL: messages.StreamId,
-    messages.CHUNK: messages.Chunk,
+    messages.CHUNK: messages.StreamChunk,
     messages.STATS: messages.StreamStats,
     messages.EVENT: messages.StreamEvent,
     messages.CREDIT: messages.Credit,
@@ -35,7 +35,7 @@ def examples() -> list[tuple[str, list[Message]]]:
     """(who says it, the messages of the frame), in the order of the page."""
     found = []
     for who, body in re.findall(r"^([→←])\n```json\n(.+?)\n```", PAGE, re.MULTILINE | re.DOTALL):
-        decoder = Decoder()
+        decoder = FrameDecoder()
         data = body.encode()
         decoder.feed(bytes([Codec.JSON]) + len(data).to_bytes(4, "big") + data)
         found += [(who, several) for _, several in decoder]
@@ -58,9 +58,9 @@ def test_g15_the_examples_of_the_page_are_the_protocol() -> None:
                 assert who == "←"
                 strictly(message.result, RESULTS[called.pop(message.id)], str(message.id))
                 continue
-            assert isinstance(message, Request | Notification)
+            assert isinstance(message, RpcRequest | Notification)
             seen.add(message.method)
-            if isinstance(message, Request):
+            if isinstance(message, RpcRequest):
                 assert who == "→"
                 called[message.id] = message.method
             if message.params:

@@ -19,15 +19,15 @@ from reflex_runtime.ipc.frames import (
     MAX_MESSAGES,
     PARSE_ERROR,
     Codec,
-    Decoder,
     ErrorResponse,
+    FrameDecoder,
     Notification,
     OversizeFrame,
     ProtocolError,
     Reader,
-    Request,
     Response,
     RpcError,
+    RpcRequest,
     encode,
 )
 from reflex_runtime.ipc.peer import ConnectionLost, Peer
@@ -40,12 +40,12 @@ class End:
 
     def __init__(self) -> None:
         self.notes: list[tuple[str, Any]] = []
-        self.kept: list[Request] = []
+        self.kept: list[RpcRequest] = []
         self.lost_with: list[Exception | None] = []
         self.turns: list[int] = []
         self._news = asyncio.Event()
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         params = ANY.read(request.params, codec)
         if request.method == "fail":
             raise QueueFull("full", limit=3)
@@ -112,7 +112,7 @@ async def raw() -> AsyncIterator[tuple[Peer, End, socket.socket]]:
 
 async def received(sock: socket.socket, count: int) -> list[list[Any]]:
     """So many frames."""
-    loop, decoder, frames = asyncio.get_running_loop(), Decoder(), []
+    loop, decoder, frames = asyncio.get_running_loop(), FrameDecoder(), []
     while len(frames) < count:
         decoder.feed(await loop.sock_recv(sock, 1 << 16))
         frames += [messages for _, messages in decoder]
@@ -157,7 +157,7 @@ def test_what_is_said_in_one_turn_is_one_frame() -> None:
             for n in range(100):
                 peer.notify("note", n)
             [messages] = await received(sock, 1)
-            assert [type(message) for message in messages] == [Request] * 3 + [Notification] * 100
+            assert [type(message) for message in messages] == [RpcRequest] * 3 + [Notification] * 100
             assert (peer.frames, peer.calls["later"], peer.notes["note"]) == (1, 3, 100)
             peer.notify("note", 0)
             await received(sock, 1)
@@ -389,7 +389,7 @@ def test_a_connection_that_ends_inside_a_frame_says_so() -> None:
 def test_nothing_is_delivered_after_it_was_closed() -> None:
     async def main() -> None:
         async with raw() as (peer, end, sock):
-            sock.send(encode([Request(1, "hang up"), Notification("x")], Codec.JSON) * 2)
+            sock.send(encode([RpcRequest(1, "hang up"), Notification("x")], Codec.JSON) * 2)
             await peer.ended
             await asyncio.sleep(0)
             assert (end.notes, end.lost_with) == ([], [None])
@@ -404,7 +404,7 @@ def test_what_is_not_read_is_answered_without_an_id_and_the_rest_goes_on() -> No
     async def main() -> None:
         async with raw() as (_, _, sock):
             sock.send(b"J\x00\x00\x00\x01{" + b'J\x00\x00\x00\x0d[{"id":7}, 3]')
-            sock.send(encode([Request("last", "echo", 1)], Codec.JSON))
+            sock.send(encode([RpcRequest("last", "echo", 1)], Codec.JSON))
             messages: list[Any] = []
             while len(messages) < 3:
                 messages += [message for frame in await received(sock, 1) for message in frame]
@@ -438,7 +438,7 @@ def test_notifications_and_answers_are_never_answered() -> None:
         async with raw() as (_, end, sock):
             strange = [Notification("break"), Notification("fail", 1), Response(99, 1), Response("x", 1)]
             sock.send(encode([*strange, ErrorResponse(None, RpcError(PARSE_ERROR, "what?"))], Codec.JSON))
-            sock.send(encode([Request(None, "echo", 1), Request("é", "echo", 2)], Codec.JSON))
+            sock.send(encode([RpcRequest(None, "echo", 1), RpcRequest("é", "echo", 2)], Codec.JSON))
             [messages] = await received(sock, 1)
             assert [(type(message), message.id) for message in messages] == [(Response, None), (Response, "é")]
             assert len(end.notes) == 2

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.rollout.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, Evidence
+from reflex_runtime.policies.rollout.breaker import ALPHA, ALTERNATIVES, RATE, Breaker, CrashEvidence
 from reflex_runtime.policies.rollout.router import Router, bucket
 
 LIMIT = log(1 / ALPHA)
@@ -106,7 +106,7 @@ def test_v6_an_unbroken_run_is_left_to_the_counter() -> None:
 
 
 def test_v6_fewer_than_three_crashes_are_never_an_alarm() -> None:
-    evidence = Evidence()
+    evidence = CrashEvidence()
     for alarmed in (False, False, True):
         evidence.crashed()
         assert evidence.alarmed is alarmed
@@ -114,7 +114,7 @@ def test_v6_fewer_than_three_crashes_are_never_an_alarm() -> None:
 
 
 def test_v6_old_crashes_no_longer_weigh() -> None:
-    evidence = Evidence()
+    evidence = CrashEvidence()
     for _ in range(5):
         evidence.crashed()
     evidence.clean(10_000)
@@ -125,7 +125,7 @@ def test_v6_old_crashes_no_longer_weigh() -> None:
 
 
 def test_v6_the_evidence_is_the_mean_of_floored_likelihood_ratios() -> None:
-    random, evidence, ratios = Random(3), Evidence(), [1.0] * len(ALTERNATIVES)
+    random, evidence, ratios = Random(3), CrashEvidence(), [1.0] * len(ALTERNATIVES)
     for _ in range(3000):
         if random.random() < 0.02:
             evidence.crashed()
@@ -137,7 +137,7 @@ def test_v6_the_evidence_is_the_mean_of_floored_likelihood_ratios() -> None:
 
 
 def test_v6_many_clean_calls_at_once_are_as_many_single_ones() -> None:
-    random, single, bulk = Random(4), Evidence(), Evidence()
+    random, single, bulk = Random(4), CrashEvidence(), CrashEvidence()
     for _ in range(200):
         n = random.choice([1, 3, 50, 400])
         for _ in range(n):
@@ -152,7 +152,7 @@ def test_v6_the_evidence_is_a_fair_bet_at_the_rate_that_is_put_up_with() -> None
     """Exact, over all histories of 12 calls: its mean grows by no more than the floor's share a call."""
     mean = 0.0
     for history in product((False, True), repeat=12):
-        evidence = Evidence(least=1)
+        evidence = CrashEvidence(least=1)
         for crashed in history:
             evidence.crashed() if crashed else evidence.clean()
         mean += prod(RATE if crashed else 1 - RATE for crashed in history) * exp(evidence.log_e)
@@ -163,7 +163,7 @@ def calls_to_alarm(rate: float, clean: int, runs: int, rng: np.random.Generator)
     """Calls until the alarm, run by run, of a slot that begins to crash at `rate` after so many clean calls."""
     found = []
     for _ in range(runs):
-        evidence, calls = Evidence(), 0
+        evidence, calls = CrashEvidence(), 0
         evidence.clean(clean)
         while not evidence.alarmed:
             gap = int(rng.geometric(rate))
@@ -186,7 +186,7 @@ def test_v6_a_crash_rate_is_noticed_within_so_many_calls(rate: float, clean: int
 
 @pytest.mark.parametrize(("rate", "most"), [(0.001, 0.0), (0.005, 0.0), (0.01, 1.0)])
 def test_v6_false_alarms_are_fewer_than_one_in_a_million_calls(rate: float, most: float) -> None:
-    evidence, rng, alarms, calls = Evidence(), np.random.default_rng(2), 0, 0
+    evidence, rng, alarms, calls = CrashEvidence(), np.random.default_rng(2), 0, 0
     evidence.clean(100_000)
     for gap in rng.geometric(rate, size=int(5_000_000 * rate)).tolist():
         evidence.clean(gap - 1)
@@ -356,11 +356,11 @@ def test_what_it_is_made_with_is_checked() -> None:
         with pytest.raises(ConfigError, match=r"Breaker\.cooldown="):
             Breaker("a", 5, cooldown, longest)
     with pytest.raises(ConfigError, match=r"Evidence\.rate=0"):
-        Evidence(rate=0.0)
+        CrashEvidence(rate=0.0)
     with pytest.raises(ConfigError, match=r"Evidence\.alpha=1"):
-        Evidence(alpha=1.0)
+        CrashEvidence(alpha=1.0)
     with pytest.raises(ConfigError, match=r"Evidence\.alternatives="):
-        Evidence(rate=0.05)
+        CrashEvidence(rate=0.05)
 
 
 # -- random histories against the obvious ------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import export_dir
 from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
-from reflex_runtime.policies.records.replay import Item, ModelReplay, distance, replay_model
+from reflex_runtime.policies.records.replay import ModelReplay, ReplayedRequest, distance, replay_model
 from reflex_runtime.processors.base import Processor
 from reflex_runtime.telemetry.recording import hardware, read_recording
 
@@ -300,7 +300,7 @@ def test_t5_both_bounds_hold_item_by_item() -> None:
     assert distance(nan, nan) == (1.0, 0.0)
     assert distance(nan, np.array([[0.0, 1.0]]))[1] == float("inf")
     for cosine, largest, close in ((1.0, 1e-3, True), (0.999, 0.0, True), (0.998, 0.0, False), (1.0, 1.1e-3, False)):
-        assert Item(0, "", "a", cosine, largest).close is close
+        assert ReplayedRequest(0, "", "a", cosine, largest).close is close
 
 
 def test_t5_n_looks_at_the_first_and_slot_at_one(tmp_path: Path, tiny: Path) -> None:

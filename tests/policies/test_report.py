@@ -13,7 +13,7 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.records.report import Report, evidence, report
+from reflex_runtime.policies.records.report import RolloutReport, evidence, report
 from reflex_runtime.policies.records.report_picture import _drained, _labels, draw_report
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.telemetry.recorder import Recorder
@@ -58,7 +58,7 @@ class Day:
         return self.recorder.path
 
 
-def compared(directory: Path, rates: tuple[float, float], n: int, seed: int = 0, split: int = 50) -> Report:
+def compared(directory: Path, rates: tuple[float, float], n: int, seed: int = 0, split: int = 50) -> RolloutReport:
     """n episodes of each side's share, succeeding at these rates."""
     day, rng = Day(directory, split), Random(seed)
     for _ in range(n):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.rollout.shadow import Difference, Divergence, Sampler
+from reflex_runtime.policies.rollout.shadow import Difference, Sampler, ShadowDivergence
 
 
 def test_v10_the_sample_is_the_share_asked_for_and_the_same_every_time() -> None:
@@ -32,7 +32,7 @@ def test_v10_divergence_is_told_per_joint_and_per_step() -> None:
 
 
 def test_v10_pairs_meet_in_either_order_and_means_run_over_all_of_them() -> None:
-    divergence = Divergence()
+    divergence = ShadowDivergence()
     one, two = np.zeros((1, 2), np.float32), np.array([[2, 4]], np.float32)
     assert divergence.answered("r1", one, shadow=False) is None
     assert divergence.answered("r1", two, shadow=True) is not None
@@ -45,7 +45,7 @@ def test_v10_pairs_meet_in_either_order_and_means_run_over_all_of_them() -> None
 
 
 def test_v10_halves_whose_other_never_comes_are_counted_and_bounded() -> None:
-    divergence = Divergence(waiting=2)
+    divergence = ShadowDivergence(waiting=2)
     for i in range(3):
         divergence.answered(f"r{i}", np.zeros((1, 1), np.float32), shadow=False)
     divergence.gone("r2")
@@ -58,7 +58,7 @@ def test_v10_halves_whose_other_never_comes_are_counted_and_bounded() -> None:
 
 
 def test_v10_policies_of_other_dimensions_are_compared_where_they_meet() -> None:
-    divergence = Divergence()
+    divergence = ShadowDivergence()
     divergence.answered("r", np.ones((4, 3), np.float32), shadow=False)
     found = divergence.answered("r", np.zeros((2, 2), np.float32), shadow=True)
     assert found is not None

@@ -12,6 +12,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -371,6 +372,11 @@ class Burst:
     def hang_up(self, which: Sequence[int]) -> None:
         for i in which:
             self.sockets[i].close()
+
+    @property
+    def answered(self) -> bool:
+        """Whether an answer has come."""
+        return bool(select.select(self.sockets, [], [], 0)[0])
 
     def answers(self, which: Sequence[int] | None = None) -> list[Answer]:
         """The answers of these requests (default all), in order; seconds from the sending of each."""

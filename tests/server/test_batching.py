@@ -19,6 +19,8 @@ from reflex_runtime.telemetry.trace import TracedBatch, read_trace
 from .exports import expected, write_tiny
 from .harness import STATE, Answer, Burst, Server, encode
 
+WAITING = "reflex_policy_runtime_queue_depth"
+
 
 def numbered(n: int, **more: Any) -> list[dict[str, Any]]:
     return [{"state": [0.1 * i, -0.1 * i], "seed": i, "request_id": f"r{i}"} | more for i in range(n)]
@@ -32,14 +34,17 @@ def right(answer: Answer, i: int) -> bool:
 
 def busy(server: Server, **fields: Any) -> Burst:
     """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
-    plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"} | fields])
-    plug.send()
-    server.reach(lambda m: m("reflex_in_flight_requests") == 1 and m("reflex_policy_runtime_queue_depth") == 0)
-    return plug
+    while True:
+        plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"} | fields])
+        plug.send()
+        server.reach(lambda m, plug=plug: plug.answered or (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
+        if not plug.answered:
+            return plug
+        plug.__exit__()  # the machine was too busy to look in time: once more
 
 
 def queued(n: int) -> Any:
-    return lambda m: m("reflex_policy_runtime_queue_depth") == n
+    return lambda m: m(WAITING) == n
 
 
 def traced(server: Server, file: Path) -> list[TracedBatch]:

@@ -31,7 +31,7 @@ from reflex_runtime.policies.serving.images import PIECE, _from_base64
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies
-from reflex_runtime.web.connections import Connections, Limits, Seldom
+from reflex_runtime.web.connections import ConnectionLimits, Connections, Seldom
 from reflex_runtime.web.errors import CallerLeft, Overloaded
 from reflex_runtime.web.exchange import Exchange
 
@@ -50,7 +50,7 @@ class Held:
 
 
 def _bodies(most: int) -> Bodies:
-    return Bodies(most, Connections(Limits(10, 1.0, 1.0, 1.0)))
+    return Bodies(most, Connections(ConnectionLimits(10, 1.0, 1.0, 1.0)))
 
 
 # -- the sum of what is held -------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_l9_a_large_body_of_a_model_is_decoded_beside_the_loop(monkeypatch: pyte
     threads: list[str] = []
     decode = openai.completion
 
-    def seen(body: bytes) -> openai.Asked:
+    def seen(body: bytes) -> openai.CompletionRequest:
         threads.append(threading.current_thread().name.rpartition("_")[0])
         return decode(body)
 

@@ -25,7 +25,15 @@ from reflex_runtime.drivers.oldest import Oldest
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web import connections as module
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connections import STALLED, UNREAD, Connections, Limits, Phase, Seldom, most_connections
+from reflex_runtime.web.connections import (
+    STALLED,
+    UNREAD,
+    ConnectionLimits,
+    Connections,
+    Phase,
+    Seldom,
+    most_connections,
+)
 from reflex_runtime.web.errors import Overloaded, TooSlow
 
 from .harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all
@@ -34,7 +42,7 @@ from .openai_toy import Toy
 from .test_http import NOT_HTTP
 
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-LIMITS = Limits(most=3, idle=75.0, head=10.0, body=60.0)
+LIMITS = ConnectionLimits(most=3, idle=75.0, head=10.0, body=60.0)
 
 
 # -- in virtual time ---------------------------------------------------------------------------------------------------
@@ -132,7 +140,7 @@ def test_a_request_starts_its_connections_idle_time_anew_and_one_being_answered_
 
 
 def test_there_is_one_timer_however_many_connections_there_are(loop: Loop) -> None:
-    all = Connections(Limits(most=10_000, idle=75.0, head=10.0, body=60.0))
+    all = Connections(ConnectionLimits(most=10_000, idle=75.0, head=10.0, body=60.0))
     ones = [Fake(all, loop) for _ in range(500)]
     rng = random.Random(1)
     for _ in range(5000):
@@ -145,7 +153,7 @@ def test_there_is_one_timer_however_many_connections_there_are(loop: Loop) -> No
 
 
 def test_every_connection_is_cut_at_its_own_time(loop: Loop) -> None:
-    limits = Limits(most=10_000, idle=7.0, head=1.0, body=6.0)
+    limits = ConnectionLimits(most=10_000, idle=7.0, head=1.0, body=6.0)
     times = {Phase.IDLE: 7.0, Phase.HEAD: 1.0, Phase.BODY: 6.0, Phase.SLOW: UNREAD}
     all, rng, due = Connections(limits), random.Random(2), {}
     for _ in range(300):
@@ -164,7 +172,7 @@ def test_every_connection_is_cut_at_its_own_time(loop: Loop) -> None:
 
 
 def test_with_too_many_the_one_idle_for_longest_goes_then_slow_senders_then_slow_readers(loop: Loop) -> None:
-    all = Connections(Limits(most=4, idle=75.0, head=10.0, body=60.0))
+    all = Connections(ConnectionLimits(most=4, idle=75.0, head=10.0, body=60.0))
     slow, head, body, idle = (Fake(all, loop) for _ in range(4))
     for one, phase in ((slow, Phase.SLOW), (head, Phase.HEAD), (body, Phase.BODY)):
         all.move(one, phase)
@@ -207,7 +215,7 @@ def test_too_many_connections_is_one_line_in_the_log_when_it_begins(
 
 
 def test_slow_senders_are_one_line_in_the_log_when_it_begins(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    all = Connections(Limits(most=100, idle=75.0, head=10.0, body=60.0))
+    all = Connections(ConnectionLimits(most=100, idle=75.0, head=10.0, body=60.0))
     with caplog.at_level(logging.WARNING):
         for _ in range(20):
             all.move(Fake(all, loop), Phase.HEAD)

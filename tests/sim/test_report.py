@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reflex_runtime.core.request import Priority, Request
-from reflex_runtime.sim import Answer, Ran, Report, Run, fair_shares, jain, percentile
+from reflex_runtime.sim import Ran, Report, RequestEnd, Run, fair_shares, jain, percentile
 from reflex_runtime.sim.report import columns
 
 A, B = Request(client="a", time_limit=1.0), Request(client="b", time_limit=1.0, priority=Priority.URGENT)
@@ -17,13 +17,13 @@ def run() -> Run:
         warmup=1.0,
         duration=11.0,
         answers=[
-            Answer(A, 0.5, 0.9, "ok", 1.0, 9.0),  # before the span
-            Answer(A, 1.0, 1.4, "ok", 1.0, 0.4),
-            Answer(A, 2.0, 2.5, "ok", 1.0, 0.4),
-            Answer(A, 3.0, 4.5, "ok", 1.0, 0.4),  # late
-            Answer(A, 5.0, 6.0, "shed", 1.0, 0.0),
-            Answer(B, 2.0, 2.2, "ok", 1.0, 0.4),
-            Answer(B, 9.0, 9.3, "ok", 1.0, 0.4),
+            RequestEnd(A, 0.5, 0.9, "ok", 1.0, 9.0),  # before the span
+            RequestEnd(A, 1.0, 1.4, "ok", 1.0, 0.4),
+            RequestEnd(A, 2.0, 2.5, "ok", 1.0, 0.4),
+            RequestEnd(A, 3.0, 4.5, "ok", 1.0, 0.4),  # late
+            RequestEnd(A, 5.0, 6.0, "shed", 1.0, 0.0),
+            RequestEnd(B, 2.0, 2.2, "ok", 1.0, 0.4),
+            RequestEnd(B, 9.0, 9.3, "ok", 1.0, 0.4),
         ],
         batches=[
             Ran(0.5, 9.0, 1, 9.0, "idle", "timeout"),  # before the span

@@ -21,10 +21,10 @@ from reflex_runtime.sim import (
     Open,
     Poisson,
     Report,
+    RequestStream,
     Setting,
-    Source,
-    Stream,
     Think,
+    WorkloadPart,
     compare,
     simulate,
 )
@@ -176,17 +176,17 @@ def test_b6_two_groups_that_alternate_become_one(device: Affine, think: Think) -
 class Delayed:
     """A source whose streams all begin at one time."""
 
-    inner: Source
+    inner: WorkloadPart
     at: float
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         return [DelayedStream(stream, self.at) for stream in self.inner.streams(seed)]
 
 
 class DelayedStream:
     waits = True
 
-    def __init__(self, inner: Stream, at: float) -> None:
+    def __init__(self, inner: RequestStream, at: float) -> None:
         self._inner, self._at = inner, at
 
     def next(self, now: float) -> Arrival | None:

@@ -26,19 +26,19 @@ from reflex_runtime.sim import (
     Noisy,
     Open,
     Poisson,
-    Recorded,
+    RecordedArrivals,
     Report,
     Rule,
     Run,
     Setting,
-    Source,
+    WorkloadPart,
     simulate,
 )
 from reflex_runtime.sim import rules as named
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.05)
 ALL_RULES = [*RULES.values(), named.EARLY_DROP, named.MARGINAL_WAIT, named.HOLD_ALWAYS]
-MIXED: list[Source] = [
+MIXED: list[WorkloadPart] = [
     Open(Poisson(300.0), (Request(client="feed", time_limit=0.100), Request(client="other", time_limit=0.050))),
     Callers(5, Exponential(0.020), Request(time_limit=0.200)),
 ]
@@ -114,7 +114,7 @@ def test_work_in_steps_is_stepped_until_it_has_what_it_wants() -> None:
     scheduler = Scheduler([GroupConfig(flush=FlushPolicy.every_step(8), cost=TokenCost)])
     events: list[Event] = []
     asked = [Arrival(0.0, Request(id="A", wants=11)), Arrival(0.0, Request(id="B", wants=7))]
-    simulate(scheduler, Recorded(asked), Affine(0.010, 0.0), sinks=[events.append])
+    simulate(scheduler, RecordedArrivals(asked), Affine(0.010, 0.0), sinks=[events.append])
     steps = [{t.id: u for t, u in e.batch.grants.items()} for e in events if isinstance(e, BatchScheduled)]
     assert steps == [{"A": 8.0}, {"A": 3.0, "B": 5.0}, {"B": 2.0}]
     assert sum(isinstance(e, RequestProgressed) for e in events) == 2

@@ -18,16 +18,16 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim import (
     Affine,
-    Answer,
     Callers,
     Drifting,
     Fixed,
     Noisy,
     Open,
     Poisson,
+    RequestEnd,
     Run,
     Service,
-    Source,
+    WorkloadPart,
     simulate,
 )
 
@@ -47,7 +47,7 @@ class Slow:
         return self.seconds_each if batch.id <= self.count else self.inner.seconds(batch, now, rng)
 
 
-def served(limit: float, rate: float = 150.0) -> list[Source]:
+def served(limit: float, rate: float = 150.0) -> list[WorkloadPart]:
     return [Open(Poisson(rate), [Request(client=i, time_limit=limit) for i in range(8)])]
 
 
@@ -56,7 +56,7 @@ def scheduler(cost: Callable[[], TimeCost] = TimeCost, flush: FlushPolicy | None
     return Scheduler([GroupConfig(flush=flush, cost=cost, controller=Planner())])
 
 
-def on_time(answers: Sequence[Answer]) -> float:
+def on_time(answers: Sequence[RequestEnd]) -> float:
     return sum(a.on_time for a in answers) / len(answers)
 
 
@@ -111,7 +111,7 @@ def test_b17_slow_first_batches_lock_nobody_out(count: int) -> None:
 
 def test_b17_a_slow_spell_costs_callers_that_wait_little_more_than_its_length() -> None:
     device = Drifting(DEVICE, 10.0, at=BEGINS, until=BEGINS + 3.0)
-    load: list[Source] = [Callers(8, Fixed(0.020), Request(time_limit=0.100))]
+    load: list[WorkloadPart] = [Callers(8, Fixed(0.020), Request(time_limit=0.100))]
     run = simulate(scheduler(), load, device, duration=20.0)
     assert since(run, healthy_from(run, BEGINS + 3.0)) >= 0.98
 

@@ -28,7 +28,7 @@ from reflex_runtime.sim import (
     Mixture,
     Open,
     Poisson,
-    Recorded,
+    RecordedArrivals,
     Report,
     Think,
     simulate,
@@ -110,7 +110,7 @@ def test_requests_are_mixed_in_their_shares() -> None:
 
 def test_what_was_recorded_is_made_again_at_the_same_times() -> None:
     early, late = Arrival(1.0, Request()), Arrival(2.0, Request())
-    stream = Recorded([late, early]).streams("s")[0]
+    stream = RecordedArrivals([late, early]).streams("s")[0]
     assert [stream.next(0.0), stream.next(0.0), stream.next(0.0)] == [early, late, None]
 
 

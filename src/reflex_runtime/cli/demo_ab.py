@@ -14,7 +14,7 @@ from reflex_runtime.demo.tasks import CONTROL_HZ
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reflex_runtime.demo.drill import Drill, Tally
+    from reflex_runtime.demo.drill import Drill, Solved
     from reflex_runtime.demo.run import DemoResult
     from reflex_runtime.telemetry.trace import TracedBatch
 
@@ -25,7 +25,7 @@ COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not
 def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     """Exit status 0 when every robot played all its episodes."""
     from reflex_runtime.cli.demo import draw, progress, serving, show_latency
-    from reflex_runtime.demo.drill import AGAIN, Drill, Tally, even_run
+    from reflex_runtime.demo.drill import AGAIN, Drill, Solved, even_run
     from reflex_runtime.demo.exports import export_dir
     from reflex_runtime.demo.run import run_demo
 
@@ -40,7 +40,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     def tell(what: str) -> None:
         console.print(f"[dim]{time.monotonic() - began:5.1f} s[/dim]  {what}", highlight=False, soft_wrap=True)
 
-    drill, tally = Drill(total, tell), Tally()
+    drill, tally = Drill(total, tell), Solved()
 
     @contextlib.contextmanager
     def server() -> Iterator[str]:
@@ -98,7 +98,7 @@ def _recordings(kept: Path) -> set[Path]:
     return {path for path in kept.iterdir() if path.is_file()} if kept.is_dir() else set()
 
 
-def _show(console: Console, result: DemoResult, tally: Tally, args: argparse.Namespace) -> None:
+def _show(console: Console, result: DemoResult, tally: Solved, args: argparse.Namespace) -> None:
     """Success by task and version."""
     from rich.table import Table
 

@@ -12,7 +12,7 @@ from reflex_runtime.config import add_options, load, one_line, option, validate
 from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from reflex_runtime.sim import Callers, Source, Think
+    from reflex_runtime.sim import Callers, Think, WorkloadPart
     from reflex_runtime.sim.compare import Bench
 
 _EPILOG = """\
@@ -207,7 +207,7 @@ def _drawn(paths: list[Path]) -> None:
     print(f"wrote {' and '.join(str(p) for p in paths)}", file=sys.stderr)
 
 
-def _workload(config: SimulateConfig) -> list[Source]:
+def _workload(config: SimulateConfig) -> list[WorkloadPart]:
     from reflex_runtime.core.request import Request
     from reflex_runtime.sim import Bursty, Diurnal, Heavy, Open, Poisson
 

@@ -3,7 +3,6 @@
     ReflexError
     ├── Rejected            never entered the queue: a retry is safe
     │   ├── QueueFull · InFlightCapReached · TooLate · TooLarge · Closed
-    │   ├── InvalidRequest  a field is wrong: a retry is of no use
     ├── Dropped             entered, left without a result: a retry is safe
     │   ├── Cancelled · Expired · Shed · Superseded · Displaced · Drained
     ├── ProcessorError      ran and failed: a retry may run it a second time
@@ -82,18 +81,6 @@ class Closed(Rejected):
     """The scheduler takes no new requests."""
 
     code, http_status = "shutting_down", 503
-
-
-class InvalidRequest(Rejected):
-    """A field of a request is wrong; `details["field"]` names it. Sending it again changes nothing."""
-
-    code, http_status, retry_safe, outcome = "invalid_request", 422, False, "client_error"
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message, field=field)
-
-    def __reduce__(self) -> Any:
-        return (InvalidRequest, (self.message, self.details["field"]))
 
 
 class Dropped(ReflexError):

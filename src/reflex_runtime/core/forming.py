@@ -16,10 +16,10 @@ from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.isolation import Part
-from reflex_runtime.core.joining import Member, join_pays
+from reflex_runtime.core.joining import StagedRequest, join_pays
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
-from reflex_runtime.core.residents import Step, movable, shares_of_places
+from reflex_runtime.core.residents import ResidentStep, movable, shares_of_places
 from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, value, window
 
 
@@ -104,7 +104,7 @@ class Former:
 
     def _form_step(self) -> Formed | None:
         """The next step where there is memory: no holds, no shedding, and some may give way to others."""
-        step = Step(self.group, self.partition, self.policy)
+        step = ResidentStep(self.group, self.partition, self.policy)
         step.fill()
         if not (step.base.grants or step.entered.grants or step.preempted):
             return None
@@ -164,8 +164,8 @@ class Former:
             for t in base.grants
         ):
             return False
-        residents = [Member(now - t.arrived, t.wants) for t in base.grants]
-        newcomers = [Member(now - t.arrived, t.wants - 1.0) for t in first]
+        residents = [StagedRequest(now - t.arrived, t.wants) for t in base.grants]
+        newcomers = [StagedRequest(now - t.arrived, t.wants - 1.0) for t in first]
         one = next(iter(base.grants))
         if not join_pays(residents, newcomers, takes, model.fixed(one), model.marginal(one, 1.0)):
             return False

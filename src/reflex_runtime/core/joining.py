@@ -18,7 +18,7 @@ from typing import NamedTuple
 _SAME = 1e-9  # relative: two plans that differ by less are equal
 
 
-class Member(NamedTuple):
+class StagedRequest(NamedTuple):
     """One request: seconds since it arrived, and steps until it ends (those after its first stage, for a newcomer)."""
 
     age: float
@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
 
 def join_pays(
-    residents: Sequence[Member], newcomers: Sequence[Member], first: float, fixed: float, marginal: float
+    residents: Sequence[StagedRequest], newcomers: Sequence[StagedRequest], first: float, fixed: float, marginal: float
 ) -> bool:
     """Compare the plans. Both sequences hold at least one member.
 

@@ -59,7 +59,7 @@ def shares_of_places(group: Group, partition: Partition, places: int) -> dict[ob
     return left
 
 
-class Step:
+class ResidentStep:
     """The next step of one partition. Reserves on the way; what it decides beside that, the scheduler carries out.
 
     base: the residents that step, with their grants. entered: those that enter; both count in one tally.

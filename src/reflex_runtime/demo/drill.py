@@ -140,7 +140,7 @@ class Drill:
         return True
 
 
-class Tally:
+class Solved:
     """Who solved how much, by task and version: `a`, `b`, or `moved` from one to the other while it was played."""
 
     def __init__(self) -> None:

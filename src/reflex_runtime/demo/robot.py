@@ -28,17 +28,17 @@ from reflex_runtime.client import (
     ClientError,
     DeadlineExceeded,
     DeadlineUnreachable,
+    Episode,
     ProcessorFailed,
     Unreachable,
     Wire,
 )
-from reflex_runtime.client import Episode as ClientEpisode
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, Observation, episode_id
+from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView, episode_id
 
 if TYPE_CHECKING:
     from reflex_runtime.demo.world import World  # at run time only the process that owns a world loads the simulator
 
-Act = Callable[[Observation], NDArray[np.float32]]
+Act = Callable[[RobotView], NDArray[np.float32]]
 """A policy: what is seen → a chunk of actions [n ≥ 1, 4], the first to be executed first."""
 
 Event = Mapping[str, Any]
@@ -70,7 +70,7 @@ class Gone(NoAnswer):
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class EpisodeResult:
     """How one episode ended. `error` is None unless the policy failed to answer; then `success` is False."""
 
     episode_id: str
@@ -92,7 +92,7 @@ def run_robot(
     control_hz: float = 0.0,
     opened: Opened = lambda situation: nullcontext(SimpleNamespace(success=None)),
     on_event: OnEvent = lambda event: None,
-) -> list[Episode]:
+) -> list[EpisodeResult]:
     """Run `episodes` situations of `world` in closed loop and say how each ended.
 
     opened: is entered for each episode and told its success; that stays None when the server was gone. execute: actions
@@ -111,7 +111,7 @@ def run_robot(
     return results
 
 
-def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_hz: float) -> tuple[Episode, bool]:
+def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_hz: float) -> tuple[EpisodeResult, bool]:
     """The result, and whether it is one: not when the server was gone."""
     steps = calls = 0
     executed: int | None = None
@@ -136,7 +136,7 @@ def _run_episode(act: Act, world: World, execute: int, max_steps: int, control_h
                 break
         executed = steps - before
     told = None if error is None else str(error)
-    return Episode(world.episode_id, world.task, success, steps, calls, told), not isinstance(error, Gone)
+    return EpisodeResult(world.episode_id, world.task, success, steps, calls, told), not isinstance(error, Gone)
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class HttpPolicy:
     api_key: str | None = None
     on_event: OnEvent = lambda event: None
     _client: Client = field(init=False, repr=False)
-    _episode: ClientEpisode | None = field(default=None, repr=False)
+    _episode: Episode | None = field(default=None, repr=False)
     _asked: int = 0
     _sent: float = 0.0
     _refusals: int = 0
@@ -186,7 +186,7 @@ class HttpPolicy:
         with self._client.episode(episode_id(self.robot_id, self.run, situation), self.robot_id) as self._episode:
             yield self._episode
 
-    def __call__(self, seen: Observation) -> NDArray[np.float32]:
+    def __call__(self, seen: RobotView) -> NDArray[np.float32]:
         began = time.monotonic()
         self._refusals = 0
         for left in range(self.again, -1, -1):
@@ -212,7 +212,7 @@ class HttpPolicy:
                 return chunk.actions
         raise AssertionError("unreachable")
 
-    def _ask(self, seen: Observation) -> Chunk:
+    def _ask(self, seen: RobotView) -> Chunk:
         self._asked += 1
         self._sent = time.monotonic()
         assert self._episode is not None, "asked outside an episode"

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.demo.robot import EXECUTE, Episode, Event, OnEvent
+from reflex_runtime.demo.robot import EXECUTE, EpisodeResult, Event, OnEvent
 from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, episode_id, situation
 
 ServerFactory = Callable[[], AbstractContextManager[str]]
@@ -39,7 +39,7 @@ class RobotReport:
 
     robot_id: str
     task: str
-    episodes: tuple[Episode, ...]
+    episodes: tuple[EpisodeResult, ...]
     startup_s: float | None
     exit_code: int
     stderr: str = ""
@@ -82,7 +82,7 @@ class DemoResult:
     wall_s: float
 
     @property
-    def episodes(self) -> tuple[Episode, ...]:
+    def episodes(self) -> tuple[EpisodeResult, ...]:
         return tuple(e for robot in self.robots for e in robot.episodes)
 
     @property
@@ -116,7 +116,7 @@ class _Robot:
     task: str
     process: subprocess.Popen[str]
     errors: IO[str]
-    episodes: list[Episode] = field(default_factory=list)
+    episodes: list[EpisodeResult] = field(default_factory=list)
     startup_s: float | None = None
     overdue: bool = False
 
@@ -272,7 +272,8 @@ def _follow(fleet: Sequence[_Robot], deadline: float, on_progress: OnEvent) -> l
             if event["event"] == "ready":
                 robot.startup_s = event["startup_s"]
             elif event["event"] == "episode_end":
-                robot.episodes.append(Episode(**{name: event[name] for name in Episode.__dataclass_fields__}))
+                fields = EpisodeResult.__dataclass_fields__
+                robot.episodes.append(EpisodeResult(**{name: event[name] for name in fields}))
             elif event["event"] in ("act", "refused"):
                 calls.append(event)
             on_progress(event)

@@ -32,7 +32,7 @@ CONTROL_HZ = 80.0
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class RobotView:
     """What the robot sends to its policy.
 
     image: uint8 [64, 64, 3]; state: float32 [4], the hand's x, y, z in metres and how far the gripper is open (0 to 1);

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.demo.tasks import INSTRUCTIONS, Observation, situation
+from reflex_runtime.demo.tasks import INSTRUCTIONS, RobotView, situation
 
 os.environ.setdefault("MUJOCO_GL", "disable")  # before the import of mujoco, which would look for OpenGL otherwise
 
@@ -57,11 +57,11 @@ class World:
         mujoco.mj_forward(self._env.model, self._env.data)
         self._vector = self._env._get_obs()
 
-    def observe(self) -> Observation:
+    def observe(self) -> RobotView:
         """Draw and read the present moment; costs nothing in simulated time."""
         image = self._camera.picture(self._env.data)
         state = self._vector[:4].astype(np.float32)
-        return Observation(image, state, INSTRUCTIONS[self.task], self.episode_id)
+        return RobotView(image, state, INSTRUCTIONS[self.task], self.episode_id)
 
     def step(self, action: NDArray[np.float32] | NDArray[np.float64]) -> bool:
         """Move the hand by action[:3] (each in [-1, 1], 1 is a centimetre) and close the gripper by action[3].

@@ -39,7 +39,7 @@ BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class Durations:
     """How long something took, in seconds; None where nothing was measured.
 
     mean: over all `count` values. p50, p95, p99: nearest rank over the last 512. total: their sum. buckets: how many
@@ -77,17 +77,17 @@ class Times:
         self.buckets[bisect_left(BOUNDS, seconds)] += 1
         self.window.append(seconds)
 
-    def take(self) -> Callable[[], Timing]:
+    def take(self) -> Callable[[], Durations]:
         """What is known now, copied. The result sorts and divides, and needs no lock."""
         return partial(_timing, self.count, self.total, tuple(self.buckets), list(self.window))
 
 
-def _timing(count: int, total: float, buckets: tuple[int, ...], window: list[float]) -> Timing:
+def _timing(count: int, total: float, buckets: tuple[int, ...], window: list[float]) -> Durations:
     if not count:
-        return Timing()
+        return Durations()
     ranked = sorted(window)
     p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99))
-    return Timing(count, total / count, p50, p95, p99, total, buckets)
+    return Durations(count, total / count, p50, p95, p99, total, buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ COUNTERS = tuple(f.name for f in fields(_Counters))
 class FeedBatchMetrics(_Counters):
     """One feed's share. latency: from its submission to its answer, of what was processed."""
 
-    latency: Timing = Timing()
+    latency: Durations = Durations()
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, JSON-safe."""
@@ -136,8 +136,8 @@ class BatchMetrics(_Counters):
     """
 
     batches_dispatched: int = 0
-    processing: Timing = Timing()
-    formation: Timing = Timing()
+    processing: Durations = Durations()
+    formation: Durations = Durations()
     batch_sizes: Mapping[int, int] = field(default_factory=dict)
     fill_ratio: float | None = None
     consecutive_errors: int = 0
@@ -156,7 +156,7 @@ class BatchMetrics(_Counters):
         }
 
 
-class _Feed:
+class _FeedCounters:
     """Counters of one feed. seen: when it last submitted something that was admitted, or was first seen."""
 
     __slots__ = (
@@ -211,7 +211,7 @@ class BatchMeter:
 
     def __init__(self, max_batch_size: int) -> None:
         self._max_batch_size = max_batch_size
-        self._feeds: dict[Any, _Feed] = {}
+        self._feeds: dict[Any, _FeedCounters] = {}
         self._limit = FEEDS
         self._forgotten = dict.fromkeys(COUNTERS, 0)
         self._batches = self._errors_in_a_row = 0
@@ -286,12 +286,12 @@ class BatchMeter:
 
     # -- feeds ---------------------------------------------------------------------------------------------------------
 
-    def _feed(self, client: Any, now: float) -> _Feed:
+    def _feed(self, client: Any, now: float) -> _FeedCounters:
         feed = self._feeds.get(client)
         if feed is None:
             if len(self._feeds) >= self._limit:
                 self._forget()
-            feed = self._feeds[client] = _Feed(now)
+            feed = self._feeds[client] = _FeedCounters(now)
         return feed
 
     def _forget(self) -> None:
@@ -305,11 +305,11 @@ class BatchMeter:
 
 
 def _metrics(
-    feeds: list[tuple[Any, dict[str, int], Callable[[], Timing]]],
+    feeds: list[tuple[Any, dict[str, int], Callable[[], Durations]]],
     forgotten: dict[str, int],
     batches: tuple[int, int, int],
     sizes: dict[int, int],
-    times: tuple[Callable[[], Timing], Callable[[], Timing]],
+    times: tuple[Callable[[], Durations], Callable[[], Durations]],
 ) -> BatchMetrics:
     dispatched, errors, max_batch_size = batches
     sums = {name: sum(counters[name] for _, counters, _ in feeds) + forgotten[name] for name in COUNTERS}

@@ -24,7 +24,7 @@ from reflex_runtime.core.errors import (
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.feeds.capture import Pause
 from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.pipeline import Handle, Pipeline, Result
+from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent, Throttle
@@ -96,7 +96,7 @@ class Consumer:
         self._connected = connected
         self._clock = clock
         self._pause = pause
-        self._handle: Handle | None = None if pipeline.batch is None else pipeline.batch.handle
+        self._handle: SubmitHandle | None = None if pipeline.batch is None else pipeline.batch.handle
         self._lost: Exception | None = None
         self._throttle = Throttle()
         self._failure = ""  # what the last stage or sink said that failed
@@ -179,7 +179,7 @@ class Consumer:
 
     # -- the batch point -----------------------------------------------------------------------------------------------
 
-    def _ask(self, handle: Handle, frame: Frame, prepared: Frame, view: Any) -> Any:
+    def _ask(self, handle: SubmitHandle, frame: Frame, prepared: Frame, view: Any) -> Any:
         """The processor's answer, or _Out."""
         pause, timeouts = RETRY_S, 0
         while True:
@@ -208,7 +208,7 @@ class Consumer:
             self._failed(error)
             raise _Out("failed") from error
 
-    def _look_for_the_end(self, handle: Handle, error: ReflexError) -> None:
+    def _look_for_the_end(self, handle: SubmitHandle, error: ReflexError) -> None:
         """Whether the coordinator answers no more: expected at a stop, else the end of the feed.
 
         Its loss is told by the coordinator's own health, once for each feed; here it only ends the feed.

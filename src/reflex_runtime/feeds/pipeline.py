@@ -27,7 +27,7 @@ class Result:
     latency: float
 
 
-class Handle(Protocol):
+class SubmitHandle(Protocol):
     """What a feed needs of a coordinator's handle; see `BatchHandle`."""
 
     @property

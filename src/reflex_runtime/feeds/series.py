@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
-from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, FeedBatchMetrics, Timing
+from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, Durations, FeedBatchMetrics
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, inf)  # items per batch
@@ -163,7 +163,7 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: _Samples) 
     return family
 
 
-def _timing(name: str, help: str, labels: _Labels, samples: Iterable[tuple[_Labels, Timing]]) -> Metric:
+def _timing(name: str, help: str, labels: _Labels, samples: Iterable[tuple[_Labels, Durations]]) -> Metric:
     return _histogram(name, help, labels, BOUNDS, ((v, _Counts(t.buckets, t.total)) for v, t in samples))
 
 

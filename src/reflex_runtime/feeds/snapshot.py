@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from reflex_runtime.drivers.batch_metrics import BatchMetrics, Times, Timing
+from reflex_runtime.drivers.batch_metrics import BatchMetrics, Durations, Times
 from reflex_runtime.feeds.frame import Frame
 
 DROPS = {
@@ -56,7 +56,7 @@ class FeedSnapshot:
     drops: Mapping[str, int] = field(default_factory=dict)
     fps: float = 0.0
     age: float | None = None
-    latency: Timing = field(default_factory=Timing)
+    latency: Durations = field(default_factory=Durations)
     restarts: int = 0
     error: str | None = None
     sink_errors: int = 0

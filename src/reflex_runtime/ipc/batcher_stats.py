@@ -69,7 +69,7 @@ def series_in(registry: CollectorRegistry | None) -> Series:
     return found
 
 
-class _Lane:
+class _PartitionStats:
     """One partition."""
 
     __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests")
@@ -90,7 +90,7 @@ class BatcherStats:
         self.batches = self.urgent_flushes = self.aborted = self.expired = 0
         self.pauses = self.rejections = self.refused = 0  # refused: not admitted here
         self._series = series_in(registry)
-        self._lanes: OrderedDict[Hashable, _Lane] = OrderedDict()
+        self._lanes: OrderedDict[Hashable, _PartitionStats] = OrderedDict()
 
     def queued(self, partition: Hashable, priority: str) -> None:
         """A request was admitted."""
@@ -130,7 +130,7 @@ class BatcherStats:
         return sum(sum(lane.pending.values()) for lane in self._lanes.values())
 
     @staticmethod
-    def _told(key: Any, lane: _Lane, target: int, waits: tuple[float, float] | None) -> dict[str, Any]:
+    def _told(key: Any, lane: _PartitionStats, target: int, waits: tuple[float, float] | None) -> dict[str, Any]:
         model, draft, guidance, *single = key
         p50, p95 = waits or (None, None)
         return {
@@ -149,14 +149,14 @@ class BatcherStats:
             "fallbacks": dict(lane.fallbacks),
         }
 
-    def _lane(self, key: Hashable) -> _Lane:
+    def _lane(self, key: Hashable) -> _PartitionStats:
         lane = self._lanes.get(key)
         if lane is None:
             if len(self._lanes) >= MOST_PARTITIONS:
                 idle = next((k for k, known in self._lanes.items() if not any(known.pending.values())), None)
                 if idle is not None:
                     del self._lanes[idle]
-            lane = self._lanes[key] = _Lane()
+            lane = self._lanes[key] = _PartitionStats()
         else:
             self._lanes.move_to_end(key)
         return lane

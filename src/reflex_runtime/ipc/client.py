@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from reflex_runtime.core.errors import Closed, ConfigError, CutShort, ProcessorHung, ReflexError, Rejected, WaitTimeout
-from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, Request, RpcError
+from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, ProtocolError, Reader, RpcError, RpcRequest
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
-from reflex_runtime.ipc.peer import Answer, ConnectionLost, Peer
+from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
 from reflex_runtime.pacing import Pulse, Restarts
 
@@ -172,12 +172,12 @@ class RuntimeClient:
 
     # -- saying --------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
         """A call: a future of its answer, which raises what the runtime says, ConnectionLost, or WorkerUnavailable if
         nothing was said. Cancelling it forgets the answer; the runtime goes on."""
         if self._link is not None and (self.ready or _PREPARES.get() is self):
             return self._link.peer.call(method, params)
-        refused: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        refused: asyncio.Future[RawAnswer] = asyncio.get_running_loop().create_future()
         refused.set_exception(self.unavailable())
         return refused
 
@@ -250,7 +250,7 @@ class RuntimeClient:
 
     # -- of the connection ---------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         """A runtime has nothing to ask."""
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
@@ -359,11 +359,11 @@ class RuntimeClient:
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is looked at by the tick
         self._await_tick(peer, pulse, answer)
 
-    def _await_tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[Answer]) -> None:
+    def _await_tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[RawAnswer]) -> None:
         loop = asyncio.get_running_loop()
         self._beat = loop.call_later(pulse.next(loop.time()), self._tick, peer, pulse, answer)
 
-    def _tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[Answer]) -> None:
+    def _tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[RawAnswer]) -> None:
         if not pulse.tick(answer.done(), asyncio.get_running_loop().time()):
             peer.abort(ProcessorHung(f"nothing was answered for {self.config.hung_after_s:g} s"))
         elif not answer.done():

@@ -69,7 +69,7 @@ class RpcError(msgspec.Struct, omit_defaults=True):
     data: Any = None
 
 
-class Request(msgspec.Struct):
+class RpcRequest(msgspec.Struct):
     """A call: it gets exactly one response."""
 
     id: Id
@@ -102,7 +102,7 @@ class ErrorResponse(msgspec.Struct):
     jsonrpc: Literal["2.0"] = "2.0"
 
 
-Message = Request | Notification | Response | ErrorResponse
+Message = RpcRequest | Notification | Response | ErrorResponse
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that either codec can write
 _Name = Annotated[str, msgspec.Meta(max_length=200)]
 _NOTHING = msgspec.Raw(b"")
@@ -122,7 +122,7 @@ class _Any(msgspec.Struct):
         if self.method is not None:
             if self.id is msgspec.UNSET:
                 return Notification(self.method, self.params)
-            return Request(self.id, self.method, self.params)
+            return RpcRequest(self.id, self.method, self.params)
         if self.id is msgspec.UNSET:
             raise ProtocolError("a message needs a method, or the id of the call that it answers")
         if self.error is not None:
@@ -161,7 +161,7 @@ def encode(messages: list[Message], codec: Codec, most: int = MAX_FRAME) -> byte
     return _HEADER.pack(codec, len(body)) + body
 
 
-class Decoder:
+class FrameDecoder:
     """Finds the frames in a stream of bytes, however they are torn.
 
         decoder.feed(data)

@@ -39,7 +39,7 @@ from reflex_runtime.core.request import WAITING, Priority, Request, Ticket
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.dispatcher import Dispatcher
 from reflex_runtime.ipc.batcher_stats import PRIORITIES, BatchDispatched, BatcherStats
-from reflex_runtime.ipc.generate_calls import Call, Client, Exchange, Message
+from reflex_runtime.ipc.generate_calls import Call, RuntimeConnection, RuntimeMessages, SentBatch
 from reflex_runtime.ipc.generate_config import OPTIONS, GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
@@ -91,7 +91,7 @@ class GenerateBatcher:
 
     def __init__(
         self,
-        client: Client,
+        client: RuntimeConnection,
         registry: StreamRegistry,
         config: GenerateBatcherConfig = _PLAIN,
         *,
@@ -107,7 +107,7 @@ class GenerateBatcher:
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._targets = _Targets(registry, config)
         self._dispatcher = Dispatcher([_group(config, self._targets)], self._send, sinks, registry.limit + 64, clock)
-        self._exchange = Exchange(client, config.call_timeout_ms / 1000.0, self._fell_back)
+        self._exchange = RuntimeMessages(client, config.call_timeout_ms / 1000.0, self._fell_back)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserving = False
         registry.say = client.notify
@@ -330,7 +330,7 @@ class GenerateBatcher:
             self._room_changed()  # nobody took the places that the scheduler counted
             raise self._client.unavailable()
         now = self._clock()
-        message = Message(batch, [self._departs(ticket, now) for ticket in batch.grants], _alone(batch.partition))
+        message = SentBatch(batch, [self._departs(ticket, now) for ticket in batch.grants], _alone(batch.partition))
         self._exchange.write(message)
         assert self._loop is not None
         if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
@@ -361,13 +361,13 @@ class GenerateBatcher:
     def _overdue(self, call: Call) -> None:
         self._abort(call, Expired("its time was over before the runtime answered"))
 
-    def _written(self, message: Message) -> None:
+    def _written(self, message: SentBatch) -> None:
         batch = message.batch
         message.written(self._clock())
         priorities = [call.priority for call in message.calls]
         self._stats.written(batch.partition, priorities, message.waits, batch.cause is Cause.URGENT)
 
-    async def _answered(self, message: Message) -> list[Outcome]:
+    async def _answered(self, message: SentBatch) -> list[Outcome]:
         """What became of each request of a message."""
         try:
             outcomes = await self._exchange.read(message)
@@ -381,7 +381,7 @@ class GenerateBatcher:
         self._dispatched(message, sum(isinstance(outcome, Failed) for outcome in outcomes))
         return outcomes
 
-    def _dispatched(self, message: Message, rejections: int) -> None:
+    def _dispatched(self, message: SentBatch, rejections: int) -> None:
         self._stats.rejections += rejections
         if self._told is None:
             return
@@ -393,7 +393,7 @@ class GenerateBatcher:
         except Exception:
             log.exception("on_batch_dispatched failed")
 
-    def _fell_back(self, message: Message, reason: str) -> None:
+    def _fell_back(self, message: SentBatch, reason: str) -> None:
         for _ in message.calls:
             self._stats.fell_back(message.batch.partition, reason)
 

@@ -15,14 +15,14 @@ from reflex_runtime.core.errors import ProcessorHung, ReflexError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
-from reflex_runtime.ipc.peer import Answer, ConnectionLost
+from reflex_runtime.ipc.peer import ConnectionLost, RawAnswer
 from reflex_runtime.ipc.registry import StreamHandle
 
 _RESULT, _STARTED = Reader(BatchResult), Reader(Started)
 _UNSAID = RpcError(INTERNAL_ERROR, "the runtime did not start it, and did not say why")
 
 
-class Client(Protocol):
+class RuntimeConnection(Protocol):
     """The connection to a runtime process; `RuntimeClient` is one."""
 
     @property
@@ -31,7 +31,7 @@ class Client(Protocol):
     @property
     def ready(self) -> bool: ...
 
-    def call(self, method: str, params: Any) -> asyncio.Future[Answer]: ...
+    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]: ...
 
     def notify(self, method: str, params: Any) -> None: ...
 
@@ -59,7 +59,7 @@ class Call:
         self.out = self.refused = False
 
 
-class Message:
+class SentBatch:
     """A batch that is out. params: its requests, as the runtime is told. alone: whether each goes by itself. sent: what
     is to be answered. waits: seconds that they waited until they were written, at `at`."""
 
@@ -67,7 +67,7 @@ class Message:
 
     def __init__(self, batch: Batch, params: list[GenerateParams], alone: bool) -> None:
         self.batch, self.params, self.alone = batch, params, alone
-        self.sent: list[asyncio.Future[Answer]] = []
+        self.sent: list[asyncio.Future[RawAnswer]] = []
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
         self.at = 0.0
         self.waits: list[float] = []
@@ -84,18 +84,18 @@ class Message:
         self.sent = []  # their errors have this message in their tracebacks: this breaks the circle
 
 
-class Exchange:
+class RuntimeMessages:
     """Messages to one runtime and their answers. limit: seconds for an answer.
 
     fell_back: told of every message of which each request goes by itself although they were to share one, and why.
     errors: messages that failed as a whole, and requests by themselves that never got an answer.
     """
 
-    def __init__(self, client: Client, limit: float, fell_back: Callable[[Message, str], None]) -> None:
+    def __init__(self, client: RuntimeConnection, limit: float, fell_back: Callable[[SentBatch, str], None]) -> None:
         self._client, self._limit, self._fell_back = client, limit, fell_back
         self.errors = 0
 
-    def write(self, message: Message) -> None:
+    def write(self, message: SentBatch) -> None:
         """Say it."""
         if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # another runtime than they came for
             self._fell_back(message, "capability")
@@ -105,7 +105,7 @@ class Exchange:
         else:
             message.sent = [self._client.call(BATCH_GENERATE, {"requests": message.params})]
 
-    async def read(self, message: Message) -> list[Outcome]:
+    async def read(self, message: SentBatch) -> list[Outcome]:
         """What became of each of its requests. Raises what befell it as a whole: then nobody knows of any of them."""
         try:
             async with asyncio.timeout(self._limit):
@@ -120,7 +120,7 @@ class Exchange:
             self.errors += 1
             raise
 
-    async def _all(self, message: Message) -> list[Outcome]:
+    async def _all(self, message: SentBatch) -> list[Outcome]:
         try:
             answer = await message.sent[0]
         except OversizeFrame:  # nothing was written; together they are too large, each of them may not be
@@ -138,11 +138,11 @@ class Exchange:
             for call, item in zip(message.calls, results, strict=True)
         ]
 
-    async def _each(self, message: Message) -> list[Outcome]:
+    async def _each(self, message: SentBatch) -> list[Outcome]:
         answers = await asyncio.gather(*message.sent, return_exceptions=True)
         return [self._one(call, answer) for call, answer in zip(message.calls, answers, strict=True)]
 
-    def _one(self, call: Call, answer: Answer | BaseException) -> Outcome:
+    def _one(self, call: Call, answer: RawAnswer | BaseException) -> Outcome:
         """What became of a request that went by itself."""
         if isinstance(answer, ConnectionLost):
             self.errors += 1

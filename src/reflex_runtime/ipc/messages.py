@@ -154,7 +154,7 @@ class Token(msgspec.Struct, omit_defaults=True):
     finish: str | None = msgspec.field(default=None, name="finish_reason")
 
 
-class Chunk(msgspec.Struct):
+class StreamChunk(msgspec.Struct):
     """`stream.chunk`: new tokens of a stream."""
 
     stream_id: str

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
 from reflex_runtime.ipc.engine import EngineStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
-from reflex_runtime.ipc.messages import CHUNK, EVENT, STATS, Chunk, EventName, StreamEvent, StreamStats, Token
+from reflex_runtime.ipc.messages import CHUNK, EVENT, STATS, EventName, StreamChunk, StreamEvent, StreamStats, Token
 from reflex_runtime.ipc.peer import Peer
 
 log = logging.getLogger("reflex.ipc")
@@ -171,14 +171,14 @@ class Outlets:
                 outlet.first = self._clock()
             outlet.final = outputs[-1].finish is not None
             tokens = [Token(o.text, o.token_id, o.logprob, o.top, o.held, o.finish) for o in outputs]
-            peer.notify(CHUNK, Chunk(outlet.id, tokens, outlet.final))
+            peer.notify(CHUNK, StreamChunk(outlet.id, tokens, outlet.final))
             unread = stream.unread
         if not unread:
             outlet.stalled = False
             if stream.ended:
                 stream.take(1)  # raises the error that it ended with
                 if not outlet.final:
-                    peer.notify(CHUNK, Chunk(outlet.id, [], True))
+                    peer.notify(CHUNK, StreamChunk(outlet.id, [], True))
                 self._end(outlet, "completed")
         elif not stream.held:
             outlet.stalled = False

@@ -20,14 +20,14 @@ from reflex_runtime.ipc.frames import (
     MAX_FRAME,
     MAX_MESSAGES,
     Codec,
-    Decoder,
     ErrorResponse,
+    FrameDecoder,
     Message,
     Notification,
     ProtocolError,
-    Request,
     Response,
     RpcError,
+    RpcRequest,
     encode,
     error_of,
     raised,
@@ -36,7 +36,7 @@ from reflex_runtime.ipc.frames import (
 log = logging.getLogger("reflex.ipc")
 
 
-class Answer:
+class RawAnswer:
     """The result of a call as it came. codec: how to read it."""
 
     __slots__ = ("codec", "raw")
@@ -48,7 +48,7 @@ class Answer:
 class Handler(Protocol):
     """Who is behind a peer. All are called on the loop; what they raise is logged and, for a call, answered."""
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
 
     def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
@@ -86,22 +86,22 @@ class Peer(asyncio.Protocol):
         self.congested = False
         self.on_relief: Callable[[], None] | None = None
         self._handler = handler
-        self._decoder = Decoder(most)
+        self._decoder = FrameDecoder(most)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._out: list[Message] = []
         self._number = 0
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[RawAnswer]] = {}
         self._over = False
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
     # -- saying --------------------------------------------------------------------------------------------------------
 
-    def call(self, method: str, params: Any) -> asyncio.Future[Answer]:
+    def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
         """A call: a future of its answer, which raises what the other end says, or ConnectionLost. Cancelling it
         forgets the answer; the other end goes on."""
-        waiting: asyncio.Future[Answer] = self._loop.create_future()
+        waiting: asyncio.Future[RawAnswer] = self._loop.create_future()
         if self._over:
             waiting.set_exception(ConnectionLost("the connection is over", written=False))
             return waiting
@@ -110,7 +110,7 @@ class Peer(asyncio.Protocol):
         self._waiting[number] = waiting
         self.calls[method] += 1
         waiting.add_done_callback(lambda _: self._waiting.pop(number, None))
-        self._say(Request(number, method, params))
+        self._say(RpcRequest(number, method, params))
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
@@ -118,11 +118,11 @@ class Peer(asyncio.Protocol):
         self.notes[method] += 1
         self._say(Notification(method, params))
 
-    def respond(self, request: Request, result: Any) -> None:
+    def respond(self, request: RpcRequest, result: Any) -> None:
         """Answer a call."""
         self._say(Response(request.id, result))
 
-    def refuse(self, request: Request, error: ReflexError | RpcError) -> None:
+    def refuse(self, request: RpcRequest, error: ReflexError | RpcError) -> None:
         """Answer a call with an error."""
         self._say(ErrorResponse(request.id, error if isinstance(error, RpcError) else error_of(error)))
 
@@ -225,7 +225,7 @@ class Peer(asyncio.Protocol):
 
     def _unsent(self, message: Message, error: ProtocolError) -> None:
         log.error("a message was not sent: %s", error.message)
-        if isinstance(message, Request):
+        if isinstance(message, RpcRequest):
             waiting = self._waiting.get(message.id) if isinstance(message.id, int) else None
             if waiting is not None and not waiting.done():
                 waiting.set_exception(error)
@@ -238,18 +238,18 @@ class Peer(asyncio.Protocol):
         try:
             if isinstance(message, Notification):
                 self._handler.told(self, message, codec)
-            elif isinstance(message, Request):
+            elif isinstance(message, RpcRequest):
                 self._handler.called(self, message, codec)
             else:
                 self._answered(message, codec)
         except ReflexError as error:
-            if isinstance(message, Request):
+            if isinstance(message, RpcRequest):
                 self.refuse(message, error)
             else:
                 log.warning("a message could not be handled: %s", error.message[:1000])
         except Exception:
             log.exception("a message could not be handled")
-            if isinstance(message, Request):
+            if isinstance(message, RpcRequest):
                 self.refuse(message, ReflexError("internal error; the log has the details"))
 
     def _answered(self, message: Response | ErrorResponse, codec: Codec) -> None:
@@ -260,7 +260,7 @@ class Peer(asyncio.Protocol):
             elif not waiting.done():
                 waiting.set_exception(raised(message.error))
         elif waiting is not None and not waiting.done():
-            waiting.set_result(Answer(message.result, codec))
+            waiting.set_result(RawAnswer(message.result, codec))
 
     def _transports(self) -> list[asyncio.BaseTransport]:
         both = [self._transport, self._writer]
@@ -272,7 +272,7 @@ class Peer(asyncio.Protocol):
         self._over = True
         for transport in self._transports():
             transport.close()
-        unsaid = {message.id for message in self._out if isinstance(message, Request)}
+        unsaid = {message.id for message in self._out if isinstance(message, RpcRequest)}
         self._out.clear()
         told = "the connection was lost" if error is None else f"the connection was lost: {error}"
         for number, waiting in list(self._waiting.items()):

@@ -26,8 +26,8 @@ from reflex_runtime.ipc.messages import (
     STATS,
     TERMINAL,
     WINDOW,
-    Chunk,
     Credit,
+    StreamChunk,
     StreamEvent,
     StreamId,
     StreamStats,
@@ -129,7 +129,8 @@ class StreamRegistry:
         self._idle: asyncio.Event | None = None
         self._kept: OrderedDict[str, StreamHandle] = OrderedDict()
         self._prefix, self._number = secrets.token_hex(4), 0
-        self._readers = {kind: Reader(of) for kind, of in ((CHUNK, Chunk), (STATS, StreamStats), (EVENT, StreamEvent))}
+        kinds = ((CHUNK, StreamChunk), (STATS, StreamStats), (EVENT, StreamEvent))
+        self._readers = {kind: Reader(of) for kind, of in kinds}
         self._notes: dict[str, Callable[[StreamHandle, Any], None]] = {
             CHUNK: self._chunk,
             STATS: self._stats,
@@ -264,7 +265,7 @@ class StreamRegistry:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _chunk(self, handle: StreamHandle, chunk: Chunk) -> None:
+    def _chunk(self, handle: StreamHandle, chunk: StreamChunk) -> None:
         if handle.ended:
             self.stray["after_the_end"] += 1
             return

@@ -31,11 +31,11 @@ from reflex_runtime.ipc.frames import (
     Notification,
     ProtocolError,
     Reader,
-    Request,
     RpcError,
+    RpcRequest,
 )
 from reflex_runtime.ipc.messages import INFO
-from reflex_runtime.ipc.peer import Answer, ConnectionLost, Handler, Peer
+from reflex_runtime.ipc.peer import ConnectionLost, Handler, Peer, RawAnswer
 
 log = logging.getLogger("reflex.ipc")
 
@@ -334,7 +334,7 @@ class _Door:
         elif not self._come.cancelled() and self._come.exception() is None:
             self._come.result().abort()
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, "say who you are first"))
 
     def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
@@ -343,7 +343,7 @@ class _Door:
     def lost(self, peer: Peer, error: Exception | None) -> None:
         self._turn_away(peer, "ended without a word" if error is None else str(error))
 
-    def _told(self, peer: Peer, answer: asyncio.Future[Answer]) -> None:
+    def _told(self, peer: Peer, answer: asyncio.Future[RawAnswer]) -> None:
         error = None if answer.cancelled() else answer.exception()
         if peer not in self._strangers or answer.cancelled():
             return

@@ -29,8 +29,8 @@ from reflex_runtime.ipc.frames import (
     Notification,
     ProtocolError,
     Reader,
-    Request,
     RpcError,
+    RpcRequest,
     error_of,
 )
 from reflex_runtime.ipc.messages import (
@@ -150,7 +150,7 @@ class Worker:
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
-    def called(self, peer: Peer, request: Request, codec: Codec) -> None:
+    def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         """A call: answered at once, or when it is done."""
         self._meet(peer)
         peer.codec = codec
@@ -368,7 +368,7 @@ async def serve(connect: str, load: Load, *, token: str = "") -> tuple[int, bool
     return 0 if worker.told_to_stop else 1, clean
 
 
-async def _answer(peer: Peer, request: Request, work: Coroutine[Any, Any, Any]) -> None:
+async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
     """Every call gets its answer, whatever becomes of it."""
     try:
         result = await work

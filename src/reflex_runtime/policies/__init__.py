@@ -20,7 +20,6 @@ share), `monolithic` and `decomposed` (the two kinds), `prefix_cache`, `guard`, 
 
 from __future__ import annotations
 
-from reflex_runtime.core.errors import InvalidRequest
 from reflex_runtime.policies.export.directory import Embodiment, Export
 from reflex_runtime.policies.policy.base import Policy, WarmUp
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
@@ -37,6 +36,7 @@ from reflex_runtime.policies.policy.observation import (
     seed_of,
 )
 from reflex_runtime.policies.policy.prefix_cache import PrefixCache
+from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [
     "ActionChunk",

@@ -16,7 +16,7 @@ from reflex_runtime.core.percentile import percentile
 from reflex_runtime.sim.clock import Clock, JumpingClock
 from reflex_runtime.sim.report import Report, fair_shares, jain
 from reflex_runtime.sim.rules import RULES, Rule, Setting
-from reflex_runtime.sim.run import Answer, Decider, Ran, Run, simulate
+from reflex_runtime.sim.run import Decider, Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.service import Affine, Drifting, Noisy, Service, Staged, Table
 from reflex_runtime.sim.workload import (
     Around,
@@ -34,16 +34,15 @@ from reflex_runtime.sim.workload import (
     Normal,
     Open,
     Poisson,
-    Recorded,
-    Source,
-    Stream,
+    RecordedArrivals,
+    RequestStream,
     Think,
+    WorkloadPart,
 )
 
 __all__ = [
     "RULES",
     "Affine",
-    "Answer",
     "Around",
     "Arrival",
     "Arrivals",
@@ -65,17 +64,18 @@ __all__ = [
     "Open",
     "Poisson",
     "Ran",
-    "Recorded",
+    "RecordedArrivals",
     "Report",
+    "RequestEnd",
+    "RequestStream",
     "Rule",
     "Run",
     "Service",
     "Setting",
-    "Source",
     "Staged",
-    "Stream",
     "Table",
     "Think",
+    "WorkloadPart",
     "fair_shares",
     "jain",
     "percentile",

@@ -25,8 +25,8 @@ from reflex_runtime.sim.workload import (
     Heavy,
     Open,
     Poisson,
-    Source,
     Think,
+    WorkloadPart,
 )
 
 Progress = Callable[[str], None]
@@ -72,7 +72,7 @@ class Bench:
         """Seconds from which on requests count."""
         return min(self.warmup, self.duration / 2.0)
 
-    def run(self, rule: Rule, workload: Sequence[Source], noise: float | None = None) -> Report:
+    def run(self, rule: Rule, workload: Sequence[WorkloadPart], noise: float | None = None) -> Report:
         """One rule on one workload."""
         service: Service = Noisy(self.device, self.noise if noise is None else noise)
         setting = replace(self.setting, device=self.device, goal=self.slo)
@@ -109,7 +109,7 @@ def overload_bounds(bench: Bench, progress: Progress = lambda _: None) -> dict[s
     return bounds
 
 
-def _arrivals(source: Source, seed: str, duration: float) -> Iterator[float]:
+def _arrivals(source: WorkloadPart, seed: str, duration: float) -> Iterator[float]:
     """When a source that does not wait for answers asks."""
     (stream,) = source.streams(seed)
     while (arrival := stream.next(0.0)) is not None and arrival.at < duration:
@@ -154,7 +154,7 @@ def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
     """
     ms, usual = 0.001, Affine(0.005, 0.001)
     in_step = [Camera(Every(1.0 / 30.0, phase=c * ms), Request(client=c)) for c in range(4)]
-    cases: list[tuple[str, Affine, Sequence[Source]]] = [
+    cases: list[tuple[str, Affine, Sequence[WorkloadPart]]] = [
         ("30 + 10 fps, 5 + 1n ms", usual, _cameras((1, 30.0), (1, 10.0))),
         ("30 + 30 + 10 + 5 fps, 5 + 1n ms", usual, _cameras((2, 30.0), (1, 10.0), (1, 5.0))),
         ("30 + 1 fps, 5 + 1n ms", usual, _cameras((1, 30.0), (1, 1.0))),
@@ -179,7 +179,7 @@ def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
     return results
 
 
-def _cameras(*kinds: tuple[int, float], jitter: float = 0.0) -> list[Source]:
+def _cameras(*kinds: tuple[int, float], jitter: float = 0.0) -> list[WorkloadPart]:
     """So many cameras of so many frames a second, in phases of their own. jitter: as a share of the period."""
     return [
         Camera(Every(1.0 / fps, jitter / fps), Request(client=(i, k)))

@@ -26,8 +26,8 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.report import Report
-from reflex_runtime.sim.run import Answer, Ran, Run, simulate
-from reflex_runtime.sim.workload import Arrival, Recorded
+from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
+from reflex_runtime.sim.workload import Arrival, RecordedArrivals
 from reflex_runtime.telemetry.recording import RanBatch, Recording, Scheduled, Warm
 from reflex_runtime.telemetry.recording import Recorded as Line
 
@@ -377,7 +377,7 @@ def replay_schedule(recording: Recording, changes: Changes | None = None) -> Rep
     arrivals = [Arrival(line.schedule.arrived - first, _request(line)) for line in lines if line.schedule]
     run = simulate(
         scheduler_of(recording, changes),
-        Recorded(arrivals),
+        RecordedArrivals(arrivals),
         MeasuredDevice(recording.batches),
         duration=last - first + 1e-9,
         outcome=_Steps(recording),
@@ -400,7 +400,7 @@ def recorded_report(recording: Recording) -> Report:
             end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
         limit = inf if asked.time_limit is None else asked.time_limit
         device = line.cost.measured_ms / 1e3
-        run.answers.append(Answer(_request(line), asked.arrived - first, end - first, line.outcome, limit, device))
+        run.answers.append(RequestEnd(_request(line), asked.arrived - first, end - first, line.outcome, limit, device))
     for b in recording.batches:
         reason = Cause(b.cause).reason.value
         run.batches.append(Ran(b.at - first, b.elapsed, len(b.members), b.expected, b.cause, reason))

@@ -20,7 +20,7 @@ from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.sim.clock import JumpingClock
 from reflex_runtime.sim.service import Service
-from reflex_runtime.sim.workload import Arrival, Source, Stream
+from reflex_runtime.sim.workload import Arrival, RequestStream, WorkloadPart
 
 RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask again at the same instant for ever
 
@@ -44,7 +44,7 @@ class Decider(Protocol):
         """What happened since the last call."""
 
 
-class Answer(NamedTuple):
+class RequestEnd(NamedTuple):
     """How one request ended.
 
     arrived, ended: seconds. outcome: ok, overrun, or what the error counts as (rejected, expired, shed, …).
@@ -87,13 +87,13 @@ class Run:
 
     warmup: float
     duration: float
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[RequestEnd] = field(default_factory=list)
     batches: list[Ran] = field(default_factory=list)
 
 
 def simulate(
     scheduler: Decider,
-    workload: Source | Iterable[Source],
+    workload: WorkloadPart | Iterable[WorkloadPart],
     service: Service,
     *,
     duration: float = 60.0,
@@ -135,9 +135,9 @@ class _Loop:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entries = 0
         self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
-        self._asked: dict[Ticket, tuple[Stream, Arrival]] = {}
+        self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
 
-    def run(self, workload: Source | Iterable[Source]) -> Run:
+    def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
         sources = workload if isinstance(workload, Iterable) else (workload,)
         for i, source in enumerate(sources):
             for stream in source.streams(f"{self._seed}/{i}"):
@@ -169,11 +169,11 @@ class _Loop:
         self._entries += 1
         heappush(self._agenda, (time, self._entries, action))
 
-    def _plan(self, stream: Stream, arrival: Arrival | None) -> None:
+    def _plan(self, stream: RequestStream, arrival: Arrival | None) -> None:
         if arrival is not None and arrival.at < self._run.duration:
             self._at(arrival.at, lambda: self._arrive(stream, arrival))
 
-    def _arrive(self, stream: Stream, arrival: Arrival) -> None:
+    def _arrive(self, stream: RequestStream, arrival: Arrival) -> None:
         now, request = self._clock.now(), arrival.request
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
@@ -226,7 +226,7 @@ class _Loop:
     def _ended(self, arrival: Arrival, now: float, outcome: str, device: float) -> None:
         limit = inf if arrival.request.time_limit is None else arrival.request.time_limit
         since = arrival.at if arrival.since is None else arrival.since
-        self._run.answers.append(Answer(arrival.request, since, now, outcome, limit, device))
+        self._run.answers.append(RequestEnd(arrival.request, since, now, outcome, limit, device))
 
     def _as_shown(self, request: Request) -> Request:
         if not self._blind or request.time_limit is None:

@@ -29,7 +29,7 @@ BUDGET = 10.0  # seconds: far above every chunk here, so that the budget decides
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class StagedDevice:
     """Seconds of a prefix and of a denoise step, and how many steps an answer takes."""
 
     prefix: Affine
@@ -43,8 +43,8 @@ class Device:
         return Affine(fixed, self.prefix.marginal + self.steps * self.step.marginal)
 
 
-LARGE = Device(Affine(0.012, 0.0045), Affine(0.0055, 0.0006))
-SMALL = Device(Affine(0.008, 0.002), Affine(0.003, 0.0002))
+LARGE = StagedDevice(Affine(0.012, 0.0045), Affine(0.0055, 0.0006))
+SMALL = StagedDevice(Affine(0.008, 0.002), Affine(0.003, 0.0002))
 EXP_500, EXP_150, PERIODIC = Exponential(0.500), Exponential(0.150), Normal(0.500, 0.025)
 QUICK, SLOW = Normal(0.250, 0.012), Normal(1.0, 0.010)
 
@@ -56,7 +56,7 @@ class Case:
     name: str
     robots: int
     think: Think
-    device: Device = LARGE
+    device: StagedDevice = LARGE
 
 
 CASES = (
@@ -82,7 +82,7 @@ def _scheduler(cost: Callable[[], TimeCost], batch_timeout: float) -> Scheduler:
     return Scheduler([GroupConfig(flush=FlushPolicy.window(BUDGET, batch_timeout), cost=cost)])
 
 
-def _staged(device: Device) -> Service:
+def _staged(device: StagedDevice) -> Service:
     return Staged({PREFIX: device.prefix, DENOISE: device.step})
 
 
@@ -94,11 +94,11 @@ class Plan:
     make: Callable[[float], Decider]
     staged: bool = True
 
-    def service(self, device: Device) -> Service:
+    def service(self, device: StagedDevice) -> Service:
         """The device as this plan uses it."""
         return _staged(device) if self.staged else Staged({PREFIX: device.chunk})
 
-    def wants(self, device: Device) -> float:
+    def wants(self, device: StagedDevice) -> float:
         """Calls that an answer takes."""
         return 1.0 + device.steps if self.staged else 1.0
 

@@ -29,7 +29,7 @@ class Arrival(NamedTuple):
     overrun: int = 0
 
 
-class Stream(Protocol):
+class RequestStream(Protocol):
     """One after another, the requests of one feed or one caller.
 
     waits: True when the next request follows the answer to the last one.
@@ -41,10 +41,10 @@ class Stream(Protocol):
         """The next arrival, not before now; None at the end. now: 0 at the start, then the time of the last answer."""
 
 
-class Source(Protocol):
+class WorkloadPart(Protocol):
     """A part of a workload."""
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         """Its streams; the same seed gives the same ones."""
 
 
@@ -257,7 +257,7 @@ class Open:
         if self.shares and len(self.shares) != len(self.requests):
             raise ConfigError(f"Open.shares={self.shares!r}: must have one share per request ({len(self.requests)})")
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         return (_OpenStream(self, Random(seed)),)
 
 
@@ -294,7 +294,7 @@ class Callers:
         if not self.count >= 1:
             raise ConfigError(f"Callers.count={self.count!r}: must be >= 1")
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         return [
             _Caller(self.think, replace(self.request, client=f"{self.name}-{i}"), Random(f"{seed}/{i}"))
             for i in range(self.count)
@@ -324,7 +324,7 @@ class Camera:
     frames: Arrivals
     request: Request = field(default_factory=Request)
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         return (_CameraStream(self.frames.times(Random(seed)), self.request),)
 
 
@@ -344,12 +344,12 @@ class _CameraStream:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedArrivals:
     """Arrivals that happened, with their requests; made again at the same times."""
 
     arrivals: Sequence[Arrival]
 
-    def streams(self, seed: str) -> Sequence[Stream]:
+    def streams(self, seed: str) -> Sequence[RequestStream]:
         return (_RecordedStream(sorted(self.arrivals, key=lambda a: a.at)),)
 
 

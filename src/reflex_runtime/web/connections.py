@@ -73,7 +73,7 @@ class Seldom:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ConnectionLimits:
     """most: connections. The others are seconds: idle between requests, and for a request's head and body."""
 
     most: int
@@ -85,7 +85,7 @@ class Limits:
 class Connections:
     """Those of one server, on its loop."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
         self._all: set[Connection] = set()
@@ -211,7 +211,7 @@ class ConnectionSettings(Protocol):
 def connections_of(config: ConnectionSettings) -> Connections:
     """Those of a server with these settings."""
     most = most_connections(config.max_connections)
-    return Connections(Limits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s))
+    return Connections(ConnectionLimits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s))
 
 
 def most_connections(asked: int) -> int:

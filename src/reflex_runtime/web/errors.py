@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import ReflexError, Rejected
 
 
 class ClientError(ReflexError):
     """The request itself is wrong; sending it again changes nothing."""
 
     code, http_status, outcome = "invalid_request", 400, "client_error"
+
+
+class InvalidRequest(Rejected):
+    """A field of a request is wrong; `details["field"]` names it. Sending it again changes nothing."""
+
+    code, http_status, retry_safe, outcome = "invalid_request", 422, False, "client_error"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field=field)
+
+    def __reduce__(self) -> Any:
+        return (InvalidRequest, (self.message, self.details["field"]))
 
 
 class CallerLeft(ClientError):
@@ -67,35 +79,35 @@ class MethodNotAllowed(ClientError):
     code, http_status = "method_not_allowed", 405
 
 
-class Refused(ReflexError):
+class Unavailable(ReflexError):
     """The server does not take the request now."""
 
     code, http_status, retry_safe, outcome = "not_ready", 503, True, "rejected"
 
 
-class NotReady(Refused):
+class NotReady(Unavailable):
     """The model is not loaded yet, or could not be."""
 
 
-class TooManyRequests(Refused):
+class TooManyRequests(Unavailable):
     """--max-concurrent is reached."""
 
     code, http_status = "too_many_requests", 429
 
 
-class Overloaded(Refused):
+class Overloaded(Unavailable):
     """The server holds as many connections, or bytes of request bodies, as it may."""
 
     code = "overloaded"
 
 
-class Degraded(Refused):
+class Degraded(Unavailable):
     """Too many crashed batches in a row."""
 
     code = "degraded"
 
 
-class SloViolated(Refused):
+class SloViolated(Unavailable):
     """The latency objective is violated and --slo-mode is 503."""
 
     code = "slo_violated"

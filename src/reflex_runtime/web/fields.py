@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, overload
 
 import msgspec
 
-from reflex_runtime.core.errors import InvalidRequest
+from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.json import is_unicode, printable
 
 MAX_ID_BYTES: Final = 256

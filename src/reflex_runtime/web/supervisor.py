@@ -102,7 +102,7 @@ def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int],
     return _Supervisor(sock, backlog, serve, form, restarts).run()
 
 
-class _Caller:
+class _WaitingCaller:
     """A connection that is answered here. The rest of what it sends is read, so that it gets to read its answer."""
 
     def __init__(self, sock: socket.socket, until: float) -> None:
@@ -119,7 +119,7 @@ class _Supervisor:
         self._lives = Lives()
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
-        self._callers: dict[socket.socket, _Caller] = {}
+        self._callers: dict[socket.socket, _WaitingCaller] = {}
         self._pid = 0  # of the server; 0 while there is none
         self._pipe = -1
         self._ready_at: float | None = None  # when this server was
@@ -280,10 +280,10 @@ class _Supervisor:
         sock.setblocking(False)
         if len(self._callers) >= CALLERS:
             self._leave(next(iter(self._callers.values())))
-        caller = self._callers[sock] = _Caller(sock, time.monotonic() + CALLER_LIMIT)
+        caller = self._callers[sock] = _WaitingCaller(sock, time.monotonic() + CALLER_LIMIT)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._hear(caller))
 
-    def _hear(self, caller: _Caller) -> None:
+    def _hear(self, caller: _WaitingCaller) -> None:
         try:
             data = caller.sock.recv(65536)
         except BlockingIOError:
@@ -305,7 +305,7 @@ class _Supervisor:
         except OSError:
             self._leave(caller)
 
-    def _leave(self, caller: _Caller) -> None:
+    def _leave(self, caller: _WaitingCaller) -> None:
         self._selector.unregister(caller.sock)
         caller.sock.close()
         del self._callers[caller.sock]

@@ -36,7 +36,7 @@ _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 
-F = TypeVar("F", bound="_Common")
+F = TypeVar("F", bound="_CommonFields")
 _PROMPT = msgspec.json.Decoder(str | list[Any])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
@@ -57,7 +57,7 @@ class ModelNotFound(NotFound):
     """No model of that name is served."""
 
 
-class Part(msgspec.Struct):
+class MessagePart(msgspec.Struct):
     """A part of a message's content. What else it says is of a type that is not taken."""
 
     type: str
@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of request may say. Everything may be null, which is as if it were not there."""
 
     model: str
@@ -95,7 +95,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, Any] | None = None
 
 
-class CompletionFields(_Common, kw_only=True):
+class CompletionFields(_CommonFields, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
@@ -109,7 +109,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message; what an answer brings along as null may be sent back."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
@@ -119,7 +119,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning_content: Any = None
 
 
-class ChatFields(_Common, kw_only=True):
+class ChatFields(_CommonFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
@@ -174,7 +174,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CompletionRequest:
     """A request that was understood.
 
     prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is 1
@@ -212,7 +212,7 @@ _parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fi
 }
 
 
-def completion(body: bytes) -> Asked:
+def completion(body: bytes) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong."""
     fields = _decode(_completion, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
@@ -221,7 +221,7 @@ def completion(body: bytes) -> Asked:
                   "max_tokens", fields.logprobs)  # fmt: skip
 
 
-def chat(body: bytes) -> Asked:
+def chat(body: bytes) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong."""
     fields = _decode(_chat, body)
     messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
@@ -290,13 +290,13 @@ def _invalid(text: str) -> BadRequest:
 
 
 def _asked(
-    fields: _Common,
+    fields: _CommonFields,
     prompts: list[str | list[int]],
     messages: list[dict[str, Any]] | None,
     max_tokens: int | None,
     limit_name: str,
     logprobs: int | None,
-) -> Asked:
+) -> CompletionRequest:
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MOST_CHOICES:
         raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
@@ -307,7 +307,7 @@ def _asked(
     limit = fields.deadline_ms
     if limit is not None and not 0.0 < limit <= 600_000.0:
         raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
-    return Asked(
+    return CompletionRequest(
         model=fields.model,
         prompts=prompts,
         messages=messages,
@@ -322,7 +322,7 @@ def _asked(
     )
 
 
-def _params(fields: _Common, max_tokens: int, limit_name: str, logprobs: int | None) -> SamplingParams:
+def _params(fields: _CommonFields, max_tokens: int, limit_name: str, logprobs: int | None) -> SamplingParams:
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     try:
         return SamplingParams(

@@ -128,13 +128,13 @@ class OpenAI:
         if name != self.model.name:
             raise wire.ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
 
-    def _check_choices(self, asked: wire.Asked) -> None:
+    def _check_choices(self, asked: wire.CompletionRequest) -> None:
         """They are queued together: more than may wait never are, however often it is tried."""
         choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
         if choices > most:
             raise wire.BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait", "n")
 
-    def _check_tokens(self, asked: wire.Asked, prompts: list[list[int]]) -> None:
+    def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
         """The same for their tokens. One that is alone may wait whatever its length."""
         tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
         if tokens > most and asked.n * len(prompts) > 1:
@@ -164,8 +164,13 @@ class OpenAI:
             _take_back(streams)
 
     async def _queue(
-        self, exchange: Exchange, runtime: Generator, asked: wire.Asked, streams: list[OutputStream], bell: Bell
-    ) -> wire.Asked:
+        self,
+        exchange: Exchange,
+        runtime: Generator,
+        asked: wire.CompletionRequest,
+        streams: list[OutputStream],
+        bell: Bell,
+    ) -> wire.CompletionRequest:
         """Queue all its choices, or none. Returns what was asked, without the texts."""
         self._check_name(asked.model)
         self._check_choices(asked)
@@ -181,7 +186,7 @@ class OpenAI:
         return replace(asked, prompts=[], messages=None)
 
     @staticmethod
-    async def _tokens(runtime: Generator, asked: wire.Asked) -> list[list[int]]:
+    async def _tokens(runtime: Generator, asked: wire.CompletionRequest) -> list[list[int]]:
         try:
             if asked.messages is not None:
                 return [await runtime.encode_chat(asked.messages)]
@@ -197,7 +202,7 @@ def _take_back(streams: list[OutputStream]) -> None:
         stream.close()
 
 
-def _aged(asked: wire.Asked, exchange: Exchange) -> wire.Asked:
+def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionRequest:
     """With the rest of its time limit: it counts from when the request reached this machine."""
     if asked.time_limit is None:
         return asked
@@ -207,7 +212,9 @@ def _aged(asked: wire.Asked, exchange: Exchange) -> wire.Asked:
     return replace(asked, time_limit=left)
 
 
-def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int], exchange: Exchange) -> list[Request]:
+def _requests(
+    runtime: Generator, asked: wire.CompletionRequest, number: int, ids: list[int], exchange: Exchange
+) -> list[Request]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
@@ -232,7 +239,7 @@ def _requests(runtime: Generator, asked: wire.Asked, number: int, ids: list[int]
 
 
 async def _whole(
-    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.Asked, bell: Bell
+    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.CompletionRequest, bell: Bell
 ) -> None:
     async for index, outputs in merged(streams, bell):
         answer.add(index, outputs)
@@ -240,7 +247,7 @@ async def _whole(
 
 
 async def _stream(
-    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.Asked, bell: Bell
+    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.CompletionRequest, bell: Bell
 ) -> None:
     aside = partial(_pass_on, exchange, streams[0], answer) if len(streams) == 1 else None
     async for index, outputs in merged(streams, bell, aside):

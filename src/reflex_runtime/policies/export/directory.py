@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.policy.tokenizer import Tokenizer, WordTokenizer, read_tokenizer
+from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.processors.onnx import TensorSpec
 
 CONFIG_FILE: Final = "reflex_config.json"
@@ -100,7 +100,7 @@ class Export:
     num_denoising_steps: int
     opset: int | None
     images: Mapping[str, Size]
-    tokenizer: Tokenizer | None
+    tokenizer: InstructionTokenizer | None
     max_tokens: int
     state_norm: Norm | None
     action_norm: Norm | None
@@ -412,7 +412,7 @@ def _images(table: _Table) -> dict[str, Size]:
     return images
 
 
-def _text(root: Path, table: _Table, takes_text: bool) -> tuple[Tokenizer | None, int]:
+def _text(root: Path, table: _Table, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
     if not takes_text:
         if table.has("tokenizer"):
             table.wrong("tokenizer", "one", "none, because `inputs` has no role tokens")

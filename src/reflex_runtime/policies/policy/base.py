@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.cost import CostModel
-from reflex_runtime.core.errors import ConfigError, InvalidRequest, ProcessorError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies.export.directory import Export
@@ -32,6 +32,7 @@ from reflex_runtime.policies.policy.observation import (
     seed_of,
 )
 from reflex_runtime.processors.base import BaseProcessor, run_batch
+from reflex_runtime.web.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import InvalidRequest
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.policies.policy.rtc import Anchor
+from reflex_runtime.web.errors import InvalidRequest
 
 Image = NDArray[np.uint8]
 Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an array

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 
 
-class Tokenizer(Protocol):
+class InstructionTokenizer(Protocol):
     """Turns an instruction into ids."""
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
@@ -75,7 +75,7 @@ class _NotSimple(Exception):
     """(key, found, expected) of what `_word_level` does not understand."""
 
 
-def read_tokenizer(file: Path) -> Tokenizer:
+def read_tokenizer(file: Path) -> InstructionTokenizer:
     """A `tokenizer.json` in the Hugging Face format.
 
     Word-level models without post-processing need no package: model WordLevel; normalizer none or Lowercase;

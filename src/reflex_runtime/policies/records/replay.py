@@ -42,7 +42,7 @@ Make = Callable[[str], tuple[Policy, Processor]]
 
 
 @dataclass(slots=True)
-class Item:
+class ReplayedRequest:
     """One answered request, recorded against replayed.
 
     cosine, max_abs: of the actions; max_abs in the robot's units, inf where they have another shape. equal: to the
@@ -83,7 +83,7 @@ class ModelReplay:
     """What came of it. left_out: recorded requests that were never answered, by how they ended."""
 
     compose: Compose
-    items: list[Item] = field(default_factory=list)
+    items: list[ReplayedRequest] = field(default_factory=list)
     timed: list[Timed] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
 
@@ -245,7 +245,7 @@ class _Runner:
     ) -> None:
         self._recording, self._models, self._replay = recording, models, replay
         self._clock, self._progress = clock, progress
-        self._items: dict[int, Item] = {}
+        self._items: dict[int, ReplayedRequest] = {}
         for slot, (policy, _) in models.items():
             _as_recorded(policy, [line for line in recording.requests if line.slot == slot])
         self._batches_of: dict[int, list[RanBatch]] = {}
@@ -282,15 +282,15 @@ class _Runner:
         for policy, _ in self._models.values():
             policy.warm_up(some or (1,), repeats=1)
 
-    def _item(self, line: Recorded) -> Item:
+    def _item(self, line: Recorded) -> ReplayedRequest:
         item = self._items.get(line.seq)
         if item is None:
-            item = Item(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
+            item = ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
             self._items[line.seq] = item
             self._replay.items.append(item)
         return item
 
-    def _compare(self, item: Item, line: Recorded, outcome: Done | Failed) -> None:
+    def _compare(self, item: ReplayedRequest, line: Recorded, outcome: Done | Failed) -> None:
         if isinstance(outcome, Failed):
             error = outcome.error
             item.error = f"{error.code}: {error.message}" if isinstance(error, ReflexError) else repr(error)

@@ -104,7 +104,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Report:
+class RolloutReport:
     """Everything a report tells. moments, timeline: in order of time."""
 
     files: list[Path]
@@ -219,7 +219,7 @@ class Report:
         return "\n".join(lines)
 
 
-def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> Report:
+def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> RolloutReport:
     """Sum up recordings: files, or directories of them, in order of time.
 
     alpha, margin: of the `Comparison`. Raises RecordingError for a file that is no recording, or when there is none.
@@ -229,7 +229,7 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
         raise RecordingError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
     headers = {path: RecordingReader(path).header for path in files}
     files.sort(key=lambda path: (headers[path].started_at, headers[path].session_id, headers[path].part))
-    found = Report(files)
+    found = RolloutReport(files)
     notes: list[Note] = []
     for path in files:
         notes += _read(path, found)
@@ -253,7 +253,7 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
             yield path
 
 
-def _read(path: Path, found: Report) -> list[Note]:
+def _read(path: Path, found: RolloutReport) -> list[Note]:
     """Count a file's requests; returns its notes."""
     reader = RecordingReader(path)
     notes = []
@@ -288,7 +288,7 @@ def _check_models(headers: Mapping[Path, Header]) -> None:
                 )
 
 
-def _tell_models(found: Report, headers: Iterable[Header]) -> None:
+def _tell_models(found: RolloutReport, headers: Iterable[Header]) -> None:
     for header in headers:
         for policy in header.policies or ():
             slot = found.slots.setdefault(policy.slot, SlotReport(policy.slot))
@@ -298,7 +298,7 @@ def _tell_models(found: Report, headers: Iterable[Header]) -> None:
                 slot.models.append(header.model_hash)
 
 
-def _follow(found: Report, notes: Sequence[Note]) -> None:
+def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
     """Outcomes and decisions in their order: the comparison, the counts over time, the timeline."""
     owners: dict[str, set[str]] = {}
     for name, slot in found.slots.items():
@@ -319,7 +319,7 @@ def _follow(found: Report, notes: Sequence[Note]) -> None:
             _ended(found, at, owners.get(episode, set()), note.fields)
 
 
-def _ended(found: Report, at: float, owners: set[str], fields: dict[str, Any]) -> None:
+def _ended(found: RolloutReport, at: float, owners: set[str], fields: dict[str, Any]) -> None:
     """One episode's outcome; the first that was told counts, and that of an episode two slots answered for none."""
     name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
     if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
@@ -335,14 +335,14 @@ def _ended(found: Report, at: float, owners: set[str], fields: dict[str, Any]) -
     _remember(found, at)
 
 
-def _remember(found: Report, at: float) -> None:
+def _remember(found: RolloutReport, at: float) -> None:
     c = found.comparison
     e = None if c is None else (c.e_a_better, c.e_b_better, c.e_not_inferior)
     counts = {name: (slot.successes, slot.finished) for name, slot in found.slots.items()}
     found.moments.append(Moment(at, counts, e))
 
 
-def _decided(found: Report, at: float, fields: dict[str, Any]) -> None:
+def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
     """A decision: `action` (or `what`), `why`, and `split` (a's percent) or `share` (b's) in it or in its `numbers`."""
     numbers = fields.get("numbers")
     everything = {**numbers, **fields} if isinstance(numbers, dict) else fields
@@ -363,7 +363,7 @@ def _decided(found: Report, at: float, fields: dict[str, Any]) -> None:
     found.timeline.append(Event(at, action, "; ".join(told), rest))
 
 
-def _loaded(found: Report, at: float, slot: SlotReport, version: str) -> None:
+def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> None:
     """Another policy in a slot: what was known of the one before says nothing of it."""
     slot.finished = slot.successes = 0
     slot.models.append(version)

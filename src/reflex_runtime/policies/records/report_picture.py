@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.records.report import Moment, Report, evidence
+from reflex_runtime.policies.records.report import Moment, RolloutReport, evidence
 from reflex_runtime.policies.rollout.comparison import wilson
 from reflex_runtime.telemetry.picture import plain, saved
 
@@ -22,7 +22,7 @@ _UNITS = ((120.0, 1.0, "seconds"), (7200.0, 60.0, "minutes"), (inf, 3600.0, "hou
 _POINTS = 2000  # more moments than this are thinned
 
 
-def draw_report(report: Report, prefix: Path) -> tuple[Path, Path]:
+def draw_report(report: RolloutReport, prefix: Path) -> tuple[Path, Path]:
     """Draw into PREFIX.svg and PREFIX.png; the same report gives the same bytes.
 
     ConfigError when no episode has an outcome, so that there is nothing to draw, or a file cannot be written.
@@ -32,7 +32,7 @@ def draw_report(report: Report, prefix: Path) -> tuple[Path, Path]:
     return saved(prefix, lambda: _draw(report))
 
 
-def _draw(report: Report) -> Any:
+def _draw(report: RolloutReport) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6.2 if report.comparison is not None else 3.6), layout="constrained")
@@ -63,7 +63,7 @@ def _draw(report: Report) -> Any:
     return figure
 
 
-def _labels(report: Report, near: float) -> list[tuple[float, str]]:
+def _labels(report: RolloutReport, near: float) -> list[tuple[float, str]]:
     """What stands above the marks: those that are too near each other share a label. near: seconds."""
     told: list[tuple[float, float, list[str]]] = []  # of the first, of the last, their names
     for event in report.timeline:
@@ -75,7 +75,7 @@ def _labels(report: Report, near: float) -> list[tuple[float, str]]:
     return [(first, ", ".join(dict.fromkeys(map(plain, names)))) for first, _, names in told]
 
 
-def _drained(report: Report) -> Sequence[tuple[str, float, float]]:
+def _drained(report: RolloutReport) -> Sequence[tuple[str, float, float]]:
     """Slot, begin and end of every drain; one that did not return was drained to the end."""
     open_since: dict[str, float] = {}
     spans = []
@@ -89,7 +89,7 @@ def _drained(report: Report) -> Sequence[tuple[str, float, float]]:
     return [*spans, *((slot, since, report.ended) for slot, since in open_since.items())]
 
 
-def _draw_success(axes: Axes, report: Report, moments: Sequence[Moment], at: Any) -> None:
+def _draw_success(axes: Axes, report: RolloutReport, moments: Sequence[Moment], at: Any) -> None:
     for slot in report.slots:
         told = [(at(m.at), *m.counts[slot]) for m in moments if m.counts.get(slot, (0, 0))[1]]
         if not told:
@@ -109,7 +109,7 @@ def _draw_success(axes: Axes, report: Report, moments: Sequence[Moment], at: Any
     axes.legend(loc="lower right", frameon=False)
 
 
-def _draw_evidence(axes: Axes, report: Report, moments: Sequence[Moment], at: Any) -> None:
+def _draw_evidence(axes: Axes, report: RolloutReport, moments: Sequence[Moment], at: Any) -> None:
     from matplotlib.ticker import FuncFormatter
 
     comparison = report.comparison

@@ -20,7 +20,7 @@ CHANCE: Final = 1e-9  # of a run of bad requests that is taken for a crash of th
 LEAST: Final = 3  # crashes that still weigh, before there may be an alarm
 
 
-class Evidence:
+class CrashEvidence:
     """Evidence that calls crash more often than `rate`: a bet that gains at a crash and pays at a clean call.
 
     One likelihood ratio for each rate in `alternatives`, averaged. As long as calls crash at `rate` or less, whatever
@@ -111,13 +111,13 @@ class Poison:
         self.share -= self.share / 64.0
 
 
-class _Slot:
+class _SlotState:
     """State of one slot. Closed: asked as usual. Open: drained; `probe` is the key being served to see if it works."""
 
     __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
 
     def __init__(self) -> None:
-        self.evidence = Evidence()
+        self.evidence = CrashEvidence()
         self.close(0.0)
 
     def close(self, cooldown: float) -> None:
@@ -153,7 +153,7 @@ class Breaker:
         if not 0.0 <= cooldown <= longest or not isfinite(longest):
             raise ConfigError(f"Breaker.cooldown={cooldown!r}: must be in [0, longest={longest!r}] s")
         self.max_consecutive, self.cooldown, self.longest = max_consecutive, cooldown, longest
-        self._slots = {name: _Slot() for name in slots}
+        self._slots = {name: _SlotState() for name in slots}
         self._other = dict(zip(slots, reversed(slots), strict=True))
         self._now = 0.0
         for slot in self._slots.values():
@@ -265,7 +265,7 @@ class Breaker:
             },
         }
 
-    def _judge(self, state: _Slot, now: float, least: int) -> bool:
+    def _judge(self, state: _SlotState, now: float, least: int) -> bool:
         if self.max_consecutive == 0:
             return False
         evidence = state.evidence

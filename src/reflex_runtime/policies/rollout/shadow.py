@@ -57,7 +57,7 @@ class Difference:
         return cls(float(apart.mean()), float(apart.max()), tuple(per_joint.tolist()), tuple(per_step.tolist()))
 
 
-class Divergence:
+class ShadowDivergence:
     """Pairs served and shadow answers by request id, in whichever order they come, and adds up how far apart they are.
 
     waiting: pairs of which one half is awaited, at most; the oldest is given up and counted as unpaired.

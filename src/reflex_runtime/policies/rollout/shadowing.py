@@ -23,7 +23,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, Req
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Observation, Policy
-from reflex_runtime.policies.rollout.shadow import Difference, Divergence, Sampler
+from reflex_runtime.policies.rollout.shadow import Difference, Sampler, ShadowDivergence
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.preparing import Done as Made
 from reflex_runtime.policies.serving.preparing import Job, Preparing
@@ -58,7 +58,7 @@ class Shadowing:
     ) -> None:
         self._slot, self._batcher, self._threads, self._metrics = slot, batcher, preparing, metrics
         self._sampler = Sampler(share)
-        self.divergence = Divergence()
+        self.divergence = ShadowDivergence()
         self.on_difference, self.on_stopped = on_difference, on_stopped
         self.dropped = self.failed = 0
         self.stopped = ""  # why it is not asked any more

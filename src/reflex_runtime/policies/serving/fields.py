@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.errors import InvalidRequest
-from reflex_runtime.web.errors import ClientError, InvalidJson
+from reflex_runtime.web.errors import ClientError, InvalidJson, InvalidRequest
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
 from reflex_runtime.web.json import MAX_VALUES, encode, is_json, is_unicode, printable
 
