@@ -127,6 +127,7 @@ class _Session:
         self._results: JsonLines | None = None
         self._trace: TraceWriter | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
+        self._started = threading.Event()
         self._waiting = False  # the main thread looks at the news
         self._signal = 0
         self._hurried = False  # by a second signal
@@ -244,10 +245,21 @@ class _Session:
     # -- running -------------------------------------------------------------------------------------------------------
 
     def _start(self, refused: Callable[[FeedsConfig, Exception], ConfigError]) -> None:
-        try:
-            self._runtime.start()
-        except ProcessorError as error:
-            raise refused(self._config, error) from error
+        """Start the feeds on another thread: a signal may come at any step of the main one, and what has been started
+        by half cannot be stopped."""
+        errors: list[BaseException] = []
+
+        def start() -> None:
+            try:
+                self._runtime.start()
+            except BaseException as error:
+                errors.append(error)
+            self._started.set()
+
+        threading.Thread(target=start, name="reflex-feeds-start", daemon=True).start()
+        self._started.wait()
+        if errors:
+            raise refused(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         if self._results is not None:
             self._results.begin()  # not before: what does not start leaves the results of the run before
         self._waiting = True
