@@ -13,7 +13,7 @@ MIRRORS = "client/errors.py"
 # Two formats for one stream of events: these go when a trace and a recording are one journal.
 TWO_FORMATS = {"Header", "Footer"}
 # Still to be told apart.
-LEFT = {"Member", "Client", "_Progress"}
+LEFT = {"_Progress"}
 
 
 def classes() -> dict[str, list[str]]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from random import Random
 
 from reflex_runtime.core.heap import FEW
-from reflex_runtime.core.order import Client
+from reflex_runtime.core.order import ClientShare
 from reflex_runtime.core.shares import Shares
 
 
 def test_the_floor_is_the_smallest_active_counter_whoever_enters_leaves_and_is_charged() -> None:
     random = Random(17)
     shares = Shares()
-    active: list[Client] = []
-    idle = [Client(i) for i in range(40)]
+    active: list[ClientShare] = []
+    idle = [ClientShare(i) for i in range(40)]
     largest = 0.0  # of those that left
     for _ in range(5000):
         floor = min((member.counter for member in active), default=largest)
@@ -40,7 +40,7 @@ def test_the_floor_is_the_smallest_active_counter_whoever_enters_leaves_and_is_c
 
 def test_counters_that_no_member_has_any_more_are_forgotten() -> None:
     shares = Shares()
-    member, other = Client("a"), Client("b")
+    member, other = ClientShare("a"), ClientShare("b")
     shares.enter(other)  # stays at the floor
     shares.enter(member)
     for _ in range(1000):

@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.evidence import Evidence
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.isolation import Offenders
-from reflex_runtime.core.order import Client, ClientQueue, Clients, Partition
+from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partition
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import Returns
@@ -258,7 +258,7 @@ class Group:
             self._rest(partition)
         if self.evidence.pending and self.evidence.probes(ticket):
             self.evidence.settled(ticket, answered, now)
-        client: Client = ticket.queue.client
+        client: ClientShare = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
         if answered and client.unsettled == 0:

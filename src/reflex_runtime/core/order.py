@@ -24,8 +24,8 @@ MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
 LINED_UP = 256  # waiting tickets up to which all of them are sorted for one batch
 
 
-class Client:
-    """Whoever has a share. counter: virtual time in cost units over weight. unsettled: its tickets in the system.
+class ClientShare:
+    """What a client has in a group. counter: virtual time in cost units over weight. unsettled: tickets in the system.
 
     queues: those of its tickets that wait, in any partition, by tier and priority.
     """
@@ -47,7 +47,7 @@ class Clients:
     """The clients of one group, their counters and caps."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Client] = {}
+        self._known: dict[Hashable, ClientShare] = {}
         self._idle: OrderedDict[Hashable, None] = OrderedDict()  # the longest idle first
         self.shares = Shares()
 
@@ -55,7 +55,7 @@ class Clients:
         """Clients that have something in the system."""
         return len(self.shares)
 
-    def get(self, key: Hashable) -> Client | None:
+    def get(self, key: Hashable) -> ClientShare | None:
         """The client, if it is known."""
         return self._known.get(key)
 
@@ -64,18 +64,18 @@ class Clients:
         client = self._known.get(key)
         return 0 if client is None else client.unsettled
 
-    def enter(self, key: Hashable) -> Client:
+    def enter(self, key: Hashable) -> ClientShare:
         """One more ticket of the client."""
         client = self._known.get(key)
         if client is None:
-            client = self._known[key] = Client(key)
+            client = self._known[key] = ClientShare(key)
         if client.unsettled == 0:
             self._idle.pop(key, None)
             self.shares.enter(client)
         client.unsettled += 1
         return client
 
-    def leave(self, client: Client) -> None:
+    def leave(self, client: ClientShare) -> None:
         """One ticket of the client settled."""
         client.unsettled -= 1
         if client.unsettled == 0:
@@ -98,7 +98,7 @@ class ClientQueue:
 
     __slots__ = ("_last", "client", "entry", "head", "waiting")
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: ClientShare) -> None:
         self.client = client
         self.entry: Entry | None = None
         self.head: Ticket | None = None  # that leaves next
@@ -213,7 +213,7 @@ class Tier:
         self._open = 0  # queues that hold tickets
         self.oldest = ByArrival()
 
-    def append(self, ticket: Ticket, client: Client) -> None:
+    def append(self, ticket: Ticket, client: ClientShare) -> None:
         """Queue a ticket among its client's others of the same priority, in order of arrival."""
         key = (self, ticket.request.priority)
         queue = client.queues.get(key)
@@ -285,8 +285,8 @@ class Cursor:
         self._ahead: list[_Step] = []
         self._entries: list[Entry] = self._tiers[0].entries()
         self._see(0)
-        self._charged: dict[Client, float] = {}
-        self._blocked: set[Client] = set()
+        self._charged: dict[ClientShare, float] = {}
+        self._blocked: set[ClientShare] = set()
         self._current: tuple[ClientQueue, Ticket] | None = None
 
     @staticmethod
@@ -414,7 +414,7 @@ class Partition:
 
     def contended(self) -> bool:
         """Whether more than one client waits."""
-        first: Client | None = None
+        first: ClientShare | None = None
         for tier in self.tiers:
             for queue in tier.queues():
                 if first is not None and queue.client is not first:
@@ -434,7 +434,7 @@ class Partition:
         """Those that have not settled, by arrival."""
         return (t for t in self._line if t.state is not SETTLED)
 
-    def enter(self, ticket: Ticket, client: Client) -> None:
+    def enter(self, ticket: Ticket, client: ClientShare) -> None:
         """A new ticket waits."""
         self.unsettled += 1
         self._line.append(ticket)
@@ -449,7 +449,7 @@ class Partition:
         if len(line) > FEW + 2 * self.unsettled:
             self._line = deque(self.tickets())
 
-    def _append(self, ticket: Ticket, client: Client) -> None:
+    def _append(self, ticket: Ticket, client: ClientShare) -> None:
         tier = self.tiers[ticket.tier]
         if tier is _EMPTY:
             tier = self.tiers[ticket.tier] = Tier()

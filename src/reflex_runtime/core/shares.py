@@ -16,8 +16,8 @@ from typing import Protocol
 from reflex_runtime.core.heap import FEW
 
 
-class Member(Protocol):
-    """Something with a share."""
+class ShareHolder(Protocol):
+    """What shares a device: a client, or a partition."""
 
     counter: float
 
@@ -36,19 +36,19 @@ class Shares:
     def __len__(self) -> int:
         return self._active
 
-    def enter(self, member: Member) -> None:
+    def enter(self, member: ShareHolder) -> None:
         """The member becomes active."""
         member.counter = max(member.counter, self.floor())
         self._active += 1
         self._add(member.counter)
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: ShareHolder) -> None:
         """The member becomes idle."""
         self._active -= 1
         self._remove(member.counter)
         self._rest = max(self._rest, member.counter)
 
-    def charge(self, member: Member, amount: float) -> None:
+    def charge(self, member: ShareHolder, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
         self._remove(member.counter)
         member.counter += amount
