@@ -36,8 +36,9 @@ import reflex_runtime.cli.feeds_asked, reflex_runtime.cli.feeds_board, reflex_ru
 import reflex_runtime.demo.markers, reflex_runtime.demo.shapes, reflex_runtime.drivers.coordinator
 import reflex_runtime.feeds.onnx, reflex_runtime.feeds.runtime, reflex_runtime.feeds.series
 import reflex_runtime.feeds.status, reflex_runtime.feeds.video
-from reflex_runtime.cli import build_parser
-build_parser()
+from reflex_runtime.cli import VERBS, build_parser
+for words in [[verb] for verb in VERBS] + [["serve", "scribe"]]:
+    build_parser(words)
 gc.collect()
 gc.freeze()  # no collection in a fork looks through what is imported, and so copies it
 with open("/proc/self/stat") as stat:

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 import reflex_runtime
 from reflex_runtime import cli
+from reflex_runtime.config import LLMServeConfig, ServeConfig, flag
 
 REFLEX = [sys.executable, "-m", "reflex_runtime"]
 
@@ -80,7 +82,7 @@ def test_an_interrupt_while_the_command_is_still_imported_is_one_line(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "import_module", interrupted)
-    assert cli.main(["--version"]) == 130
+    assert cli.main(["serve"]) == 130
     assert capsys.readouterr().err == "reflex: interrupted\n"
 
 
@@ -96,3 +98,57 @@ def test_every_public_name_is_there_and_no_other() -> None:
     assert dir(reflex_runtime) == sorted(reflex_runtime.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = reflex_runtime.Nothing
+
+
+def test_a_verb_imports_no_other_and_version_imports_none() -> None:
+    seen = """
+import sys
+from reflex_runtime.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = {"numpy", "rich", "onnxruntime", "matplotlib"} & sys.modules.keys()
+    print(sorted(heavy | {m for m in sys.modules if m.startswith("reflex_runtime.cli.")}), file=sys.stderr)
+"""
+
+    def imported(*words: str) -> str:
+        done = subprocess.run([sys.executable, "-c", seen, *words], capture_output=True, text=True, check=True)
+        return done.stderr.strip()
+
+    assert imported("--version") == "[]"
+    assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
+    assert imported("serve", "--help") == "['reflex_runtime.cli.serve', 'reflex_runtime.cli.serving']"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("sevre", "reflex: sevre: no such verb; did you mean serve?; there are serve, status, "),
+        ("serve --max-batch-cots-ms=5", "reflex serve: unrecognized arguments: --max-batch-cots-ms=5; did you mean "),
+        ("serve scribe --kv-cache-bg 1", "reflex serve: unrecognized arguments: --kv-cache-bg 1; did you mean --kv"),
+        ("feeds a=b.mp4 --relatime", "reflex feeds: unrecognized arguments: --relatime; did you mean --realtime?"),
+        ("simulate --zzzz", "reflex simulate: unrecognized arguments: --zzzz"),
+    ],
+)
+def test_a_misspelt_verb_or_option_is_told_the_nearest(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+@pytest.mark.parametrize(("words", "kind"), [(["serve"], ServeConfig), (["serve", "scribe"], LLMServeConfig)])
+def test_help_has_every_option_below_its_heading(
+    words: list[str], kind: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*words, "--help"])
+    text = capsys.readouterr().out
+    place, headings = 0, 0
+    for field in fields(kind):
+        if field.metadata["group"]:
+            place, headings = text.index(f"\n{field.metadata['group']}:\n", place), headings + 1
+        place = text.index(f"\n  {flag(field.name)}", place)
+    assert headings >= 7

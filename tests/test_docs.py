@@ -62,6 +62,8 @@ def settings_table(kind: type[Any] = ServeConfig) -> str:
     hints = get_type_hints(kind)
     rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
     for field in fields(kind):
+        if field.metadata["group"]:
+            rows.append(f"| **{field.metadata['group']}** | | | |")
         cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), described(field))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

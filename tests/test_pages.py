@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime.cli import build_parser
+from reflex_runtime.cli import VERBS, build_parser
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "reflex_runtime"
@@ -48,9 +48,9 @@ def test_commands_on_the_pages_parse(page: str, command: str) -> None:
     words = shlex.split(command)[1:]
     if any(word in ("…", "...") or word.startswith("[") for word in words):
         pytest.fail(f"{page}: {command} is no command anyone can type")
-    parser = build_parser()
+    parser = build_parser(words)
     verb = words[0]
-    assert verb.startswith("-") or verb in parser.format_help()
+    assert verb.startswith("-") or verb in VERBS
     if len(words) == 1 or words[1:] == ["--help"]:
         return
     parser.parse_args(words)

@@ -41,15 +41,18 @@ def option(
     repeat: bool = False,
     needs: str = "",
     unless: str = "",
+    group: str = "",
 ) -> Any:
     """A settings field: its default, what it does, its unit and its inclusive range. bare: value of the flag alone.
 
     needs, unless: what it has no effect without, and with; `check_needs` holds whoever gives it to that. Alternatives
     are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a fact such as
     `a decomposed export`, which only the command knows.
+
+    group: the heading in --help and on the pages of this option and of those that follow it, up to the next heading.
     """
     meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar, "bare": bare}
-    meta |= {"secret": secret, "repeat": repeat, "needs": needs, "unless": unless}
+    meta |= {"secret": secret, "repeat": repeat, "needs": needs, "unless": unless, "group": group}
     return field(default=default, metadata=meta)
 
 
@@ -57,62 +60,24 @@ def option(
 class ServeConfig:
     """Everything `reflex serve` can be told."""
 
-    # batching
-    max_batch_cost_ms: float = option(
-        100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
-        low=10, high=10_000, unit="ms",
+    provider: str = option(
+        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently",
+        group="what is served",
     )
-    batch_timeout_ms: float = option(
-        5.0, "longest hold on a free device, used only when clients answered a moment ago are expected back",
-        low=0, high=1000, unit="ms",
-    )
-    max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
-    max_queue_s: float = option(
-        2.0, "predicted device time that may wait per slot, background aside; beyond it 503 queue_full; 0 is no bound",
-        low=0, high=3600, unit="s",
-    )
-    max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
-    cost_model: str = option(
-        "affine",
-        "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
-        choices=("affine", "median"),
-    )
-    max_batch: int = option(1, "ignored, kept for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
-    latest_only: bool = option(
-        False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
-    )
-    max_in_flight_per_client: int = option(
-        0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
-    )
+    threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
     cuda_graphs: str = option(
         "", "batch sizes to capture at warm-up and pad to, in 1 to 4096; without SIZES 1,2,4,8,16,32; not on the CPU",
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
-    # the policy
-    provider: str = option(
-        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently"
-    )
-    threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
-    prefix_max_age_chunks: int = option(
-        0,
-        "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)",
-        low=0,
-        high=1000,
-        needs="prefix_cache_mb",
-    )
-    prefix_cache_mb: float = option(
-        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB",
-        needs="a decomposed export",
-    )
+    robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     on_bad_action: str = option(
         "error", "what a non-finite action becomes: an error, or a hold of the episode's last good action",
         choices=("error", "hold"),
     )
-    deadline_ms: float = option(
-        0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms"
+    policy_a: str = option(
+        "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR",
+        group="two versions",
     )
-    # versions
-    policy_a: str = option("", "export of slot a; with --policy-b, two versions side by side", metavar="DIR")
     policy_b: str = option("", "export of slot b", metavar="DIR")
     split: int = option(
         50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle",
@@ -143,20 +108,17 @@ class ServeConfig:
     ramp_margin: float = option(
         5.0, "that margin, in points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
     )
-    # chunks
-    rtc: bool | None = option(None, "real-time chunking: a chunk continues what is left of the episode's last one")
-    rtc_per_episode: bool = option(
-        False, "allow --rtc with two policies: what is carried over stays within a slot", needs="rtc"
+    host: str = option(
+        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
+        group="listening and trust",
     )
-    rtc_schedule: str = option(
-        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
-        needs="rtc",
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
     )
-    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000, needs="rtc")
-    adaptive_steps: bool = option(
-        False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
-    )
-    # protection
     max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
     max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
@@ -170,8 +132,71 @@ class ServeConfig:
     )
     head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
     body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    max_batch_cost_ms: float = option(
+        100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
+        low=10, high=10_000, unit="ms",
+        group="batching",
+    )
+    batch_timeout_ms: float = option(
+        5.0, "longest hold on a free device, used only when clients answered a moment ago are expected back",
+        low=0, high=1000, unit="ms",
+    )
+    max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
+    cost_model: str = option(
+        "affine",
+        "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
+        choices=("affine", "median"),
+    )
+    max_batch: int = option(1, "ignored, kept for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    deadline_ms: float = option(
+        0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms",
+        group="deadlines and queue",
+    )
+    max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue_s: float = option(
+        2.0, "predicted device time that may wait per slot, background aside; beyond it 503 queue_full; 0 is no bound",
+        low=0, high=3600, unit="s",
+    )
+    latest_only: bool = option(
+        False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
+    )
+    max_in_flight_per_client: int = option(
+        0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
+    )
+    slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
+    slo_mode: str = option(
+        "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
+        choices=("log_only", "503", "degrade"), needs="slo",
+    )
+    rtc: bool | None = option(
+        None, "real-time chunking: a chunk continues what is left of the episode's last one",
+        group="chunks and the prefix cache",
+    )
+    rtc_per_episode: bool = option(
+        False, "allow --rtc with two policies: what is carried over stays within a slot", needs="rtc"
+    )
+    rtc_schedule: str = option(
+        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
+        needs="rtc",
+    )
+    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000, needs="rtc")
+    adaptive_steps: bool = option(
+        False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
+    )
+    prefix_cache_mb: float = option(
+        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB",
+        needs="a decomposed export",
+    )
+    prefix_max_age_chunks: int = option(
+        0,
+        "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)",
+        low=0,
+        high=1000,
+        needs="prefix_cache_mb",
+    )
     supervise: bool = option(
-        True, "a small process above the server starts it again when it is lost; off where another supervisor does"
+        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
+        group="faults and the end",
     )
     watchdog_s: float = option(
         10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s"
@@ -184,24 +209,11 @@ class ServeConfig:
         "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
         low=0, high=480, unit="s", needs="max_consecutive_crashes",
     )
-    slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
-    slo_mode: str = option(
-        "log_only", "when the objective is violated: log it, answer 503, or shrink the budget",
-        choices=("log_only", "503", "degrade"), needs="slo",
-    )
     drain_timeout_s: float = option(10.0, "time to finish what is queued after SIGTERM", low=0, high=600, unit="s")
-    # the door
-    host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
-    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
-    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
-    api_key_file: str = option("", "file that holds the key", metavar="FILE")
-    allow_host: tuple[str, ...] = option(
-        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
-        metavar="NAME", repeat=True, unless="api_key",
+    trace: str = option(
+        "", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE",
+        group="recording and trace",
     )
-    robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
-    # watching
-    trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
     record: str = option(
         "", "write every request and answer to a file in DIR; read it with reflex replay and reflex report",
         metavar="DIR",
@@ -215,8 +227,10 @@ class ServeConfig:
         0, "size of a file after which the next is begun; 0 is no bound", low=0, high=1_000_000, unit="MiB",
         needs="record",
     )
-    # drills
-    inject_latency_ms: float = option(0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms")
+    inject_latency_ms: float = option(
+        0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms",
+        group="drills",
+    )
     inject_fault: tuple[str, ...] = option(
         (), "SLOT:KIND:RATE[:MS], KIND raise nan hang slow die; for drills and tests", metavar="FAULT", repeat=True
     )
@@ -236,9 +250,9 @@ class ServeConfig:
 class LLMServeConfig:
     """Everything `reflex serve MODEL_DIR` can be told."""
 
-    # the model
     served_model_name: str = option(
-        "", "name that clients ask for and /v1/models tells; without it the directory's own", metavar="NAME"
+        "", "name that clients ask for and /v1/models tells; without it the directory's own", metavar="NAME",
+        group="what is served",
     )
     device: str = option(
         "auto", "where the model runs; auto is a GPU that PyTorch sees, else the CPU", choices=("auto", "cpu", "cuda")
@@ -258,26 +272,16 @@ class LLMServeConfig:
     workers: int = option(
         0, "runtime processes, each with its own copy of the model; 0 runs it in the server's own", low=0, high=64
     )
-    # steps
-    max_num_batched_tokens: int = option(
-        2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",
-        low=1, high=1 << 20,
+    host: str = option(
+        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
+        group="listening and trust",
     )
-    max_num_seqs: int = option(256, "most requests that are being generated at a time", low=1, high=1 << 16)
-    long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step, so that others fit beside it; 0 leaves it to the step's budget",
-        low=0, high=1 << 20,
-    )
-    # the cache
-    block_size: int = option(0, "tokens in a block of the cache; 0 leaves it to the runner", low=0, high=4096)
-    kv_cache_gb: float = option(
-        0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
-    )
-    prefix_caching: bool = option(True, "prompts that begin alike are computed once")
-    # protection
-    max_queue: int = option(1000, "waiting requests; beyond it 429", low=1, high=1_000_000)
-    max_queued_tokens: int = option(
-        1_000_000, "prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
     )
     max_body_bytes: int = option(4 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
@@ -291,8 +295,31 @@ class LLMServeConfig:
     )
     head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
     body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    max_num_batched_tokens: int = option(
+        2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",
+        low=1, high=1 << 20,
+        group="batching",
+    )
+    max_num_seqs: int = option(256, "most requests that are being generated at a time", low=1, high=1 << 16)
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step, so that others fit beside it; 0 leaves it to the step's budget",
+        low=0, high=1 << 20,
+    )
+    max_queue: int = option(1000, "waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
+    max_queued_tokens: int = option(
+        1_000_000, "prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+    )
+    block_size: int = option(
+        0, "tokens in a block of the cache; 0 leaves it to the runner", low=0, high=4096,
+        group="the cache",
+    )
+    kv_cache_gb: float = option(
+        0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
+    )
+    prefix_caching: bool = option(True, "prompts that begin alike are computed once")
     supervise: bool = option(
-        True, "a small process above the server starts it again when it is lost; off where another supervisor does"
+        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
+        group="faults and the end",
     )
     watchdog_s: float = option(
         60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
@@ -301,17 +328,10 @@ class LLMServeConfig:
     drain_timeout_s: float = option(
         30.0, "time to finish what was asked before SIGTERM; the rest is cut short", low=0, high=600, unit="s"
     )
-    # the door
-    host: str = option("127.0.0.1", "address to bind; elsewhere than loopback set --api-key")
-    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
-    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
-    api_key_file: str = option("", "file that holds the key", metavar="FILE")
-    allow_host: tuple[str, ...] = option(
-        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
-        metavar="NAME", repeat=True, unless="api_key",
+    trace: str = option(
+        "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
+        group="trace",
     )
-    # watching
-    trace: str = option("", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -322,10 +342,10 @@ class LLMServeConfig:
 class FeedsConfig:
     """Everything `reflex feeds` can be told."""
 
-    # the processor
     processor: str = option(
         "", "your processor: module:name of a class, of a function that makes one, or of one that is ready",
         metavar="MODULE:NAME",
+        group="the processor",
     )
     onnx: str = option("", "an ONNX model of pictures as the processor; shapes is the bundled one", metavar="FILE")
     score: float = option(
@@ -334,8 +354,7 @@ class FeedsConfig:
     provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
     startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
-    # batching
-    max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096)
+    max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(
         50.0, "longest that a frame waits on a free processor for feeds that are due, and only where that pays",
         low=0, high=60_000, unit="ms",
@@ -349,9 +368,9 @@ class FeedsConfig:
     watchdog_s: float = option(
         60.0, "a batch running longer is reported and its feeds are released; 0 is off", low=0, high=3600, unit="s"
     )
-    # the feeds
     realtime: bool = option(
-        False, "play files at their own pace, as if they were cameras: the newest frame wins", needs="a file"
+        False, "play files at their own pace, as if they were cameras: the newest frame wins", needs="a file",
+        group="the feeds",
     )
     loop: bool = option(False, "start files over when they end; needs --realtime", needs="a file")
     max_age_ms: float = option(
@@ -368,13 +387,16 @@ class FeedsConfig:
     duration_s: float = option(
         0.0, "stop this long after the start of the feeds; 0 runs until every feed is over", low=0, high=1e9, unit="s"
     )
-    # results
-    results: str = option("", "write every result to FILE as a JSON line; - is standard output", metavar="FILE")
+    results: str = option(
+        "", "write every result to FILE as a JSON line; - is standard output", metavar="FILE",
+        group="results",
+    )
     annotate: str = option("", "write each feed to DIR as a video with what was found drawn on it", metavar="DIR")
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
-    # watching
     table: bool | None = option(
-        None, "a live table on standard error; by default where that is a terminal, elsewhere a line per feed every 5 s"
+        None,
+        "a live table on standard error; by default where that is a terminal, elsewhere a line per feed every 5 s",
+        group="watching",
     )
     port: int = option(-1, "port for /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535)
     host: str = option("127.0.0.1", "address to bind for them", needs="port")
@@ -446,21 +468,23 @@ def one_line(value: Any) -> str:
 def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
     """One flag per field. Unset flags stay out of the namespace, so that the file and the environment can speak."""
     hints = get_type_hints(kind)
+    group: Any = parser
     for f in fields(kind):
         meta = f.metadata
+        group = parser.add_argument_group(meta["group"]) if meta["group"] else group
         text = described(f).replace("%", "%%") + _suffix(f)
         common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
         if hints[f.name] in (bool, bool | None):
-            parser.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
+            group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
         elif meta["repeat"]:
-            parser.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
+            group.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
         else:
             shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
             if meta["choices"]:
                 shown = "{" + ",".join(meta["choices"]) + "}"
             shown = shown or ("N" if hints[f.name] is int else "TEXT")
             alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
-            parser.add_argument(flag(f.name), metavar=shown, **alone, **common)
+            group.add_argument(flag(f.name), metavar=shown, **alone, **common)
 
 
 def described(f: Field[Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.cli import serve_llm
+from reflex_runtime.cli.serving import names_model
 from reflex_runtime.demo.scribe import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.tokenizer import HFTokenizer
@@ -98,7 +98,7 @@ def test_scribe_names_the_bundled_model_unless_a_directory_is_called_so(
     monkeypatch.chdir(tmp_path)
     assert model_directory("scribe") == SCRIBE
     assert model_directory("other") == Path("other")
-    assert serve_llm.names_model(["scribe", "--port", "0"])
+    assert names_model(["scribe", "--port", "0"])
     (tmp_path / "scribe").mkdir()
     assert model_directory("scribe") == Path("scribe")
-    assert not serve_llm.names_model(["scribe"])
+    assert not names_model(["scribe"])

@@ -28,7 +28,7 @@ from typing import Any, Self
 import psutil
 
 from forked import Forked
-from reflex_runtime.cli.serve_llm import names_model
+from reflex_runtime.cli.serving import names_model
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
 STATE = [0.1, -0.2]

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.cli import main, serve_llm
+from reflex_runtime.cli import main
+from reflex_runtime.cli.serving import names_model
 from reflex_runtime.cli.worker_settings import gpu_of, load_model
 from reflex_runtime.config import LLMServeConfig, flag, load, table
 from reflex_runtime.core.errors import ConfigError
@@ -400,7 +401,7 @@ def test_what_is_served_decides_which_options_there_are(model_dir: Path, tmp_pat
         (both / name).write_text("{}")
     assert "--max-batch-cost-ms" in helps(str(both))
     assert "--max-batch-cost-ms" in helps(str(both), "--record", str(model_dir))
-    assert not serve_llm.names_model(["x" * 5000, "\0"])
+    assert not names_model(["x" * 5000, "\0"])
 
 
 def test_a_models_directory_is_checked_first_and_the_error_is_one_line(tmp_path: Path, capsys: Any) -> None:

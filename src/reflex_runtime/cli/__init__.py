@@ -1,4 +1,4 @@
-"""The command `reflex`: one file per verb."""
+"""The command `reflex`: one file per verb, imported only when it was typed, so that `reflex --version` is quick."""
 
 from __future__ import annotations
 
@@ -9,16 +9,29 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from reflex_runtime.config import one_line
+from reflex_runtime.config import did_you_mean, one_line
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-VERBS = ("serve", "status", "feeds", "demo", "demo_export", "trace", "simulate", "replay", "report", "doctor", "worker")
+VERBS = {
+    "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
+    "status": "ask a running server: partitions, tiers, targets, waits, streams, workers",
+    "feeds": "run many cameras and videos on one processor",
+    "demo": "simulated robots on a real policy, with the batches drawn",
+    "demo-export": "write the bundled demo policy to a directory",
+    "trace": "show a trace of batches as a table and a picture",
+    "simulate": "try a batching rule on a load in virtual time",
+    "replay": "run a recording again, through a model or the scheduler",
+    "report": "sum up recordings, A against B",
+    "doctor": "examine an export directory before it is served",
+    "worker": "a runtime process: runs language models for a server in another process",
+}
+"""Every verb, with its line in `reflex --help`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,18 +40,41 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse an unknown option here, where the known ones are: argparse would do so at the top, which has none."""
+        found, rest = super().parse_known_args(args, namespace)
+        unknown = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
+        if unknown is not None:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(unknown, self._option_string_actions)}")
+        return found, rest
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+
+def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """The command line: all verbs, with the options of the one that `words` begin with."""
     parser = Parser(
         prog="reflex",
         description="Decide which requests share the next forward pass, serve them, and watch every batch.",
     )
     parser.add_argument("--version", action="version", version=f"reflex {__version__}")
     verbs = parser.add_subparsers(title="verbs", dest="verb", metavar="VERB", required=True, parser_class=Parser)
-    for name in VERBS:
-        import_module(f"reflex_runtime.cli.{name}").add_parser(verbs)
+    verb = words[0] if words else ""
+    for name, text in VERBS.items():
+        if name != verb:
+            verbs.add_parser(name, help=text)
+    if verb in VERBS:
+        import_module(f"reflex_runtime.cli.{_module(verb, words[1:])}").add_parser(verbs)
+    elif verb and not verb.startswith("-"):
+        parser.error(f"{one_line(verb)}: no such verb{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
     return parser
+
+
+def _module(verb: str, words: Sequence[str]) -> str:
+    """The module of a verb. What is served decides which one serves, and so which options there are."""
+    if verb == "serve":
+        from reflex_runtime.cli.serving import names_model
+
+        return "serve_llm" if names_model(words) else "serve"
+    return verb.replace("-", "_")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def run() -> int:
         telemetry_off()  # also that of libraries which a processor of the user's imports
-        args = build_parser().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args = build_parser(words).parse_args(words)
         told.append(args.verb)
         return int(args.run(args))
 

@@ -11,7 +11,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "demo-export",
-        help="write the bundled demo policy to a directory",
         description="Write the bundled demo policy (trained on six Meta-World tasks) to a directory that "
         "`reflex serve` takes.",
     )

@@ -64,7 +64,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "feeds",
-        help="run many cameras and videos on one processor",
         description="Run many cameras and videos on one processor: their frames share its calls, and results go "
         "back to the right feed in order.",
         epilog=_EPILOG,

@@ -7,12 +7,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli import serve_llm
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
 from reflex_runtime.config import ServeConfig, add_options, check_needs, environment, one_line, read
 from reflex_runtime.core.affine import DEFAULT_COST
@@ -40,10 +39,9 @@ Exit status: 0 after a drain, 1 when the policy could not be started or was lost
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
+    """Register the verb for a policy."""
     parser = verbs.add_parser(
         "serve",
-        help="serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
         description="Serve a robot policy over HTTP. Requests that can share a forward pass do, within a cost budget.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,14 +56,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)
     parser.set_defaults(run=run)
-    of_models, of_policies = serve_llm.parser(parser), parser.parse_known_args
-
-    def dispatch(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        """What is served decides which options there are."""
-        chosen = of_models.parse_known_args if serve_llm.names_model(args or ()) else of_policies
-        return chosen(args, namespace)
-
-    parser.parse_known_args = dispatch  # argparse asks nobody else before the options
 
 
 def run(args: argparse.Namespace) -> int:

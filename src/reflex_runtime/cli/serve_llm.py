@@ -1,6 +1,7 @@
 """`reflex serve MODEL_DIR`: serve a language model over HTTP with the OpenAI API.
 
-The verb is that of `serve`, which hands over here when it is given the directory of a model.
+The verb is that of `serve`, with options of its own: `reflex_runtime.cli` registers it when it gets the directory of
+a model.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -50,31 +50,22 @@ when it was lost), 2 for a wrong option or directory, 130 after a second Ctrl-C.
 """
 
 
-def parser(serve: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The command line of `reflex serve MODEL_DIR`. serve: that of the verb."""
-    found = type(serve)(
-        prog=serve.prog,
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    """Register the verb for a language model."""
+    parser = verbs.add_parser(
+        "serve",
         description="Serve a language model over HTTP with the OpenAI API, by continuous batching.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument(
+    parser.add_argument(
         "model", type=model_directory, metavar="MODEL_DIR",
         help="Hugging Face directory: config.json, safetensors, tokenizer.json; scribe is the bundled model",
     )  # fmt: skip
     tables = "TOML file with a table [serve], and [generate_batcher] for --workers"
-    found.add_argument("--config", type=Path, metavar="FILE", help=tables)
-    add_options(found, LLMServeConfig)
-    found.set_defaults(run=run)
-    return found
-
-
-def names_model(args: Sequence[str]) -> bool:
-    """Whether one of the words is the directory of a language model, and none that of a policy."""
-    words = [word for word in args if not word.startswith("-")]
-    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
-        return False
-    return any(os.path.isfile(os.path.join(model_directory(word), "config.json")) for word in words)
+    parser.add_argument("--config", type=Path, metavar="FILE", help=tables)
+    add_options(parser, LLMServeConfig)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

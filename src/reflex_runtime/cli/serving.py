@@ -1,14 +1,24 @@
-"""What `reflex serve` says of any server: the settings in force, where it is, who can reach it."""
+"""What `reflex serve` does for policies and language models alike: tells them apart, shows settings and address."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from reflex_runtime.config import one_line, table
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.telemetry import files
+
+
+def names_model(args: Sequence[str]) -> bool:
+    """Whether one of the words is the directory of a language model, and none that of a policy."""
+    words = [word for word in args if not word.startswith("-")]
+    if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
+        return False
+    return any(os.path.isfile(os.path.join(model_directory(word), "config.json")) for word in words)
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:

@@ -105,7 +105,6 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subparsers.add_parser(
         "simulate",
-        help="try a batching rule on a load in virtual time",
         description="Run the real scheduler on a simulated load and device in virtual time, and report what came out.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

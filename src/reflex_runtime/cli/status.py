@@ -40,7 +40,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "status",
-        help="ask a running server: partitions, tiers, targets, waits, streams, workers",
         description="Ask a running server how its requests fare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

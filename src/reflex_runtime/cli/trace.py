@@ -61,7 +61,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the verb `trace`."""
     parser = subparsers.add_parser(
         "trace",
-        help="show a trace of batches as a table and a picture",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

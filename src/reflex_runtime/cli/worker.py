@@ -27,7 +27,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "worker",
-        help="a runtime process: runs language models for a server in another process",
         description="Run language models for another process, over a connection.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
