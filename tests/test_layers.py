@@ -14,11 +14,12 @@ PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing"}  # anyone may read them
+MODULES = {"version", "pacing", "checked"}  # anyone may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
+    "checked": set(),
     "processors": {"core"},
     "telemetry": {"core"},
     "drivers": {"core", "processors"},
@@ -32,7 +33,7 @@ BELOW: dict[str, set[str]] = {
     "config": set(),
 }
 READS_CONFIG = {"web", "policies", "llm"}  # a tree of frozen values; besides it only those at the top read it
-ALONE = {("config", f"{PACKAGE}.core.errors")}  # a wrong setting is a ConfigError
+ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "checked")}  # what is wrong in a file is a ConfigError
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
 CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}

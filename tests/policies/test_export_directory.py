@@ -259,6 +259,8 @@ WRONG_EMBODIMENT: list[tuple[str, Any, str]] = [
     ("gripper_index", 2, "an integer in [0, 1]"),
     ("cameras", {"front": 64}, "[height, width]"),
     ("control_rate_hz", 0, "a number > 0"),
+    ("control_rate_hz", 10**400, "a number > 0"),
+    ("control_rate_hz", "\ud800", "a number > 0"),
     ("state_norm", {"mean": [0, 0]}, "a list of 2 finite numbers"),
     ("action_range", [], "'action_ranges', perhaps"),
 ]

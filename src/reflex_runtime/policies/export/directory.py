@@ -6,19 +6,21 @@ a ConfigError that names the file and the key, what was found and what is expect
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Literal, NoReturn, cast
+from types import GenericAlias
+from typing import Annotated, Any, Final, Literal, NoReturn
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
+from reflex_runtime.checked import JsonObject, described
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.processors.onnx import TensorSpec
@@ -176,163 +178,126 @@ def _model_files(root: Path) -> list[tuple[str, Path]]:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-_KEYS: Final = (
-    "model_id",
-    "model_type",
-    "export_kind",
-    "state_dim",
-    "action_dim",
-    "chunk_size",
-    "num_denoising_steps",
-    "opset",
-    "image_size",
-    "images",
-    "inputs",
-    "outputs",
-    "decomposed",
-    "tokenizer",
-    "max_tokens",
-    "state_norm",
-    "action_norm",
-    "embodiment",
-    "metadata",
-)
-_DECOMPOSED_KEYS: Final = ("vlm_prefix_onnx", "expert_denoise_onnx", "past_kv_tensor_names", "expert_takes_state")
-_EMBODIMENT_KEYS: Final = (
-    "name",
-    "action_space",
-    "action_ranges",
-    "action_names",
-    "action_units",
-    "state_names",
-    "gripper_index",
-    "cameras",
-    "control_rate_hz",
-    "state_norm",
-    "action_norm",
-    "metadata",
-)
+
+def _whole(low: int, high: int = 1_000_000) -> Meta:
+    return Meta(ge=low, le=high, description=f"an integer in [{low}, {high}]")
 
 
-class _Table:
-    """One JSON object, read strictly: each getter checks a key and names it, with the file, when it is wrong."""
+def _list(item: Any, count: int, what: str) -> Any:
+    """The type of a list of so many items; `what` names them."""
+    length = Meta(min_length=count, max_length=count, description=f"a list of {count} {what}")
+    # mypy takes no variable in a type, hence not tuple[item, ...]
+    return Annotated[GenericAlias(tuple, (item, ...)), length]
 
-    def __init__(self, file: Path, values: Any, allowed: Iterable[str], within: str = "") -> None:
-        self.file, self.within = file, within
-        if not isinstance(values, dict):
-            self.wrong("", values, "an object")
-        self.values: dict[str, Any] = values
-        names = list(allowed)
-        for key in self.values:
-            if key not in names:
-                near = difflib.get_close_matches(key, names, 1)
-                self.wrong(key, None, f"{near[0]!r}, perhaps" if near else "one of " + ", ".join(names), unknown=True)
 
-    def wrong(self, key: str, found: Any, expected: str, unknown: bool = False) -> NoReturn:
-        name = ".".join(part for part in (self.within, key) if part)
-        if unknown:
-            raise ConfigError(f"{self.file}: {name}: found an unknown key, expected {expected}")
-        shown = "nothing" if found is _MISSING else _shorten(json.dumps(found, ensure_ascii=False, default=str))
-        raise ConfigError(f"{self.file}: {name or 'file'}: found {shown}, expected {expected}")
+def _names(count: int) -> Any:
+    return _list(_Name, count, "different texts")
 
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
 
-    def get(self, key: str) -> Any:
-        value = self.values.get(key)
-        return _MISSING if value is None else value
+_RANGES: Final = "pairs [low, high] of finite numbers with low < high"
+_LARGEST: Final = 3.0e38  # nearly the largest number of float32
+_Text = Annotated[str, Meta(pattern=r"\S", description="a text")]
+_Number = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
+_Name = Annotated[str, Meta(min_length=1)]
+_Pixels = Annotated[int, Meta(ge=1, le=4096)]
+_Size = Annotated[tuple[_Pixels, _Pixels], Meta(description="[height, width], each an integer in [1, 4096]")]
+_Sizes = Annotated[dict[_Name, Any], Meta(description="an object {name: [height, width]}")]
+_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of one or more different texts")]
+_FileName = Annotated[str, Meta(min_length=1, description="a file name within the export directory")]
+_MaxTokens = Annotated[int, _whole(1, 100_000)]
+_Vocabulary = Annotated[
+    dict[str, Annotated[int, Meta(ge=0)]],
+    Meta(min_length=1, description="an object {word: id >= 0}, or the name of a tokenizer.json file"),
+]
 
-    def text(self, key: str) -> str:
-        value = self.get(key)
-        if not isinstance(value, str) or not value.strip():
-            self.wrong(key, value, "a text")
-        return value
 
-    def choice(self, key: str, choices: Sequence[str]) -> str:
-        value = self.get(key)
-        if value not in choices:
-            self.wrong(key, value, " or ".join(repr(c) for c in choices))
-        return cast("str", value)
+class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `reflex_config.json`. What depends on another key is Any here and checked where both are known."""
 
-    def integer(self, key: str, low: int, high: int = 1_000_000) -> int:
-        value = self.get(key)
-        if not _is_int(value) or not low <= value <= high:
-            self.wrong(key, value, f"an integer in [{low}, {high}]")
-        return cast("int", value)
+    model_id: _Text
+    model_type: _Text
+    export_kind: Annotated[ExportKind, Meta(description="'monolithic' or 'decomposed'")]
+    state_dim: Annotated[int, _whole(0)]
+    action_dim: Annotated[int, _whole(1)]
+    chunk_size: Annotated[int, _whole(1)]
+    num_denoising_steps: Annotated[int, _whole(1, 1000)]
+    opset: Annotated[int, _whole(1, 1000)] | None = None
+    image_size: _Size | None = None
+    images: _Sizes | None = None
+    inputs: Any = None
+    outputs: Any = None
+    decomposed: Any = None
+    tokenizer: Any = None
+    max_tokens: Any = None
+    state_norm: Any = None
+    action_norm: Any = None
+    embodiment: Any = None
+    metadata: Any = None
 
-    def number(self, key: str) -> float:
-        value = self.get(key)
-        if not _is_number(value) or not value > 0:
-            self.wrong(key, value, "a number > 0")
-        return float(value)
 
-    def flag(self, key: str) -> bool:
-        value = self.get(key)
-        if not isinstance(value, bool):
-            self.wrong(key, value, "true or false")
-        return value
+class _Decomposed(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    vlm_prefix_onnx: Any = None
+    expert_denoise_onnx: Any = None
+    past_kv_tensor_names: Any = None
+    expert_takes_state: Annotated[bool, Meta(description="true or false")]
 
-    def texts(self, key: str, count: int | None = None) -> tuple[str, ...]:
-        value = self.get(key)
-        fine = isinstance(value, list) and all(isinstance(v, str) and v for v in value)
-        if not fine or not value or len(set(value)) != len(value) or (count is not None and len(value) != count):
-            self.wrong(key, value, f"a list of {count or 'one or more'} different texts")
-        return tuple(value)
 
-    def labels(self, key: str, count: int) -> tuple[str, ...]:
-        """Texts for people; they may repeat (two joints in radians)."""
-        value = self.get(key)
-        if not isinstance(value, list) or len(value) != count or not all(isinstance(v, str) for v in value):
-            self.wrong(key, value, f"a list of {count} texts")
-        return tuple(value)
+def _norm_keys(dim: int) -> Any:
+    vector = _list(_Number, dim, "finite numbers")
+    return msgspec.defstruct("_Norm", [("mean", vector), ("std", vector)], forbid_unknown_fields=True)
 
-    def sizes(self, key: str) -> dict[str, Size]:
-        value = self.get(key)
-        if not isinstance(value, dict) or not all(name for name in value):
-            self.wrong(key, value, "an object {name: [height, width]}")
-        return {name: self.size(f"{key}.{name}", size) for name, size in value.items()}
 
-    def size(self, key: str, value: Any) -> Size:
-        if not isinstance(value, list) or len(value) != 2 or not all(_is_int(v) and 1 <= v <= 4096 for v in value):
-            self.wrong(key, value, "[height, width], each an integer in [1, 4096]")
-        return value[0], value[1]
+def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
+    """The struct of the embodiment's file."""
+    space = Meta(description="'absolute' or 'relative'")
+    optional: dict[str, Any] = {
+        "action_space": Annotated[Literal["absolute", "relative"], space],
+        "action_ranges": _list(tuple[_Number, _Number], action_dim, _RANGES),
+        "action_names": Any,
+        "action_units": _list(str, action_dim, "texts"),  # for people; they may repeat (two joints in radians)
+        "state_names": _list(str, state_dim, "texts"),
+        "gripper_index": Annotated[int, _whole(0, action_dim - 1)],
+        "cameras": _Sizes,
+        "control_rate_hz": Annotated[float, Meta(gt=0, le=_LARGEST, description="a number > 0")],
+        **dict.fromkeys(("state_norm", "action_norm", "metadata"), Any),
+    }
+    keys: list[Any] = [("name", _Text), *((name, kind | None, None) for name, kind in optional.items())]
+    return msgspec.defstruct("_EmbodimentFile", keys, forbid_unknown_fields=True)
 
-    def norm(self, key: str, dim: int) -> Norm:
-        table = _Table(self.file, self.get(key), ("mean", "std"), ".".join(p for p in (self.within, key) if p))
-        mean, std = (table.vector(name, dim) for name in ("mean", "std"))
-        if not (std > 0.0).all():
-            table.wrong("std", std.tolist(), "numbers > 0")
-        return Norm(mean, std)
 
-    def vector(self, key: str, dim: int) -> NDArray[np.float32]:
-        value = self.get(key)
-        if not isinstance(value, list) or len(value) != dim or not all(_is_number(v) for v in value):
-            self.wrong(key, value, f"a list of {dim} finite numbers")
-        return _frozen(value)
+class _Object(JsonObject):
+    """A JSON object of the export."""
 
-    def ranges(self, key: str, dim: int) -> NDArray[np.float32]:
-        value = self.get(key)
-        pairs = isinstance(value, list) and all(
-            isinstance(pair, list) and len(pair) == 2 and all(_is_number(v) for v in pair) and pair[0] < pair[1]
-            for pair in value
-        )
-        if not pairs or len(value) != dim:
-            self.wrong(key, value, f"a list of {dim} pairs [low, high] of finite numbers with low < high")
-        return _frozen(value)
+    def sizes(self, key: str, values: Mapping[str, Any]) -> dict[str, Size]:
+        """Every (height, width) of an object {name: [height, width]}."""
+        return {name: self.convert(f"{key}.{name}", _Size, size) for name, size in values.items()}
 
-    def file_in(self, root: Path, key: str, value: Any) -> Path:
+    def different(self, key: str, kind: Any) -> tuple[str, ...]:
+        """A list of texts of which none occurs twice. kind: its type, of which this checks the rest."""
+        texts: tuple[str, ...] = self.convert(key, kind)
+        if len(set(texts)) < len(texts):
+            self.wrong(key, described(kind))
+        return texts
+
+    def norm(self, key: str, dim: int) -> Norm | None:
+        if not self.has(key):
+            return None
+        table = _Object(self.file, self.get(key), self.name(key))
+        fields = table.read(_norm_keys(dim))
+        norm = Norm(_frozen(fields.mean), _frozen(fields.std))
+        if not (norm.std > 0.0).all():
+            table.wrong("std", "numbers > 0", norm.std.tolist())
+        return norm
+
+    def file_in(self, root: Path, key: str) -> Path:
         """A file of the directory. Links inside it are followed: model hubs store files as links."""
-        if not isinstance(value, str) or not value:
-            self.wrong(key, value, "a file name within the export directory")
-        pure = PurePosixPath(value)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in value or ":" in value:
-            self.wrong(key, value, "a relative path that stays within the export directory")
+        name: str = self.convert(key, _FileName)
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts or "\\" in name or ":" in name:
+            self.wrong(key, "a relative path that stays within the export directory")
         if not (root / pure).is_file():
-            self.wrong(key, value, f"a file that exists in {root}")
+            self.wrong(key, f"a file that exists in {root}")
         return root / pure
-
-
-_MISSING: Final = object()
 
 
 def _read_json(file: Path) -> Any:
@@ -357,109 +322,93 @@ def _read_json(file: Path) -> Any:
 
 
 def _load(root: Path) -> Export:
-    file = root / CONFIG_FILE
-    table = _Table(file, _read_json(file), _KEYS)
-    kind = cast("ExportKind", table.choice("export_kind", ("monolithic", "decomposed")))
-    state_dim, action_dim = table.integer("state_dim", 0), table.integer("action_dim", 1)
-    images = _images(table)
-    reader = _Roles(root, table, kind, images, state_dim, action_dim, table.integer("chunk_size", 1))
-    graphs = reader.graphs()
-    tokenizer, max_tokens = _text(root, table, reader.inputs.has("tokens"))
-    steps = table.integer("num_denoising_steps", 1, 1000)
-    embodiment, its_norms = _embodiment(root, table, state_dim, action_dim)
-    norms: dict[str, Norm | None] = {}
-    for key, dim in (("state_norm", state_dim), ("action_norm", action_dim)):
-        if table.has(key) and key in its_norms:
-            table.wrong(key, table.get(key), "it in one file only, and the embodiment has one as well")
-        norms[key] = table.norm(key, dim) if table.has(key) else its_norms.get(key)
+    table = _Object(root / CONFIG_FILE, _read_json(root / CONFIG_FILE))
+    config = table.read(_Config)
+    images = _images(table, config)
+    roles = _Roles(root, table, config, images)
+    graphs = roles.graphs()
+    tokenizer, max_tokens = _text(root, table, roles.inputs.has("tokens"))
+    dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
+    embodiment, norms = _embodiment(root, table, dims)
+    for key, dim in dims.items():
+        if table.has(key) and norms[key] is not None:
+            table.wrong(key, "it in one file only, and the embodiment has one as well")
+        norms[key] = norms[key] or table.norm(key, dim)
     return Export(
         path=root,
         config=table.values,
-        model_id=table.text("model_id"),
-        model_type=table.text("model_type"),
-        export_kind=kind,
-        state_dim=state_dim,
-        action_dim=action_dim,
-        chunk_size=reader.chunk_size,
-        num_denoising_steps=steps,
-        opset=table.integer("opset", 1, 1000) if table.has("opset") else None,
+        model_id=config.model_id,
+        model_type=config.model_type,
+        export_kind=config.export_kind,
+        state_dim=config.state_dim,
+        action_dim=config.action_dim,
+        chunk_size=config.chunk_size,
+        num_denoising_steps=config.num_denoising_steps,
+        opset=config.opset,
         images=images,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
-        state_norm=norms["state_norm"],
-        action_norm=norms["action_norm"],
         embodiment=embodiment,
         graphs=graphs,
-        past_kv=reader.past_kv,
-        prefix_takes_state=kind == "decomposed" and "state" in graphs["prefix"].inputs,
+        past_kv=roles.past_kv,
+        prefix_takes_state=config.export_kind == "decomposed" and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),
+        **norms,
     )
 
 
-def _images(table: _Table) -> dict[str, Size]:
+def _images(table: _Object, config: _Config) -> dict[str, Size]:
     """`images`, or the single image of `image_size`; both must agree where both are given."""
-    size = table.size("image_size", table.get("image_size")) if table.has("image_size") else None
-    if not table.has("images"):
+    size = config.image_size
+    if config.images is None:
         return {} if size is None else {"image": size}
-    images = table.sizes("images")
+    images = table.sizes("images", config.images)
     for name in images:
         if name in ROLES or name == "actions":
-            table.wrong(f"images.{name}", name, "a name other than " + ", ".join((*ROLES, "actions")))
+            table.wrong(f"images.{name}", "a name other than " + ", ".join((*ROLES, "actions")), name)
     if size is not None and size not in images.values():
-        table.wrong("image_size", list(size), "the size of one of `images`")
+        table.wrong("image_size", "the size of one of `images`")
     return images
 
 
-def _text(root: Path, table: _Table, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
+def _text(root: Path, table: _Object, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:
     if not takes_text:
         if table.has("tokenizer"):
-            table.wrong("tokenizer", "one", "none, because `inputs` has no role tokens")
+            table.wrong("tokenizer", "none, because `inputs` has no role tokens", "one")
         return None, 0
-    max_tokens = table.integer("max_tokens", 1, 100_000)
-    value = table.get("tokenizer")
-    if isinstance(value, str):
-        return read_tokenizer(table.file_in(root, "tokenizer", value)), max_tokens
-    if not isinstance(value, dict) or not value or not all(_is_int(v) and v >= 0 for v in value.values()):
-        table.wrong("tokenizer", value, "an object {word: id >= 0}, or the name of a tokenizer.json file")
-    return WordTokenizer(value), max_tokens
+    max_tokens: int = table.convert("max_tokens", _MaxTokens)
+    if isinstance(table.get("tokenizer"), str):
+        return read_tokenizer(table.file_in(root, "tokenizer")), max_tokens
+    return WordTokenizer(table.convert("tokenizer", _Vocabulary)), max_tokens
 
 
 class _Roles:
     """`inputs`, `outputs` and `decomposed`: which tensor of which graph plays which role."""
 
-    def __init__(
-        self,
-        root: Path,
-        table: _Table,
-        kind: ExportKind,
-        images: Mapping[str, Size],
-        state_dim: int,
-        action_dim: int,
-        chunk_size: int,
-    ) -> None:
-        self._root, self._table, self._kind, self._images = root, table, kind, images
-        self.chunk_size = chunk_size
-        chunk = (chunk_size, action_dim)
-        roles = [*images, "tokens", "state", "noise", *(["time", "past_kv"] if kind == "decomposed" else [])]
-        self.inputs = _Table(table.file, table.get("inputs"), roles, "inputs")
-        self.outputs = _Table(
-            table.file, table.get("outputs"), ["actions", *(["past_kv"] if kind == "decomposed" else [])], "outputs"
-        )
+    def __init__(self, root: Path, table: _Object, config: _Config, images: Mapping[str, Size]) -> None:
+        self._root, self._table, self._kind, self._images = root, table, config.export_kind, images
+        split = config.export_kind == "decomposed"
+        chunk = (config.chunk_size, config.action_dim)
+        self.inputs = _Object(table.file, table.get("inputs"), "inputs")
+        self.inputs.only([*images, "tokens", "state", "noise", *(["time", "past_kv"] if split else [])])
+        self.outputs = _Object(table.file, table.get("outputs"), "outputs")
+        self.outputs.only(["actions", *(["past_kv"] if split else [])])
+        most = config.max_tokens
         self._specs: dict[str, tuple[str, tuple[int | None, ...]]] = {
             **{name: ("u", (*size, 3)) for name, size in images.items()},
-            "tokens": ("i", (table.get("max_tokens") if _is_int(table.get("max_tokens")) else None,)),
-            "state": ("f", (state_dim,)),
+            "tokens": ("i", (most if type(most) is int else None,)),
+            "state": ("f", (config.state_dim,)),
             "noise": ("f", chunk),
             "time": ("f", ()),
             "actions": ("f", chunk),
         }
         self.past_kv: dict[str, str] = {}
-        if self.inputs.has("state") and state_dim == 0:
-            table.wrong("state_dim", 0, "at least 1, because `inputs` has the role state")
+        if self.inputs.has("state") and config.state_dim == 0:
+            table.wrong("state_dim", "at least 1, because `inputs` has the role state")
         for name in images:
-            self.inputs.text(name)
+            self.inputs.convert(name, _Text)
 
     def graphs(self) -> dict[str, Graph]:
         """The graphs of this kind of export, with every role in the one it belongs to."""
@@ -467,40 +416,38 @@ class _Roles:
         state = ["state"] if self.inputs.has("state") else []
         if self._kind == "monolithic":
             if self._table.has("decomposed"):
-                self._table.wrong("decomposed", self._table.get("decomposed"), "none in a monolithic export")
+                self._table.wrong("decomposed", "none in a monolithic export")
             noise = ["noise"] if self.inputs.has("noise") else []
             if not seen and not state:
-                self._table.wrong("inputs", self.inputs.values, "an image, tokens or state: something to act on")
+                self._table.wrong("inputs", "an image, tokens or state: something to act on")
             file = self._root / MODEL_FILE
             if not file.is_file():
                 raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
             return {"model": self._graph(file, [*seen, *state, *noise], ["actions"])}
-        parts = _Table(self._table.file, self._table.get("decomposed"), _DECOMPOSED_KEYS, "decomposed")
-        names = parts.texts("past_kv_tensor_names")
+        parts = _Object(self._table.file, self._table.get("decomposed"), "decomposed")
+        fields = parts.read(_Decomposed)
+        names = parts.different("past_kv_tensor_names", _Names)
         made, read = self._kv(self.outputs, names), self._kv(self.inputs, names)
         self.past_kv = dict(zip(made, read, strict=True))
-        to_expert = parts.flag("expert_takes_state")
+        to_expert = fields.expert_takes_state
         if to_expert and not state:
-            self.inputs.wrong("state", _MISSING, "a tensor name, because `expert_takes_state` is true")
-        prefix, expert = (
-            parts.file_in(self._root, k, parts.get(k)) for k in ("vlm_prefix_onnx", "expert_denoise_onnx")
-        )
+            self.inputs.wrong("state", "a tensor name, because `expert_takes_state` is true")
+        prefix, expert = (parts.file_in(self._root, key) for key in ("vlm_prefix_onnx", "expert_denoise_onnx"))
         sees = [*seen, *([] if to_expert else state)]
         if not sees:
-            self._table.wrong("inputs", self.inputs.values, "an image, tokens or state for the prefix to see")
+            self._table.wrong("inputs", "an image, tokens or state for the prefix to see")
         return {
             "prefix": self._graph(prefix, sees, [], made=made),
             "expert": self._graph(expert, ["noise", "time", *(state if to_expert else [])], ["actions"], read=read),
         }
 
-    def _kv(self, table: _Table, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _kv(self, table: _Object, names: tuple[str, ...]) -> tuple[str, ...]:
         """Tensor names of the keys and values on one side: `past_kv_tensor_names` unless the role says otherwise."""
-        value = table.get("past_kv")
-        if value is _MISSING:
+        if not table.has("past_kv"):
             return names
-        if isinstance(value, str) and len(names) == 1:
-            return (table.text("past_kv"),)
-        return table.texts("past_kv", len(names))
+        if isinstance(table.get("past_kv"), str) and len(names) == 1:
+            return (table.convert("past_kv", _Text),)
+        return table.different("past_kv", _names(len(names)))
 
     def _graph(
         self,
@@ -515,59 +462,37 @@ class _Roles:
         names: set[str] = set()
         for role, spec in taken.items():
             if spec.name in names:
-                self.inputs.wrong(role.partition("/")[0], spec.name, "a tensor that no other role has")
+                self.inputs.wrong(role.partition("/")[0], "a tensor that no other role has", spec.name)
             names.add(spec.name)
         given = {role: self._spec(self.outputs, role) for role in outputs}
         given |= {f"past_kv/{i}": TensorSpec(name) for i, name in enumerate(made)}
         return Graph(file, taken, given)
 
-    def _spec(self, table: _Table, role: str) -> TensorSpec:
+    def _spec(self, table: _Object, role: str) -> TensorSpec:
         kind, dims = self._specs[role]
-        return TensorSpec(table.text(role), kind, dims)
+        return TensorSpec(table.convert(role, _Text), kind, dims)
 
 
-def _embodiment(root: Path, config: _Table, state_dim: int, action_dim: int) -> tuple[Embodiment, dict[str, Norm]]:
+def _embodiment(root: Path, config: _Object, dims: Mapping[str, int]) -> tuple[Embodiment, dict[str, Norm | None]]:
     """The file that `embodiment` names, else embodiment.json where there is one, else an unknown robot."""
-    if config.has("embodiment"):
-        file = config.file_in(root, "embodiment", config.get("embodiment"))
-    else:
-        file = root / EMBODIMENT_FILE
-        if not file.is_file():
-            return Embodiment(), {}
-    table = _Table(file, _read_json(file), _EMBODIMENT_KEYS)
-    has = table.has
-    space = table.choice("action_space", ("absolute", "relative")) if has("action_space") else None
-    embodiment = Embodiment(
-        name=table.text("name"),
-        action_space=cast("Literal['absolute', 'relative'] | None", space),
-        action_ranges=table.ranges("action_ranges", action_dim) if has("action_ranges") else None,
-        action_names=table.texts("action_names", action_dim) if has("action_names") else None,
-        action_units=table.labels("action_units", action_dim) if has("action_units") else None,
-        state_names=table.labels("state_names", state_dim) if has("state_names") else None,
-        gripper_index=table.integer("gripper_index", 0, action_dim - 1) if has("gripper_index") else None,
-        cameras=table.sizes("cameras") if has("cameras") else None,
-        control_rate_hz=table.number("control_rate_hz") if has("control_rate_hz") else None,
-    )
-    dims = {"state_norm": state_dim, "action_norm": action_dim}
-    return embodiment, {key: table.norm(key, dim) for key, dim in dims.items() if has(key)}
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    """A finite number that float32 can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and abs(value) <= 3.0e38
+    file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
+    if not config.has("embodiment") and not file.is_file():
+        return Embodiment(), dict.fromkeys(dims)
+    table, action_dim = _Object(file, _read_json(file)), dims["action_norm"]
+    values = msgspec.structs.asdict(table.read(_embodiment_keys(dims["state_norm"], action_dim)))
+    if table.has("action_ranges"):
+        if not all(low < high for low, high in values["action_ranges"]):
+            table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
+        values["action_ranges"] = _frozen(values["action_ranges"])
+    if table.has("action_names"):
+        values["action_names"] = table.different("action_names", _names(action_dim))
+    if table.has("cameras"):
+        values["cameras"] = table.sizes("cameras", values["cameras"])
+    norms = {key: table.norm(key, dim) for key, dim in dims.items()}
+    return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
 
 
 def _frozen(value: Any) -> NDArray[np.float32]:
     array = np.array(value, np.float32)
     array.setflags(write=False)
     return array
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "…"
