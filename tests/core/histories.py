@@ -397,7 +397,7 @@ class Play:
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
-        if self.scheduler.stands and not self.oracle.quiet:  # it says that the last arrival changed nothing
+        if self.scheduler.decision_current and not self.oracle.quiet:  # it says that the last arrival changed nothing
             self.scheduler.expire(self.now)
             assert self.oracle.next_batch(self.now) is None
         events = self.scheduler.take_events()

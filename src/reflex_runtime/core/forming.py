@@ -85,7 +85,7 @@ class Former:
         filled = self._fill_waiting(base)
         shed: list[Ticket] = []
         if self.policy.shed and len(self.partition.deadlines):
-            filled, shed = self._weigh(base, filled)
+            filled, shed = self._select_for_deadlines(base, filled)
         if not base.grants and (not filled.grants or self._held(filled)):
             return Formed("", {}, 0.0, Cause.IDLE, [], shed) if shed else None
         return self._finish(base, filled, shed)
@@ -301,7 +301,7 @@ class Former:
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
-    def _weigh(self, base: Filled, full: Filled) -> tuple[Filled, list[Ticket]]:
+    def _select_for_deadlines(self, base: Filled, full: Filled) -> tuple[Filled, list[Ticket]]:
         """The batch of largest expected value when deadlines are at risk, and who is shed."""
         chosen = full
         shed: list[Ticket] = []

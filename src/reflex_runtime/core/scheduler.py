@@ -12,6 +12,27 @@ A driver does, under one lock:
     scheduler.complete(batch, outcomes, elapsed, now)        complete
 
 and hands what `take_events` returns to its sinks and waiters.
+
+Theory of operation. `next_batch` decides in this order; the first step that yields a batch ends it:
+
+ 1. Time. Tickets past their deadline settle as `Expired`, pauses that are over end (`_apply_due`). Running tickets do
+    not expire; they are checked when their batch returns. With `max_batches` running there is nothing to decide.
+ 2. Groups take turns by device time over weight, the least served first (`_turns`).
+ 3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
+    least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
+ 4. Parts of a call that failed run first, each by itself, to find the guilty request (`Former.form`, `isolation`).
+ 5. Residents are granted their next step (`Former._seed`; with memory to reserve `ResidentStep.fill`).
+ 6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share
+    (`Former._fill_waiting`, `Cursor`). Where deadlines are at risk, the set of largest value is chosen instead, and
+    what can no longer be met is shed (`Former._select_for_deadlines`).
+ 7. A free device may wait for more (`Former._held`): until the batch is full, the hold is over, or no client whose
+    next request is due would save more than waiting costs (`Former._hold_until`, `returns`). `wake_at` says until when.
+ 8. Newcomers to a running batch with stages enter only if everybody present is answered sooner for it
+    (`Former._enters`, `joining`).
+ 9. A group with `gap_chance` runs only where a gap is likely to be long enough (`_gap_at`).
+10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).
+
+`complete` then teaches the cost model what the batch took (`_ended`), and settles, keeps or requeues its members.
 """
 
 from __future__ import annotations
@@ -290,7 +311,7 @@ class Scheduler:
         return min(times, default=inf)
 
     @property
-    def stands(self) -> bool:
+    def decision_current(self) -> bool:
         """Whether `wake_at` still is what the last `next_batch` left: no input since could make a batch possible."""
         return self._decided == self._epoch
 

@@ -103,7 +103,7 @@ class Device:
             settled = self.scheduler.settled
             ticket = self.scheduler.submit(request, self.clock(), ready)
             ticket.waiter = waiter
-            if wake and self._waiting and not (self.scheduler.stands and ticket.deadline >= self._sleeps_until):
+            if wake and self._waiting and self._must_wake(ticket):
                 self._ring()
             told = self.scheduler.settled != settled  # somebody had to make room for it
         if told:
@@ -323,6 +323,10 @@ class Device:
         batch, since = self._running
         self.scheduler.complete(batch, outcomes, now - since, now)
         self._running = None
+
+    def _must_wake(self, ticket: Ticket) -> bool:
+        """Whether the sleeping device may have something to do before the time until which it sleeps."""
+        return not self.scheduler.decision_current or ticket.deadline < self._sleeps_until
 
     def _ring(self) -> None:
         """Wake the thread if it sleeps. The lock is held."""
