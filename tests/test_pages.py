@@ -34,6 +34,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+def tasks(page: Path) -> dict[str, list[str]]:
+    """The pages that a list of links names below each task, in order."""
+    text = page.read_text(encoding="utf-8")
+    if page.parent == ROOT:
+        rows = re.findall(r"^- \*\*(.+?)\*\*: (.+)$", text, re.MULTILINE)
+    else:
+        rows = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return {task: [Path(target).name for target in re.findall(r"\]\((.+?)\)", links)] for task, links in rows}
+
+
+def test_readme_and_index_name_every_page_below_the_same_tasks() -> None:
+    index = tasks(ROOT / "docs" / "README.md")
+    assert tasks(ROOT / "README.md") == index
+    named = [name for names in index.values() for name in names]
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md")
+
+
 def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
