@@ -106,6 +106,7 @@ class RequestAnswered(NamedTuple):
 
     outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
     detail: free for the server's sinks (what was asked and answered, for the recorder).
+    served_in: seconds from the request's last byte to the answer; None where no caller waits for it (a shadow's).
     """
 
     at: float
@@ -115,6 +116,7 @@ class RequestAnswered(NamedTuple):
     latency: float
     ticket: Ticket | None = None
     detail: Any = None
+    served_in: float | None = None
 
 
 Event = (

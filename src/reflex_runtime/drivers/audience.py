@@ -22,7 +22,7 @@ class Audience:
     """Tells every event, in order, to the sinks that want it, and settles whoever waits for a ticket.
 
     sinks: one with an attribute `events` (a set of event types) gets those only. One that raises is logged and called
-    again with the next event.
+    again with the next event. No sink may depend on the order of sinks, and none publishes an event itself.
     """
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
@@ -48,6 +48,10 @@ class Audience:
             if not all:
                 break
         return bool(self._untold)
+
+    def publish(self, event: Event) -> None:
+        """Call the sinks with one event now, ahead of those that `tell` still keeps. For servers; not from a sink."""
+        self._tell(event)
 
     def _slice(self) -> Iterator[Event]:
         """The next events of one turn: answers cost much more than others."""

@@ -34,7 +34,8 @@ class Batcher:
 
     processors: one per group. watchdog: seconds a batch may run before its callers are told (0 switches it off).
     sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
-        those only. One that raises is logged and called again with the next event.
+        those only. One that raises is logged and called again with the next event. Or an `Audience`, for a server that
+        publishes events of its own to the same sinks.
     on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
     one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
     """
@@ -43,7 +44,7 @@ class Batcher:
         self,
         processors: Mapping[str, Processor],
         groups: Iterable[GroupConfig] = (GroupConfig(),),
-        sinks: Iterable[Sink] = (),
+        sinks: Iterable[Sink] | Audience = (),
         watchdog: float = 10.0,
         clock: Clock = time.monotonic,
         on_fatal: Callable[[], None] | None = None,
@@ -58,7 +59,7 @@ class Batcher:
             self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
             expendable=expendable, one_thread=one_thread,
         )  # fmt: skip
-        self._audience = Audience(sinks)
+        self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
         self._watchdog = watchdog
         self._soon = min(watchdog, Device.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
         self._clock = clock

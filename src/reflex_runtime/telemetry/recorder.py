@@ -99,6 +99,7 @@ class Recorder:
     clock: the scheduler's. wall: seconds since the epoch. capacity: most lines waiting; beyond it, and beyond
     `IMAGE_BYTES` of images, they are dropped and counted. max_bytes: of a file, after which another part of the
     recording is begun; 0 is no bound. A file with images is for its owner alone.
+    notes: asked for further notes about a batch when it finishes.
 
     recorded: requests written. dropped: lines that were not, requests and batches.
     """
@@ -115,6 +116,7 @@ class Recorder:
         wall: Callable[[], float] = time.time,
         capacity: int = 10_000,
         max_bytes: int = 0,
+        notes: Callable[[BatchFinished], Mapping[str, Any]] | None = None,
     ) -> None:
         if images not in IMAGE_MODES:
             raise ConfigError(f"Recorder.images={images!r}: must be one of {', '.join(IMAGE_MODES)}")
@@ -129,6 +131,7 @@ class Recorder:
         self.path: Path | None = None
         self.recorded = 0
         self._gzip, self._images = gzip, images
+        self._notes = notes
         self._wall = wall
         self._origin, self._began = clock(), wall()
         self._early: list[bytes] | None = []  # notes from before the first request
@@ -226,7 +229,7 @@ class Recorder:
             [ticket.seq for ticket in batch.grants],
             [ticket.seq for ticket in entered],
             event.crashed,
-            dict(batch.notes) if batch.notes else {},
+            dict(batch.notes) if self._notes is None else {**batch.notes, **self._notes(event)},
             list(self._looked),
             event.apart,
         )

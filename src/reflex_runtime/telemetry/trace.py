@@ -156,7 +156,8 @@ class TraceWriter:
 
     A file that is there is kept as PATH.1, at the start and each time the file is turned (`lines.turn_all`).
 
-    groups: the scheduler's groups, so that the file says what its numbers mean. capacity: most batches waiting to be
+    groups: the scheduler's groups, so that the file says what its numbers mean. notes: asked for further notes about a
+    batch when it finishes. capacity: most batches waiting to be
     written; beyond it, and after a disk error, they are dropped and counted; serving is never held up. clock: the
     driver's.
 
@@ -164,16 +165,20 @@ class TraceWriter:
     in `error`, and reaches nobody else. Raises ConfigError at once when the file cannot be opened.
     """
 
+    events = frozenset({BatchScheduled, BatchFinished, RequestProgressed, RequestSettled})
+
     def __init__(
         self,
         path: str | Path,
         groups: Iterable[GroupConfig] = (),
         capacity: int = 1024,
         clock: Callable[[], float] = time.monotonic,
+        notes: Callable[[BatchFinished], Mapping[str, Any]] | None = None,
     ) -> None:
         if not capacity >= 1:
             raise ConfigError(f"TraceWriter.capacity={capacity!r}: must be >= 1 batches")
         self.path = Path(path)
+        self._notes = notes
         self._queued: dict[int, int] = {}  # batch in flight → how many waited behind it
         self._open: TracedBatch | None = None  # finished; the outcomes of its members are the next events
         self._next = 0  # the member whose outcome comes next
@@ -263,7 +268,7 @@ class TraceWriter:
             queued=queued,
             crashed=event.crashed,
             left=[ticket.seq for ticket in batch.left],
-            notes=dict(batch.notes),
+            notes=dict(batch.notes) if self._notes is None else {**batch.notes, **self._notes(event)},
             members=members,
             short_of=batch.short_of,
         )

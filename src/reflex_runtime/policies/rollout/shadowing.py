@@ -40,8 +40,8 @@ TOLD: Final = 60.0  # seconds between lines in the log about a shadow that fails
 class Shadowing:
     """The shadow of a server, and the sink that measures what it costs the others.
 
-    share: of the served requests that are sampled. on_difference: called with every compared pair. on_stopped: called
-    with the reason when it is not asked any more.
+    share: of the served requests that are sampled. publish: takes its answers into the event stream.
+    on_difference: called with every compared pair. on_stopped: called with the reason when it is not asked any more.
     """
 
     events = frozenset({BatchFinished, BatchScheduled})
@@ -53,10 +53,12 @@ class Shadowing:
         preparing: Preparing,
         share: float,
         metrics: Metrics,
+        publish: Callable[[Event], None],
         on_difference: Callable[[str, str, Difference], None] = lambda request_id, slot, found: None,
         on_stopped: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._slot, self._batcher, self._threads, self._metrics = slot, batcher, preparing, metrics
+        self._publish = publish
         self._sampler = Sampler(share)
         self.divergence = ShadowDivergence()
         self.on_difference, self.on_stopped = on_difference, on_stopped
@@ -190,7 +192,7 @@ class Shadowing:
         self._answered(time.monotonic(), "rejected", 0.0, None)
 
     def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
-        self._metrics(RequestAnswered(now, SHADOW, outcome, 200 if outcome == "ok" else 500, latency, ticket))
+        self._publish(RequestAnswered(now, SHADOW, outcome, 200 if outcome == "ok" else 500, latency, ticket))
 
     def _tell(self, error: BaseException) -> None:
         now = time.monotonic()

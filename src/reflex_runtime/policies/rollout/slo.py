@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.percentile import percentile
 
 log = logging.getLogger("reflex.slo")
@@ -37,7 +38,9 @@ class Objective:
 
 
 class SloTracker:
-    """Follows one objective. violated: whether it is now. factor: what `degrade` scales the budget by."""
+    """Follows one objective: a sink. violated: whether it is now. factor: what `degrade` scales the budget by."""
+
+    events = frozenset({RequestAnswered})
 
     WINDOW, EVERY, PERIOD, CLEAR, CHECKS, ADMIT = 1000, 32, 1.0, 0.8, 3, 10
 
@@ -52,6 +55,11 @@ class SloTracker:
         self._checked_at = 0.0
         self._good = 0
         self._asked = 0
+
+    def __call__(self, event: Event) -> None:
+        """Count what a caller was served."""
+        if isinstance(event, RequestAnswered) and event.status == 200 and event.served_in is not None:
+            self.served(event.served_in, event.at)
 
     def served(self, latency: float, now: float) -> None:
         """One served request."""

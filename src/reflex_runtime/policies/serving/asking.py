@@ -288,8 +288,8 @@ class Asking:
                 detail = asked_and_answered(ask, slot, now, answer, chunk, error, self.config.deadline_ms)
             except Exception:  # the caller gets the answer whatever becomes of the recording
                 log.exception("request %s could not be recorded", ask.request_id)
-        event = RequestAnswered(now, slot, outcome, status, now - ask.started, ask.ticket, detail)
-        runtime.answered(event, now - ask.received)
+        event = RequestAnswered(now, slot, outcome, status, now - ask.started, ask.ticket, detail, now - ask.received)
+        runtime.audience.publish(event)
 
 
 def _forget_frames(error: BaseException | None) -> None:

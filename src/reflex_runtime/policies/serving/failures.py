@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import logging
 
+from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.events import Event, RequestAnswered
+
 log = logging.getLogger("reflex.server")
 
 
 class FailureLog:
-    """Tells failed requests. Not for client errors, overload or cancellations: those are in the metrics."""
+    """A sink that tells failed requests of callers. Not for client errors, overload or cancellations.
+
+    Those are in the metrics.
+    """
+
+    events = frozenset({RequestAnswered})
 
     PERIOD = 1.0  # seconds between lines
 
     def __init__(self) -> None:
         self._told = float("-inf")
         self._silent = 0
+
+    def __call__(self, event: Event) -> None:
+        if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
+            return
+        if event.ticket is not None and isinstance(event.ticket.outcome, Failed):
+            self.tell(event.at, event.ticket.id, event.ticket.outcome.error)
 
     def tell(self, now: float, request_id: str, error: BaseException) -> None:
         """One request failed. now: seconds."""

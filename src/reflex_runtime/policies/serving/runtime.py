@@ -18,11 +18,12 @@ from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig, environment
 from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.batch import Done, Failed
+from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.export.memory import Weight, check_two_policies
@@ -90,10 +91,13 @@ class PolicyRuntime:
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
         self.trace: TraceWriter | None = None
         self.recorder: Recorder | None = None
-        self.failures = FailureLog()
         self.preparing = Preparing()
         self.cameras = cameras_of(exports.values())  # also of what was exchanged: callers follow one by one
         self.rollout = self._rollout()
+        self._verdict = _Verdict(self.rollout)
+        self.audience = Audience([self.metrics, self._verdict, FailureLog()])  # answers come before there is a batcher
+        if self.slo is not None:
+            self.audience.add(self.slo)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
         self.on_drain: Callable[[], None] = lambda: None
@@ -218,19 +222,6 @@ class PolicyRuntime:
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
         return self.rollout.place(episode_id, request_id, time.monotonic())
 
-    def answered(self, event: RequestAnswered, served_in: float) -> None:
-        """The server answered a request; goes into the event stream. served_in: seconds from its last byte."""
-        self.metrics(event)
-        ticket = event.ticket
-        if ticket is not None or event.outcome == "ok":
-            self.rollout.answered(event.slot, event.outcome, event.latency)
-        if self.recorder is not None:
-            self.recorder(event)
-        if self.slo is not None and event.status == 200:
-            self.slo.served(served_in, event.at)
-        if event.outcome == "failed" and ticket is not None and isinstance(ticket.outcome, Failed):
-            self.failures.tell(event.at, ticket.id, ticket.outcome.error)
-
     # -- the operator --------------------------------------------------------------------------------------------------
 
     def inject(self, texts: Sequence[str]) -> None:
@@ -331,11 +322,12 @@ class PolicyRuntime:
         slo = self.slo if config.slo_mode == "degrade" else None
         groups = [group_of(config, slot, policy, Budget(slo)) for slot, policy in policies.items()]
         processors = {slot: holder.processor for slot, holder in self.slots.items()}
-        sinks: list[Callable[[Event], None]] = [self.metrics, _Verdict(self.rollout)]
-        batcher = Batcher(processors, groups, sinks, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW})
+        batcher = Batcher(
+            processors, groups, self.audience, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW}
+        )
         if config.trace:
-            self.trace = TraceWriter(config.trace, groups)
-            batcher.add_sink(self.trace)
+            self.trace = TraceWriter(config.trace, groups, notes=self._verdict.notes)
+            self.audience.add(self.trace)
         if config.record:
             recorder = self.recorder = Recorder(
                 config.record,
@@ -343,8 +335,9 @@ class PolicyRuntime:
                 gzip=not config.record_no_gzip,
                 images=config.record_images,  # type: ignore[arg-type]
                 max_bytes=config.record_max_mb << 20,
+                notes=self._verdict.notes,
             )
-            batcher.add_sink(recorder)
+            self.audience.add(recorder)
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
@@ -353,10 +346,11 @@ class PolicyRuntime:
                 self.preparing,
                 config.shadow_sample,
                 self.metrics,
+                self.audience.publish,
                 self._compared,
                 lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
             )
-            batcher.add_sink(self.shadow)
+            self.audience.add(self.shadow)
         return batcher
 
     def _warm(self) -> None:
@@ -430,30 +424,45 @@ class PolicyRuntime:
 
 
 class _Verdict:
-    """The sink that tells the breaker of crashed and of clean calls.
+    """The sink that tells the rollout of answers, and its breaker of crashed and of clean calls.
 
     A clean call is one that answered somebody: a prefix that worked before a denoise step that crashed proves nothing.
     A request that failed while others were answered is to blame itself; how many those are is told with each crash.
     """
 
-    events = frozenset({BatchFinished, RequestSettled})
+    events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
 
     def __init__(self, rollout: Rollout) -> None:
         self._rollout = rollout
         self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._counted: BatchFinished | None = None  # the last one
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, BatchFinished):
-            slot, part = event.batch.group, event.batch.part
-            self._clean = "" if event.crashed else slot
-            if event.crashed and slot in self._rollout.poison:
-                by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
-                self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
-            verdict = self._rollout.breaker.verdict
-            if verdict != "ok":
-                event.batch.notes["verdict"] = verdict  # for the trace: its sink comes after this one
-        elif isinstance(event, RequestSettled) and event.ticket.request.group in self._rollout.poison:
-            self._settled(event.ticket, event.at)
+        if isinstance(event, RequestAnswered):
+            if event.ticket is not None or event.outcome == "ok":
+                self._rollout.answered(event.slot, event.outcome, event.latency)
+        elif isinstance(event, RequestSettled):
+            if event.ticket.request.group in self._rollout.poison:
+                self._settled(event.ticket, event.at)
+        elif isinstance(event, BatchFinished):
+            self._count(event)
+
+    def notes(self, event: BatchFinished) -> dict[str, str]:
+        """What trace and recording say of a finished batch: the verdict with it counted, whichever sink comes first."""
+        self._count(event)
+        verdict = self._rollout.breaker.verdict
+        return {} if verdict == "ok" else {"verdict": verdict}
+
+    def _count(self, event: BatchFinished) -> None:
+        """Count a batch once: its event comes to several sinks, and any of them may be the first."""
+        if event is self._counted:
+            return
+        self._counted = event
+        slot, part = event.batch.group, event.batch.part
+        self._clean = "" if event.crashed else slot
+        if event.crashed and slot in self._rollout.poison:
+            by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
+            self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
 
     def _settled(self, ticket: Ticket, now: float) -> None:
         slot, outcome = ticket.request.group, ticket.outcome
