@@ -186,6 +186,8 @@ def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads=4: must be an integer from 1 to 2"),
         ({"head_dim": 3}, "head_dim=3: must be even"),
         ({"rms_norm_eps": -1}, "rms_norm_eps=-1: must be a finite number above 0"),
+        ({"rms_norm_eps": 10**400}, "…: must be a finite number above 0"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan: must be a finite number above 0"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes': must be true or false"),
         ({"torch_dtype": "float8"}, "torch_dtype='float8': must be one of float32, float16, bfloat16"),
         ({"eos_token_id": "x"}, "eos_token_id='x': must be a token id"),

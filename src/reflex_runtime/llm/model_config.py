@@ -183,7 +183,7 @@ class _Keys:
 
     def number(self, key: str, default: Any = _REQUIRED, least: float = 0.0) -> float:
         value = self._get(key, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or not least < value <= 1e12:
+        if type(value) not in (int, float) or not least < value <= 1e12:  # NaN is wrong too
             self.wrong(key, f"a finite number above {least:g}")
         return float(value)
 
