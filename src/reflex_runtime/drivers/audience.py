@@ -44,14 +44,10 @@ class Audience:
         self._untold.extend(events)
         while self._untold:
             for event in self._slice():
-                self._tell(event)
+                self.publish(event)
             if not all:
                 break
         return bool(self._untold)
-
-    def publish(self, event: Event) -> None:
-        """Call the sinks with one event now, ahead of those that `tell` still keeps. For servers; not from a sink."""
-        self._tell(event)
 
     def _slice(self) -> Iterator[Event]:
         """The next events of one turn: answers cost much more than others."""
@@ -63,7 +59,8 @@ class Audience:
             answers += isinstance(event, RequestSettled)
             yield event
 
-    def _tell(self, event: Event) -> None:
+    def publish(self, event: Event) -> None:
+        """Call the sinks with one event now, ahead of those that `tell` still keeps. For servers; not from a sink."""
         kind = type(event)
         sinks = self._sinks_of.get(kind)
         if sinks is None:
