@@ -145,3 +145,29 @@ def test_a_language_models_server_loads_nothing_of_robot_policies() -> None:
     code += f"print([name for name in sys.modules if name.startswith('{PACKAGE}.policies')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions count, those for type checkers only do not."""
+    files = dict(modules())
+    graph = {name: {m for m in _needed(path, files) if m != name} for name, path in files.items()}
+    while graph:  # what needs nothing that is left cannot be in a circle
+        done = {name for name, needs in graph.items() if not needs & graph.keys()}
+        assert done, f"a circle is among {sorted(graph)}"
+        graph = {name: needs for name, needs in graph.items() if name not in done}
+
+
+def _needed(path: Path, files: dict[str, Path]) -> set[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE):
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.add(full if full in files else node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in files}
+    return found & files.keys()

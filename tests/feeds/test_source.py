@@ -20,7 +20,8 @@ from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import video
 from reflex_runtime.feeds.chaos import ChaosSource
-from reflex_runtime.feeds.source import Source, SourceError, source_of
+from reflex_runtime.feeds.opening import source_of
+from reflex_runtime.feeds.source import Source, SourceError
 from reflex_runtime.feeds.video import VideoSource
 
 

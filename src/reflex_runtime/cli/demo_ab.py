@@ -24,7 +24,7 @@ COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not
 
 def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     """Exit status 0 when every robot played all its episodes."""
-    from reflex_runtime.cli.demo import draw, progress, serving, show_latency
+    from reflex_runtime.cli.demo_shared import draw, progress, serving, show_latency
     from reflex_runtime.demo.drill import AGAIN, Drill, Solved, even_run
     from reflex_runtime.demo.exports import export_dir
     from reflex_runtime.demo.run import run_demo
@@ -85,7 +85,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
 
 def around_the_crashes(batches: Sequence[TracedBatch]) -> Sequence[TracedBatch]:
     """From shortly before the first crash to shortly after the last, as far as single batches can be drawn."""
-    from reflex_runtime.cli.demo import busiest
+    from reflex_runtime.cli.demo_shared import busiest
 
     crashed = [i for i, batch in enumerate(batches) if batch.crashed]
     if not crashed:

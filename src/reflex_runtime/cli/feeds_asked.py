@@ -128,7 +128,7 @@ def source_of_spec(spec: FeedSpec) -> Source:
     """The source of a feed; ConfigError if it can be seen that there is none."""
     from reflex_runtime.demo.markers import markers_source
     from reflex_runtime.demo.shapes import shapes_source
-    from reflex_runtime.feeds.source import source_of
+    from reflex_runtime.feeds.opening import source_of
 
     where = f"{spec.name}={_public(spec.source)}"
     if spec.file is not None and not spec.file.exists():

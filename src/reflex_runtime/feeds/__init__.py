@@ -2,10 +2,11 @@
 
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.opening import source_of
 from reflex_runtime.feeds.pipeline import Pipeline, Result
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
-from reflex_runtime.feeds.source import Source, SourceError, source_of
+from reflex_runtime.feeds.source import Source, SourceError
 
 __all__ = [
     "AnnotatedVideo",

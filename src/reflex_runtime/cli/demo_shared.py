@@ -1,0 +1,123 @@
+"""What `reflex demo` and `reflex demo --ab` share: a server of their own, progress, and what is shown at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedWriter, TextIOWrapper
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.telemetry.files import create
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from reflex_runtime.demo.run import DemoResult
+    from reflex_runtime.telemetry.trace import TracedBatch
+
+    Window = Callable[[Sequence[TracedBatch]], Sequence[TracedBatch]]
+
+_READY = re.compile(r"ready on (http://\S+)")
+
+
+class ServerFailed(ReflexError):
+    """The demo's server did not start."""
+
+    code = "demo_server_failed"
+
+
+@contextlib.contextmanager
+def serving(export: Path, trace: Path, log: Path, options: list[str]) -> Iterator[str]:
+    """A `reflex serve` process on a free port; gives its URL, and drains it on the way out."""
+    command = [sys.executable, "-m", "reflex_runtime", "serve", str(export), "--port", "0", "--trace", str(trace)]
+    with TextIOWrapper(BufferedWriter(create(log)), encoding="utf-8") as kept:
+        process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        try:
+            assert process.stderr is not None
+            yield _wait_ready(process.stderr, kept, log)
+        finally:
+            process.terminate()
+            assert process.stderr is not None
+            kept.writelines(process.stderr)  # ends when the process does
+            process.stderr.close()
+            process.wait()
+
+
+def _wait_ready(stderr: Any, kept: Any, log: Path) -> str:
+    for line in stderr:
+        kept.write(line)
+        if (found := _READY.search(line)) is not None:
+            return found[1].rstrip(",")
+    raise ServerFailed(f"the server did not start; {log} says why")
+
+
+@contextlib.contextmanager
+def progress(console: Console, total: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A bar over episodes, with the chunks answered so far; quiet when the console is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("episodes · {task.fields[chunks]} chunks"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+    with bar:
+        task = bar.add_task("starting the server and the simulators", total=total, chunks=0)
+        chunks = 0
+
+        def on_progress(event: Mapping[str, Any]) -> None:
+            nonlocal chunks
+            if event["event"] == "act":
+                chunks += event["status"] == 200
+                bar.update(task, chunks=chunks, description="robots at work")
+            elif event["event"] == "episode_end":
+                bar.advance(task)
+
+        yield on_progress
+
+
+def show_latency(console: Console, result: DemoResult) -> None:
+    """How long robots waited for a chunk."""
+    if result.latency_ms is not None:
+        p = result.latency_ms
+        console.print(
+            f"{result.calls} chunks in {result.wall_s:.0f} s, {result.refused} refused; "
+            f"latency p50 {p.p50:.1f} ms, p90 {p.p90:.1f}, p99 {p.p99:.1f}; "
+            f"mean batch {result.mean_batch_size or 0:.1f} requests"
+        )
+
+
+def draw(console: Console, trace: Path, prefix: Path, window: Window | None = None) -> None:
+    """What batching did, from the trace, and the picture of a window of it: the busiest, if nothing else is said."""
+    from collections import Counter
+
+    from reflex_runtime.telemetry.picture import write_pictures
+    from reflex_runtime.telemetry.trace import read_trace
+
+    found = read_trace(trace)
+    causes = Counter(batch.cause for batch in found.batches)
+    steps = Counter(batch.size for batch in found.batches)
+    alone = sum(batch.size for batch in found.batches)
+    console.print(f"{len(found.batches)} calls of the model where one robot at a time would have taken {alone}")
+    console.print("calls by number of robots: " + ", ".join(f"{size}: {n}" for size, n in sorted(steps.items())))
+    console.print("why they left: " + ", ".join(f"{cause} {n}" for cause, n in causes.most_common()))
+    written = write_pictures(found, (window or busiest)(found.batches), prefix)
+    pictures = ", ".join(str(path) for path in written)
+    console.print(f"trace {trace} (reflex trace {trace} --no-picture), pictures: {pictures}")
+
+
+def busiest(batches: Sequence[TracedBatch], width: int = 80) -> Sequence[TracedBatch]:
+    """The run of `width` batches with the most members: simulators start one by one, and end so."""
+    running = [0, *accumulate(batch.size for batch in batches)]
+    last = max(0, len(batches) - width)
+    first = max(range(last + 1), key=lambda i: running[min(i + width, len(batches))] - running[i])
+    return batches[first : first + width]
