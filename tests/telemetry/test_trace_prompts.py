@@ -13,8 +13,9 @@ import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.trace_prompts import letters
-from reflex_runtime.cli.trace_runs import StepTime
+from reflex_runtime.cli.trace import _step_time as step_time
+from reflex_runtime.cli.trace import letters
+from reflex_runtime.sim.tokens import StepTime
 from reflex_runtime.telemetry.trace import read_trace
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
@@ -360,8 +361,8 @@ def test_names_are_letters() -> None:
 
 
 def test_a_step_time_is_read_and_fitted() -> None:
-    assert StepTime.parse("2+0.05") == StepTime.parse("2 + .05*tokens") == StepTime(0.002, 5e-05)
-    assert StepTime.parse("7") == StepTime(0.007, 0.0)
+    assert step_time("2+0.05") == step_time("2 + .05*tokens") == StepTime(0.002, 5e-05)
+    assert step_time("7") == StepTime(0.007, 0.0)
     fitted = StepTime.fit([(n, 0.003 + 0.0002 * n) for n in (1, 8, 64, 64, 256)])
     assert (fitted.fixed, fitted.per_token) == pytest.approx((0.003, 0.0002))
     assert StepTime.fit([(4, 0.01), (4, 0.02)]) == StepTime(pytest.approx(0.015), 0.0)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from reflex_runtime.cli import main, trace_search
-from reflex_runtime.cli.trace_runs import Measured
-from reflex_runtime.cli.trace_slo import Bounds, Tried, best, budgets_for, grid, refusal
-from reflex_runtime.cli.trace_sweep import in_words, knee, parse_sweep
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.cli import main, trace
+from reflex_runtime.cli.trace import _bounds as bounds_of
+from reflex_runtime.cli.trace import _budgets as budgets_of
 from reflex_runtime.llm import trace_batches
+from reflex_runtime.sim.slo import Bounds, Tried, best, budgets_for, grid, refusal
+from reflex_runtime.sim.sweep import in_words, knee
+from reflex_runtime.sim.tokens import Measured
 
 L3 = ("--prompts", "hello world", "goodbye")
 
@@ -131,11 +132,11 @@ def test_the_knee_is_where_more_buys_nothing() -> None:
 
 
 def test_a_sweep_is_read() -> None:
-    assert parse_sweep("4..64") == list(range(4, 65))
-    assert parse_sweep("4..64:16") == [4, 20, 36, 52, 64]
-    assert parse_sweep("64..4096:x2") == [64, 128, 256, 512, 1024, 2048, 4096]
-    assert parse_sweep("2..9:x1.5") == [2, 3, 4, 6, 9]
-    assert parse_sweep("7..7") == [7]
+    assert budgets_of("4..64") == list(range(4, 65))
+    assert budgets_of("4..64:16") == [4, 20, 36, 52, 64]
+    assert budgets_of("64..4096:x2") == [64, 128, 256, 512, 1024, 2048, 4096]
+    assert budgets_of("2..9:x1.5") == [2, 3, 4, 6, 9]
+    assert budgets_of("7..7") == [7]
 
 
 NO_SWEEPS = ["", "4", "4..", "64..4", "0..4", "4..64:0", "4..64:x1", "1..600", "1..9999999", "4…64"]
@@ -246,13 +247,19 @@ def test_settings_are_those_that_differ() -> None:
     assert budgets_for(90, 3) == [8, 12, 16, 24, 32, 48, 64, 96, 128]
     assert budgets_for(3, 1) == [8, 12, 16]
     assert budgets_for(500, 64)[0] == 64
-    with pytest.raises(ConfigError, match=r"--sweep: .* settings of budget and threshold; must be at most 2048"):
-        grid(range(1000, 1500))
+
+
+def test_too_many_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *L3, "--sweep", "1000..1499", "--slo", "gap=1s"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    settings = sum(1 + len([n for n in range(3, 11) if 1 << n < b]) for b in range(1000, 1500))
+    assert err == f"reflex trace: --sweep: {settings:,} settings of budget and threshold; must be at most 2048\n"
 
 
 def test_bounds_are_read() -> None:
-    assert Bounds.parse("ttft=200ms,gap=0.04s") == (0.2, 0.04)
-    assert Bounds.parse("gap=1s") == (None, 1.0)
+    assert bounds_of("ttft=200ms,gap=0.04s") == (0.2, 0.04)
+    assert bounds_of("gap=1s") == (None, 1.0)
     assert str(Bounds(0.2, 0.04)) == "ttft ≤ 200 ms and gap ≤ 40 ms"
 
 
@@ -279,7 +286,7 @@ def test_progress_is_told_only_where_somebody_waits(
 ) -> None:
     sweep = (*L3, "--sweep", "4..8", "--no-picture")
     with monkeypatch.context() as at_once:
-        at_once.setattr(trace_search, "PATIENCE", 0.0)
+        at_once.setattr(trace, "PATIENCE", 0.0)
         assert "of 5 budgets" not in run(capsys, *sweep)
         at_once.setenv("FORCE_COLOR", "1")  # a terminal, to rich
         assert "of 5 budgets" in run(capsys, *sweep)

@@ -1,22 +1,11 @@
-"""`reflex trace --slo`: the budget and threshold with most throughput within bounds on first token and gap, or a no."""
+"""The budget and threshold with most throughput within bounds on first token and gap, or the bound that fails."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from rich.table import Table
-from rich.text import Text
-
-from reflex_runtime.config import one_line
-from reflex_runtime.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from reflex_runtime.cli.trace_runs import Setup
-
-ROWS = 40
-MOST_SETTINGS = 2048
+from reflex_runtime.sim.tokens import Progress, TokenRuns
 
 
 class Bounds(NamedTuple):
@@ -24,21 +13,6 @@ class Bounds(NamedTuple):
 
     ttft: float | None = None
     gap: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Bounds:
-        """Read `ttft=200ms,gap=40ms`; either may be left out."""
-        found: dict[str, float] = {}
-        for part in text.split(","):
-            one = re.fullmatch(r"\s*(ttft|gap)=([0-9]*\.?[0-9]+)(ms|s)\s*", part)
-            seconds = float(one[2]) * (1e-3 if one[3] == "ms" else 1.0) if one is not None else 0.0
-            if one is None or one[1] in found or not 0.0 < seconds <= 86_400.0:
-                raise ConfigError(
-                    f"--slo={one_line(text)}: must be ttft=TIME,gap=TIME, or one of them, with TIME such as 200ms or "
-                    "0.2s in (0, 86400] s"
-                )
-            found[one[1]] = seconds
-        return cls(**found)
 
     def __str__(self) -> str:
         named = zip(self._fields, self, strict=True)
@@ -75,10 +49,7 @@ class Tried(NamedTuple):
 
 def grid(budgets: Sequence[int]) -> list[tuple[int, int]]:
     """Every budget with every threshold that differs from none: off, and powers of two below the budget from 8 on."""
-    found = [(budget, threshold) for budget in budgets for threshold in (0, *_thresholds(budget))]
-    if len(found) > MOST_SETTINGS:
-        raise ConfigError(f"--sweep: {len(found):,} settings of budget and threshold; must be at most {MOST_SETTINGS}")
-    return found
+    return [(budget, threshold) for budget in budgets for threshold in (0, *_thresholds(budget))]
 
 
 def _thresholds(budget: int) -> list[int]:
@@ -97,15 +68,13 @@ def budgets_for(prompt_tokens: int, prompts: int) -> list[int]:
 
 
 def try_all(
-    setup: Setup, settings: Sequence[tuple[int, int]], progress: Callable[[str], None] = lambda _: None
+    runs: TokenRuns, settings: Sequence[tuple[int, int]], progress: Progress = lambda _: None
 ) -> list[Tried]:
     """Run every setting; what it came to."""
-    from reflex_runtime.cli.trace_runs import measure
-
     tried = []
     for number, (budget, threshold) in enumerate(settings, 1):
         progress(f"{number} of {len(settings)} settings")
-        run = measure(setup, budget, long_prefill_token_threshold=threshold)
+        run = runs.measure(budget, long_prefill_token_threshold=threshold)
         tried.append(Tried(budget, threshold, run.seconds, max(run.first_token), max(run.gap), sum(run.tokens)))
     return tried
 
@@ -131,30 +100,3 @@ def refusal(tried: Sequence[Tried], bounds: Bounds) -> str:
         one = min((t for t in tried if t.meets_gap(bounds)), key=lambda t: t.ttft)
         told.append(f"but not both at once: where gap is kept, ttft is {one.ttft * 1e3:.4g} ms at best ({one.name})")
     return "; ".join(told)
-
-
-def slo_table(tried: Sequence[Tried], bounds: Bounds, chosen: Tried | None) -> Table:
-    """One row per setting; of many, those that show the choice: the chosen one, and each budget's best."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = ("budget", "threshold", "total ms", "tokens/s", "ttft ms\nlongest", "gap ms\nlongest", "")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == 6 else "right", no_wrap=True, vertical="bottom")
-    for t in _shown(tried, bounds, chosen):
-        cells = [Text(str(t.budget)), Text(str(t.threshold or "off")), Text(f"{t.seconds * 1e3:.1f}")]
-        cells.append(Text(f"{t.tokens / t.seconds:.0f}" if t.seconds else "–"))
-        cells.append(Text(f"{t.ttft * 1e3:.1f}", "" if t.meets_ttft(bounds) else "red"))
-        cells.append(Text(f"{t.gap * 1e3:.1f}", "" if t.meets_gap(bounds) else "red"))
-        missed = [name for name, kept in (("ttft", t.meets_ttft(bounds)), ("gap", t.meets_gap(bounds))) if not kept]
-        cells.append(Text("◀ most throughput" if t is chosen else f"{', '.join(missed)} missed" if missed else "kept"))
-        table.add_row(*cells, style="bold" if t is chosen else "dim" if missed else "")
-    return table
-
-
-def _shown(tried: Sequence[Tried], bounds: Bounds, chosen: Tried | None) -> list[Tried]:
-    if len(tried) <= ROWS:
-        return list(tried)
-    found = []
-    for budget in dict.fromkeys(t.budget for t in tried):
-        of = [t for t in tried if t.budget == budget]
-        found += [t for t in of if t in (chosen, best(of, bounds), of[0])]
-    return found

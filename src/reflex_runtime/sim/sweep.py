@@ -1,19 +1,13 @@
-"""`reflex trace --sweep`: steps over budget, and the budget from which more of it buys nothing."""
+"""Steps over budget: runs of the same prompts under many budgets, and the budget from which more buys nothing."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.table import Table
-from rich.text import Text
-
-from reflex_runtime.config import one_line
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.percentile import percentile
+from reflex_runtime.sim.tokens import Measured, Progress, TokenRuns
 from reflex_runtime.telemetry.colours import FAINT, INK, PALETTE, RULE
 from reflex_runtime.telemetry.picture import saved
 
@@ -21,36 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from reflex_runtime.cli.trace_runs import Measured
-
-MOST_BUDGETS = 512
-HIGHEST = 1 << 20
-ROWS = 40  # more budgets than this are shown where something changes
-
-
-def parse_sweep(text: str) -> list[int]:
-    """The budgets of LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:xFACTOR; the last is HIGH."""
-    found = re.fullmatch(r"([0-9]{1,7})\.\.([0-9]{1,7})(?::(?:([0-9]{1,7})|x([0-9]{1,3}(?:\.[0-9]{1,3})?)))?", text)
-    if found is not None:
-        low, high = int(found[1]), int(found[2])
-        step, factor = int(found[3] or 1), float(found[4] or 0.0)
-        if 1 <= low <= high <= HIGHEST and step >= 1 and (found[4] is None or factor > 1.0):
-            budgets = list(range(low, high + 1, step)) if found[4] is None else _powers(low, high, factor)
-            budgets += [high] * (budgets[-1] < high)
-            if len(budgets) <= MOST_BUDGETS:
-                return budgets
-    raise ConfigError(
-        f"--sweep={one_line(text)}: must be LOW..HIGH, LOW..HIGH:STEP or LOW..HIGH:xFACTOR within [1, {HIGHEST}], "
-        f"of at most {MOST_BUDGETS} budgets, such as 4..64 or 64..4096:x2"
-    )
-
-
-def _powers(low: int, high: int, factor: float) -> list[int]:
-    budgets, at = [low], float(low)
-    while (at := at * factor) <= high:
-        if int(at) > budgets[-1]:
-            budgets.append(int(at))
-    return budgets
+NO_LIMIT = 1 << 20
 
 
 class Knee(NamedTuple):
@@ -66,9 +31,18 @@ class Knee(NamedTuple):
     bend: int
 
 
+def sweep(runs: TokenRuns, budgets: Sequence[int], progress: Progress = lambda _: None) -> tuple[list[Measured], Knee]:
+    """Run the prompts under every budget, ascending; returns the runs and where a larger budget stops paying."""
+    found = []
+    for number, budget in enumerate(budgets, 1):
+        progress(f"{number} of {len(budgets)} budgets")
+        found.append(runs.measure(budget))
+    return found, knee(found, len(runs.measure(NO_LIMIT).tokens))
+
+
 def knee(runs: Sequence[Measured], floor: int) -> Knee:
     """Find both in runs of ascending budgets."""
-    budgets, steps = [int(r.budget) for r in runs], [len(r.tokens) for r in runs]
+    budgets, steps = [r.budget for r in runs], [len(r.tokens) for r in runs]
     saturated = None
     for budget, count in zip(reversed(budgets), reversed(steps), strict=True):
         if count > floor:
@@ -87,12 +61,12 @@ def _wide(budgets: Sequence[float]) -> bool:
 
 def in_words(found: Knee, runs: Sequence[Measured]) -> list[str]:
     """Both points in words."""
-    steps = {int(r.budget): len(r.tokens) for r in runs}
-    last = int(runs[-1].budget)
+    steps = {r.budget: len(r.tokens) for r in runs}
+    last = runs[-1].budget
     if found.saturated is None:
         lines = [f"no knee up to {last}: {steps[last]} steps there, {found.floor} without a limit"]
     else:
-        peaks = {int(r.budget): max(r.tokens) for r in runs}
+        peaks = {r.budget: max(r.tokens) for r in runs}
         fits = "everything fits, and " if peaks[found.saturated] == peaks[last] else ""
         lines = [f"knee at {found.saturated}: {fits}more budget buys nothing ({found.floor} steps, as without a limit)"]
     if found.bend != found.saturated:
@@ -103,30 +77,10 @@ def in_words(found: Knee, runs: Sequence[Measured]) -> list[str]:
     return lines
 
 
-def sweep_table(runs: Sequence[Measured], found: Knee) -> Table:
-    """One row per budget; of many budgets those at which steps or first tokens change."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = ("budget", "steps", "peak\nstep", "mean\nstep", "budget\nunused", "first token in\nstep p50 / last", "")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i == len(columns) - 1 else "right", no_wrap=True, vertical="bottom")
-    seen: tuple[float, ...] = ()
-    for run in runs:
-        first = sorted(run.first_step)
-        key = (len(run.tokens), percentile(first, 0.5), int(first[-1]))
-        here = int(run.budget) in (found.saturated, found.bend, int(runs[-1].budget))
-        if len(runs) > ROWS and key == seen and not here:
-            continue
-        seen = key
-        note = "◀ knee" if run.budget == found.saturated else "◀ sharpest bend" if run.budget == found.bend else ""
-        cells = [f"{run.budget:g}", str(key[0]), str(max(run.tokens)), f"{sum(run.tokens) / key[0]:.1f}"]
-        cells += [f"{run.wasted:.0%}", f"{key[1]:g} / {key[2]}", note]
-        table.add_row(*map(Text, cells), style="bold" if note else "")
-    return table
-
-
-def draw_sweep(runs: Sequence[Measured], found: Knee, prefix: Path) -> tuple[Path, Path]:
-    """Steps over budget into PREFIX.svg and PREFIX.png, the knee named."""
-    return saved(prefix, lambda: _figure(runs, found), "; choose another, or --no-picture")
+def draw_sweep(runs: Sequence[Measured], found: Knee, prefix: Path, hint: str = "") -> tuple[Path, Path]:
+    """Steps over budget into PREFIX.svg and PREFIX.png, the knee named. Raises ConfigError, with the hint, when a
+    file cannot be written."""
+    return saved(prefix, lambda: _figure(runs, found), hint)
 
 
 def _figure(runs: Sequence[Measured], found: Knee) -> Figure:

@@ -1,0 +1,200 @@
+"""Runs of prompts on an engine that generates tokens, step by step, measured from its events.
+
+    from reflex_runtime.llm import SamplingParams
+    from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+    from reflex_runtime.llm.virtual import Engines
+    from reflex_runtime.sim.tokens import Prompt, StepTime, TokenRuns
+
+    takes = StepTime(fixed=0.002, per_token=0.00005)
+    prompt = Prompt("A", "hello", SamplingParams.greedy(4, ignore_eos=True))
+    runs = TokenRuns(Engines(ToyRunner(), ByteTokenizer(), takes), [prompt])
+    assert runs.measure(budget=8).tokens == [5, 1, 1, 1]
+
+The engine is a parameter, so that nothing here depends on a language model.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestProgressed, RequestSettled
+from reflex_runtime.core.request import Priority
+
+FIT_BUDGETS = (32, 256, 2048)
+
+Progress = Callable[[str], None]
+
+
+class Ended(Protocol):
+    """What an engine returns for a request that ended."""
+
+    @property
+    def request_id(self) -> str:
+        """The name of its prompt."""
+
+
+E = TypeVar("E", bound=Ended)
+E_co = TypeVar("E_co", bound=Ended, covariant=True)
+
+
+class TokenEngine(Protocol[E_co]):
+    """What a run needs of an engine; `llm.engine.LLMEngine` is one."""
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that have not ended."""
+
+    def add_request(self, prompt: str, params: Any, *, request_id: str, priority: Priority) -> object:
+        """Queue a request."""
+
+    def step(self) -> Sequence[E_co]:
+        """Make one step; returns the requests that ended."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+class StartEngine(Protocol):
+    """Starts a fresh engine for each run; `llm.virtual.Engines` is one."""
+
+    def __call__(
+        self, sinks: Iterable[Callable[[Event], object]] = (), **changes: Any
+    ) -> tuple[TokenEngine[Ended], Callable[[], float]]:
+        """An engine and its clock, in seconds. changes: settings of the engine that differ in this run."""
+
+
+class Prompt(NamedTuple):
+    """One request. params: sampling parameters, as the engine takes them. arrives: steps made before it arrives."""
+
+    name: str
+    text: str
+    params: Any
+    arrives: int = 0
+    priority: Priority = Priority.DEFAULT
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds that a step takes: a fixed part, and one for each of its tokens."""
+
+    fixed: float
+    per_token: float
+
+    def __call__(self, tokens: float) -> float:
+        return self.fixed + self.per_token * tokens
+
+    def __str__(self) -> str:
+        return f"{self.fixed * 1e3:.4g} ms + {self.per_token * 1e3:.4g} ms a token"
+
+    @classmethod
+    def fit(cls, steps: Iterable[tuple[float, float]]) -> StepTime:
+        """Through measured (tokens, seconds), by least squares; neither part is negative."""
+        tokens, seconds = np.array(list(steps), dtype=np.float64).T
+        spread = tokens - tokens.mean()
+        slope = float((spread * seconds).sum() / (spread**2).sum()) if spread.any() else 0.0
+        slope = max(0.0, slope)
+        fixed = float(seconds.mean() - slope * tokens.mean())
+        if fixed < 0.0:
+            fixed, slope = 0.0, float((tokens * seconds).sum() / (tokens**2).sum())
+        return cls(fixed, slope)
+
+
+class Measured(NamedTuple):
+    """One run in figures. Tokens per step; by request the step of its first token (from 1), seconds to it and the
+    longest gap between its tokens; seconds in all, and of each step."""
+
+    budget: int
+    tokens: list[int]
+    first_step: list[int]
+    first_token: list[float]
+    gap: list[float]
+    seconds: float
+    elapsed: list[float]
+
+    @property
+    def wasted(self) -> float:
+        """Share of the budget that no step used, 0 to 1."""
+        return 1.0 - sum(self.tokens) / (self.budget * len(self.tokens))
+
+
+def drive(engine: TokenEngine[E], prompts: Iterable[Prompt]) -> dict[str, E]:
+    """Run all prompts, each arriving when its step has come, and close the engine; their outputs by name."""
+    todo = sorted(prompts, key=lambda p: p.arrives)[::-1]
+    outputs: dict[str, E] = {}
+    made = 0
+    while todo or engine.unfinished:
+        if not engine.unfinished:
+            made = max(made, todo[-1].arrives)  # nothing to run until the next one comes
+        while todo and todo[-1].arrives <= made:
+            prompt = todo.pop()
+            engine.add_request(prompt.text, prompt.params, request_id=prompt.name, priority=prompt.priority)
+        for output in engine.step():
+            outputs[output.request_id] = output
+        made += 1
+    engine.close()
+    return outputs
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRuns:
+    """The same prompts, run as often as needed, each time on a fresh engine."""
+
+    start: StartEngine
+    prompts: Sequence[Prompt]
+
+    def measure(self, budget: int, **changes: Any) -> Measured:
+        """Run the prompts with at most `budget` tokens in a step. changes: further settings of the engine."""
+        tokens: list[int] = []
+        elapsed: list[float] = []
+        newest: dict[str, float] = {}
+        first: dict[str, tuple[int, float]] = {}
+        gaps: dict[str, float] = {}
+
+        def watch(event: Event) -> None:
+            if isinstance(event, BatchScheduled):
+                tokens.append(int(sum(event.batch.grants.values())))
+            elif isinstance(event, BatchFinished):
+                elapsed.append(event.elapsed)
+            elif isinstance(event, RequestSettled) or (
+                isinstance(event, RequestProgressed) and event.value is not None
+            ):
+                name = event.ticket.id
+                if name in first:
+                    gaps[name] = max(gaps[name], event.at - newest[name])
+                else:
+                    first[name], gaps[name] = (len(tokens), event.at - event.ticket.arrived), 0.0
+                newest[name] = event.at
+
+        engine, clock = self.start([watch], max_num_batched_tokens=budget, **changes)
+        started = clock()
+        drive(engine, self.prompts)
+        return Measured(
+            budget,
+            tokens,
+            [first[p.name][0] for p in self.prompts],
+            [first[p.name][1] for p in self.prompts],
+            [gaps[p.name] for p in self.prompts],
+            clock() - started,
+            elapsed,
+        )
+
+    def fit(self, progress: Progress = lambda _: None) -> tuple[StepTime, int]:
+        """Measure what a step takes, under three budgets; returns it and the number of steps measured.
+
+        It fits medians of steps of one size: the first step of a size is slow, and so is an interrupted one.
+        """
+        took: defaultdict[int, list[float]] = defaultdict(list)
+        for number, budget in enumerate(FIT_BUDGETS * 3):
+            progress(f"measuring the model, run {number + 1} of {3 * len(FIT_BUDGETS)}")
+            run = self.measure(budget)
+            if number >= len(FIT_BUDGETS):  # the first round warms up
+                for tokens, seconds in zip(run.tokens, run.elapsed, strict=True):
+                    took[tokens].append(seconds)
+        fitted = StepTime.fit((tokens, median(seconds)) for tokens, seconds in took.items())
+        return fitted, sum(map(len, took.values()))
