@@ -12,8 +12,6 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "reflex_runtime"
 MIRRORS = "client/errors.py"
 # Two formats for one stream of events: these go when a trace and a recording are one journal.
 TWO_FORMATS = {"Header", "Footer"}
-# Still to be told apart.
-LEFT = {"_Progress"}
 
 
 def classes() -> dict[str, list[str]]:
@@ -29,9 +27,9 @@ def classes() -> dict[str, list[str]]:
 
 def test_a_class_name_means_one_thing() -> None:
     twice = {name: files for name, files in classes().items() if len(files) > 1}
-    assert {name: files for name, files in twice.items() if name not in TWO_FORMATS | LEFT} == {}
+    assert {name: files for name, files in twice.items() if name not in TWO_FORMATS} == {}
 
 
 def test_what_is_left_is_still_there() -> None:
     found = classes()
-    assert {name for name in TWO_FORMATS | LEFT if len(found[name]) < 2} == set()
+    assert {name for name in TWO_FORMATS if len(found[name]) < 2} == set()

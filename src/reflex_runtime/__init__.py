@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.resources import UnitPool as UnitPool
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
+    from reflex_runtime.drivers.audience import Audience as Audience
     from reflex_runtime.drivers.batch_metrics import BatchMetrics as BatchMetrics
     from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
@@ -99,6 +100,7 @@ _NAMES = {
     "core.resources": "Resources UnitPool",
     "core.scheduler": "Scheduler",
     "core.time_cost": "TimeCost",
+    "drivers.audience": "Audience",
     "drivers.batch_metrics": "BatchMetrics",
     "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",
     "drivers.batched_coroutine": "BatchedCoroutine",

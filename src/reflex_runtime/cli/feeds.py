@@ -251,6 +251,7 @@ class _Session:
         def start() -> None:
             try:
                 self._runtime.start()
+                self._waiting = True  # from now on a signal is news, and ends what runs in order
             except BaseException as error:
                 errors.append(error)
             self._started.set()
@@ -261,9 +262,6 @@ class _Session:
             raise refused(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         if self._results is not None:
             self._results.begin()  # not before: what does not start leaves the results of the run before
-        self._waiting = True
-        if self._signal:  # it came in between
-            raise KeyboardInterrupt
 
     def _wait(self) -> str:
         """Why it stops: a signal's name, or what there is no more."""

@@ -452,7 +452,7 @@ def _sweep(console: Console, setup: _Setup, budgets: list[int], prefix: Path | N
     from reflex_runtime.sim.sweep import draw_sweep, in_words, sweep
     from reflex_runtime.sim.tokens import StepTime
 
-    with _Progress(console) as progress:
+    with _SearchProgress(console) as progress:
         runs, found = sweep(_mute(setup, StepTime(1.0, 0.0)), budgets, progress)
     console.print(sweep_table(runs, found))
     if len(runs) > ROWS:
@@ -474,7 +474,7 @@ def _slo(console: Console, setup: _Setup, budgets: list[int], bounds: Bounds) ->
     if len(settings) > MOST_SETTINGS:
         told = f"{len(settings):,} settings of budget and threshold; must be at most {MOST_SETTINGS}"
         raise ConfigError(f"--sweep: {told}")
-    with _Progress(console) as progress:
+    with _SearchProgress(console) as progress:
         tried = try_all(_mute(setup, takes), settings, progress)
     chosen = best(tried, bounds)
     console.print(Text(f"{len(tried):,} settings, each run in virtual time; a step takes {takes}"), soft_wrap=True)
@@ -497,13 +497,13 @@ def _mute(setup: _Setup, takes: StepTime) -> TokenRuns:
 def _fitted(setup: _Setup, console: Console) -> StepTime:
     from reflex_runtime.sim.tokens import TokenRuns
 
-    with _Progress(console) as progress:
+    with _SearchProgress(console) as progress:
         fitted, steps = TokenRuns(setup.engines, setup.prompts).fit(progress)
     console.print(Text(f"measured over {steps:,} steps of {setup.engines.runner.name}: {fitted}"), soft_wrap=True)
     return fitted
 
 
-class _Progress:
+class _SearchProgress:
     """Says how far it is once somebody has waited for a while; where the output is no terminal, nothing."""
 
     def __init__(self, console: Console) -> None:

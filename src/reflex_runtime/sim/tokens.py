@@ -31,7 +31,7 @@ FIT_BUDGETS = (32, 256, 2048)
 Progress = Callable[[str], None]
 
 
-class Ended(Protocol):
+class PromptEnd(Protocol):
     """What an engine returns for a request that ended."""
 
     @property
@@ -39,8 +39,8 @@ class Ended(Protocol):
         """The name of its prompt."""
 
 
-E = TypeVar("E", bound=Ended)
-E_co = TypeVar("E_co", bound=Ended, covariant=True)
+E = TypeVar("E", bound=PromptEnd)
+E_co = TypeVar("E_co", bound=PromptEnd, covariant=True)
 
 
 class TokenEngine(Protocol[E_co]):
@@ -65,7 +65,7 @@ class StartEngine(Protocol):
 
     def __call__(
         self, sinks: Iterable[Callable[[Event], object]] = (), **changes: Any
-    ) -> tuple[TokenEngine[Ended], Callable[[], float]]:
+    ) -> tuple[TokenEngine[PromptEnd], Callable[[], float]]:
         """An engine and its clock, in seconds. changes: settings of the engine that differ in this run."""
 
 
