@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import json
@@ -529,5 +530,23 @@ def test_a_connection_says_what_it_takes_its_time_over(tiny: Path) -> None:
         connection.pause_writing()
         connection.cut(TooSlow("it reads nothing"))
         assert wire.aborted
+
+    with_app(tiny, check)
+
+
+def test_h4_of_the_connections_with_large_bodies_one_is_read_in_each_turn_of_the_loop(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        made = [connected(app) for _ in range(3)]
+        for connection, _ in made:
+            connection.data_received(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n")
+            assert connection.transport.is_reading()
+            connection.data_received(b" " * 100_000)
+        assert [wire.reading for _, wire in made] == [False, False, False]
+        read = []
+        for _ in range(3):
+            await asyncio.sleep(0)
+            read.append(sum(wire.reading for _, wire in made))
+        assert read == [1, 2, 3]
+        assert app.bodies.held == 300_000
 
     with_app(tiny, check)

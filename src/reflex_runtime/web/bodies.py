@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -41,6 +42,18 @@ class Bodies:
         self._connections = connections
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reflex-decode")
         self._full = Seldom()
+        self._line: deque[Callable[[], None]] = deque()
+
+    def line_up(self, read: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Call `read` in a later turn of the loop: one connection with a large body is read in each."""
+        if not self._line:
+            loop.call_soon(self._read_one, loop)
+        self._line.append(read)
+
+    def _read_one(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._line.popleft()()
+        if self._line:
+            loop.call_soon(self._read_one, loop)
 
     def take(self, owner: Holder, size: int) -> None:
         """Count so many bytes more. Raises Overloaded when there are too many."""

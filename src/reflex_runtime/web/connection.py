@@ -37,6 +37,7 @@ from reflex_runtime.web.exchange import CLOSE, Exchange, Headers, retry_headers
 MAX_HEAD: Final = 64 * 1024  # bytes
 MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read from
 MAX_AHEAD: Final = 64 * 1024  # bytes of the body of a request whose turn has not come; with more it is not read from
+LARGE_BODY: Final = 64 * 1024  # bytes of a body, from which on its connection takes turns at being read with others
 _TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
 _LAST_DATA: Final = 52  # where tcp_info has tcpi_last_data_recv, in milliseconds
 _KERNEL_TICK: Final = 0.011  # seconds; the kernel counts in ticks of up to 10 ms
@@ -60,7 +61,7 @@ class HttpConnection(asyncio.Protocol):
         self._coming: Exchange | None = None  # the last whose head has come
         self._resumed: asyncio.Future[None] | None = None  # there while the caller does not take what is written
         self._late = b""  # the answer of the first, where it came while the caller took nothing
-        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = False
+        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = self._rests = False
         self._head = 0
         self._arrived = 0.0
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
@@ -90,8 +91,17 @@ class HttpConnection(asyncio.Protocol):
             if self._head > MAX_HEAD:
                 self._refuse(ClientError(f"the head of the request has over {MAX_HEAD} bytes"))
         self._advance()
+        coming = self._coming
+        if coming is not None and coming.wanted and not coming.whole and coming.size > LARGE_BODY:
+            self._rests = True  # otherwise one turn of the loop reads megabytes of it
+            self.app.bodies.line_up(self.read_again, self._loop)
         self._read_on()
         self._take_time()
+
+    def read_again(self) -> None:
+        """It is its turn to be read."""
+        self._rests = False
+        self._read_on()
 
     def eof_received(self) -> bool:
         if not self._turns or not self._turns[-1].whole:
@@ -256,7 +266,7 @@ class HttpConnection(asyncio.Protocol):
             return
         coming = self._coming
         ahead = coming is not None and not coming.opened and coming.size > MAX_AHEAD
-        if ahead or len(self._turns) > MAX_PIPELINE:
+        if self._rests or ahead or len(self._turns) > MAX_PIPELINE:
             self.transport.pause_reading()
         elif not self.transport.is_reading():
             self.transport.resume_reading()
