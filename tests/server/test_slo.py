@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 
 from .exports import write_tiny
@@ -117,6 +119,7 @@ def test_h9_mode_503_clears_when_it_is_fast_again(tiny: Path) -> None:
         assert server.get("/health").json["slo"]["violated"] is False
 
 
+@pytest.mark.timing  # the objective is one of measured time
 def test_h9_mode_degrade_shrinks_batches(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "heavy", batch=1, weight=64)  # a few milliseconds a row, and company is not free
     largest = {}
