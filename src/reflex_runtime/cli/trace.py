@@ -34,7 +34,7 @@ from reflex_runtime.cli.trace_table import (
 from reflex_runtime.config import add_options, flag, load, one_line, option, validate
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.telemetry.colours import plain
 from reflex_runtime.telemetry.picture import UNITS, Units, write_pictures
 from reflex_runtime.telemetry.trace import Trace, TracedBatch, TraceError, read_trace
@@ -54,7 +54,6 @@ MOST_SETTINGS = 2048
 STEP_MS = "2+0.05"
 MOST_PROMPTS = 10_000
 LONGEST = 65_536  # tokens of output
-PRIORITIES = tuple(p.name.lower() for p in Priority)
 
 _DESCRIPTION = """\
 Show a trace of batches, as written by `reflex serve --trace FILE`; or run prompts, step by step, and show that.

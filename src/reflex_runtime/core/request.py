@@ -18,7 +18,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from math import inf
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, Final, NamedTuple, TypeVar, dataclass_transform
 
 from reflex_runtime.core.errors import ConfigError
 
@@ -31,6 +31,9 @@ class Priority(IntEnum):
     URGENT = 0
     DEFAULT = 1
     BACKGROUND = 2
+
+
+PRIORITIES: Final = {priority.name.lower(): priority for priority in Priority}  # by the names that callers use
 
 
 class TicketState(Enum):

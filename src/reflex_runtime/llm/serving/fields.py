@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import Whole, check_id
@@ -30,7 +30,6 @@ MOST_VALUES = 50_000  # commas in a body whose fields are decoded without lookin
 MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
 _WHOLE = ("n", "seed", "max_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs")
-PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")

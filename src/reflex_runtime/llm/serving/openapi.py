@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import MOST_LOGPROBS, MOST_STOPS
 from reflex_runtime.llm.serving import answers
@@ -128,7 +129,7 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
         "user": user,
         "top_k": {"type": "integer", "minimum": 0},
         "ignore_eos": {"type": "boolean"},
-        "priority": {"enum": list(wire.PRIORITIES)},
+        "priority": {"enum": list(PRIORITIES)},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
         "frequency_penalty": {"const": 0},
         "presence_penalty": {"const": 0},

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.config import LLMServeConfig, convert
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
@@ -22,8 +22,6 @@ from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationS
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
-
-PRIORITIES = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 

@@ -10,12 +10,12 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.core.request import Admission, Priority, Request, Ticket
+from reflex_runtime.core.request import PRIORITIES, Admission, Request, Ticket
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.policies.rollout.rollout import Placement
 from reflex_runtime.policies.rollout.versions import Version
@@ -30,7 +30,6 @@ from reflex_runtime.web.errors import CallerLeft, TooManyRequests
 
 log = logging.getLogger("reflex.server")
 
-PRIORITIES: Final = {"urgent": Priority.URGENT, "default": Priority.DEFAULT, "background": Priority.BACKGROUND}
 
 
 class Ask:
