@@ -1,4 +1,4 @@
-# Everything needs only Python 3.11 and make; each target builds what it needs first.
+# Everything needs only Python 3.11 and make; each target installs what it needs into .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
@@ -7,12 +7,14 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 
 setup: .venv/ready           ## make .venv with everything for development
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: extra := dev
+.venv/demo: extra := demo
+.venv/ready .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(extra)]'
+	touch .venv/demo $@  # dev contains demo
 
-demo: setup                  ## simulated robots on a real policy, with the batches drawn
+demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone
 	$(BIN)/reflex demo
 
 test: setup                  ## every test; those that measure time run alone, after the others
