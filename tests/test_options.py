@@ -14,7 +14,7 @@ from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace import PromptsConfig
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, check_needs, flag, load, read
 from reflex_runtime.core.errors import ConfigError
-from server.exports import write_tiny
+from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig)
 OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kind in KINDS for field in fields(kind)]

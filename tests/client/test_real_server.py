@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from reflex_runtime.client import AsyncClient, Client, InvalidRequest, Unauthorized
-from server.exports import expected, write_tiny
-from server.harness import Server
+from serving.exports import expected, write_tiny
+from serving.harness import Server
 
 from .callers import Make, Time
 from .stub import PICTURE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from policies.recorded import Served, serve
+from policies.records.recorded import Served, serve
 from policies.tiny import picture, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Cause

@@ -1,0 +1,510 @@
+"""The OpenAI API, spoken by the unmodified `openai` client and over plain sockets, to a server of the toy model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm import LLMEngine, SamplingParams
+from serving.openai_toy import Model, Toy
+
+GREEDY = {"model": "toy", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Toy]:
+    with Toy(Model(max_model_len=512)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(toy: Toy) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+def expected(prompt: str | list[int], params: SamplingParams) -> str:
+    """What the engine says by itself."""
+    (output,) = LLMEngine().generate([prompt], params)
+    assert output.error is None
+    return output.text
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+def test_l9_a_completion_is_what_the_engine_says(toy: Toy, client: Any) -> None:
+    found = client.completions.create(prompt="Robots that", max_tokens=12, **GREEDY)
+    assert found.object == "text_completion"
+    assert found.id.startswith("cmpl-")
+    assert found.model == "toy"
+    (choice,) = found.choices
+    assert choice.text == expected("Robots that", SamplingParams.greedy(12))
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (11, 12, 23)
+    assert set(toy.complete().json) == {"id", "object", "created", "model", "choices", "usage"}
+
+
+def test_l9_max_tokens_is_sixteen_and_temperature_one_unless_said(client: Any) -> None:
+    found = client.completions.create(model="toy", prompt="Robots", seed=5)
+    assert found.choices[0].text == expected("Robots", SamplingParams(max_tokens=16, temperature=1.0, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99]], ["ab", "c"]),
+    ],
+)
+def test_l9_prompts_are_texts_or_token_ids_one_or_several(client: Any, prompt: Any, texts: list[str]) -> None:
+    found = client.completions.create(prompt=prompt, max_tokens=6, **GREEDY)
+    assert [choice.text for choice in found.choices] == [expected(text, SamplingParams.greedy(6)) for text in texts]
+    assert [choice.index for choice in found.choices] == list(range(len(texts)))
+    assert found.usage.prompt_tokens == sum(map(len, texts))
+    assert found.usage.completion_tokens == 6 * len(texts)
+
+
+def test_l9_a_stream_says_the_same_token_by_token(client: Any) -> None:
+    whole = client.completions.create(prompt="Robots", max_tokens=10, **GREEDY)
+    parts = list(client.completions.create(prompt="Robots", max_tokens=10, stream=True, **GREEDY))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert len(parts) == 10
+    assert [part.choices[0].finish_reason for part in parts] == [None] * 9 + ["length"]
+    assert len({part.id for part in parts}) == 1
+    assert all(part.usage is None for part in parts)
+
+
+def test_l9_a_stream_is_server_sent_events_that_end_with_done(toy: Toy) -> None:
+    with toy.open(max_tokens=3, stream=True) as caller:
+        data = caller.read()
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert b"content-type: text/event-stream" in head.lower()
+    assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert all("usage" not in event for event in caller.said)
+
+
+def test_l9_include_usage_brings_it_last(toy: Toy, client: Any) -> None:
+    options = {"include_usage": True}
+    *parts, last = client.completions.create(prompt="ab", max_tokens=4, stream=True, stream_options=options, **GREEDY)
+    assert all(part.usage is None and part.choices for part in parts)
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.total_tokens) == (2, 4, 6)
+    with toy.open(max_tokens=2, stream=True, stream_options=options) as caller:
+        caller.read()
+    assert [event["usage"] is None for event in caller.said] == [True, True, False]
+
+
+def test_l9_stop_ends_before_the_text_also_in_a_stream(client: Any) -> None:
+    plain = expected("Robots", SamplingParams.greedy(30))
+    for stop in (plain[7:10], [plain[7:10], "never"]):
+        found = client.completions.create(prompt="Robots", max_tokens=30, stop=stop, **GREEDY).choices[0]
+        assert (found.text, found.finish_reason) == (plain[: plain.index(plain[7:10])], "stop")
+        parts = list(client.completions.create(prompt="Robots", max_tokens=30, stop=stop, stream=True, **GREEDY))
+        assert "".join(part.choices[0].text for part in parts) == found.text
+        assert parts[-1].choices[0].finish_reason == "stop"
+
+
+def test_l9_a_seed_repeats_and_n_choices_are_seeds_in_a_row(client: Any) -> None:
+    ask = {"model": "toy", "prompt": "Robots", "max_tokens": 12, "temperature": 1.5}
+    three = client.completions.create(n=3, seed=40, **ask)
+    singles = [client.completions.create(seed=40 + i, **ask).choices[0].text for i in range(3)]
+    assert [choice.text for choice in three.choices] == singles
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert len(set(singles)) == 3
+    assert three.usage.prompt_tokens == 6
+    assert three.usage.completion_tokens == 36
+    other = client.completions.create(n=2, **ask)
+    assert other.choices[0].text != other.choices[1].text
+
+
+def test_l9_n_choices_in_a_stream_carry_their_index(client: Any) -> None:
+    ask = {"model": "toy", "prompt": ["ab", "cd"], "max_tokens": 5, "n": 2, "seed": 3}
+    whole = client.completions.create(**ask)
+    said = [""] * 4
+    for part in client.completions.create(stream=True, **ask):
+        for choice in part.choices:
+            said[choice.index] += choice.text
+    assert said == [choice.text for choice in whole.choices]
+
+
+def test_l9_choices_share_their_prompt_through_the_prefix_cache() -> None:
+    runner = Model()
+    with Toy(runner) as toy:
+        before = len(runner.sizes)
+        answer = toy.complete("x" * 100, n=4, max_tokens=1)
+        assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert sum(runner.sizes[before:]) == 100 + 3 * (100 - 96)
+        again = toy.complete("x" * 100, max_tokens=1)
+        assert again.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+
+
+def test_l9_logprobs_of_a_completion_have_the_old_shape(client: Any) -> None:
+    found = client.completions.create(prompt="Robots", max_tokens=4, logprobs=2, **GREEDY).choices[0]
+    logprobs = found.logprobs
+    assert logprobs.tokens == list(found.text)
+    assert logprobs.text_offset == [0, 1, 2, 3]
+    for token, own, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[token] == own == max(top.values())
+        assert len(top) == 2
+    parts = list(client.completions.create(prompt="Robots", max_tokens=4, logprobs=2, stream=True, **GREEDY))
+    told = [part.choices[0].logprobs for part in parts]
+    assert [t.tokens for t in told] == [[token] for token in logprobs.tokens]
+    assert [t.text_offset for t in told] == [[0], [1], [2], [3]]
+    none = client.completions.create(prompt="Robots", max_tokens=2, logprobs=0, **GREEDY).choices[0].logprobs
+    assert [list(top) for top in none.top_logprobs] == [[token] for token in none.tokens]
+
+
+def test_l9_logprobs_tell_where_a_token_begins_also_while_text_is_held_for_a_stop(client: Any) -> None:
+    text = client.completions.create(prompt="Robots", max_tokens=12, **GREEDY).choices[0].text
+    near = text[2:5] + "\n"  # begins like the text does, and never comes
+    more = {"max_tokens": 12, "logprobs": 0, "stop": [near], **GREEDY}
+    found = client.completions.create(prompt="Robots", **more).choices[0]
+    assert found.text == text
+    assert found.logprobs.text_offset == list(range(12))
+    parts = list(client.completions.create(prompt="Robots", stream=True, **more))
+    assert "".join(part.choices[0].text for part in parts) == text
+    assert [part.choices[0].logprobs.text_offset for part in parts] == [[i] for i in range(12)]
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+def test_l9_a_conversation_is_answered(toy: Toy, client: Any) -> None:
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    found = client.chat.completions.create(messages=messages, max_completion_tokens=9, **GREEDY)
+    assert found.object == "chat.completion"
+    assert found.id.startswith("chatcmpl-")
+    (choice,) = found.choices
+    prompt = "system: be brief\nuser: hi\nassistant: "
+    assert choice.message.role == "assistant"
+    assert choice.message.content == expected(prompt, SamplingParams.greedy(9))
+    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "length", None)
+    assert found.usage.prompt_tokens == len(prompt)
+    assert set(toy.chat("hi").json["choices"][0]["message"]) == {"role", "content", "refusal"}
+
+
+def test_l9_content_may_be_parts_of_text_and_max_tokens_the_old_name(client: Any) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    found = client.chat.completions.create(messages=[{"role": "user", "content": parts}], max_tokens=5, **GREEDY)
+    assert found.choices[0].message.content == expected("user: one\ntwo\nassistant: ", SamplingParams.greedy(5))
+
+
+def test_l9_without_a_limit_a_conversation_goes_on_to_the_end_of_the_context(client: Any) -> None:
+    found = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **GREEDY)
+    assert found.usage.total_tokens == 512
+    assert found.choices[0].finish_reason == "length"
+
+
+def test_l9_a_streamed_conversation_begins_with_the_role_and_ends_with_the_reason(client: Any) -> None:
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5} | GREEDY
+    whole = client.chat.completions.create(**ask).choices[0].message.content
+    first, *parts, last = client.chat.completions.create(stream=True, **ask)
+    assert first.object == "chat.completion.chunk"
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(part.choices[0].delta.content for part in parts) == whole
+    assert all(part.choices[0].delta.role is None for part in parts)
+    assert (last.choices[0].delta.content, last.choices[0].finish_reason) == (None, "length")
+
+
+def test_l9_logprobs_of_a_conversation_have_the_new_shape(client: Any) -> None:
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "logprobs": True} | GREEDY
+    found = client.chat.completions.create(top_logprobs=2, **ask).choices[0]
+    for token, text in zip(found.logprobs.content, found.message.content, strict=True):
+        assert token.token == text
+        assert bytes(token.bytes).decode() == text
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].logprob == token.logprob
+    alone = client.chat.completions.create(**ask).choices[0]
+    assert [token.top_logprobs for token in alone.logprobs.content] == [[], [], []]
+    parts = [p.choices[0].logprobs for p in client.chat.completions.create(stream=True, top_logprobs=2, **ask)]
+    told = [token.token for logprobs in parts if logprobs for token in logprobs.content]
+    assert told == [token.token for token in found.logprobs.content]
+
+
+# -- the rest of the door ----------------------------------------------------------------------------------------------
+
+
+def test_l9_the_model_is_listed_and_no_other(client: Any) -> None:
+    (card,) = client.models.list().data
+    assert (card.id, card.object, card.owned_by) == ("toy", "model", "reflex")
+    assert client.models.retrieve("toy").id == "toy"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("org/other")
+    assert caught.value.body["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt", prompt="x")
+    assert (caught.value.body["code"], caught.value.body["param"]) == ("model_not_found", "model")
+
+
+def test_l9_health_tells_state_and_load(toy: Toy) -> None:
+    answer = toy.get("/health")
+    assert answer.status == 200
+    told = answer.json
+    assert (told["status"], told["state"], told["model"], told["runner"]) == ("ok", "ready", "toy", "toy")
+    assert (told["running"], told["waiting"], told["kv_cache_usage"], told["hung_steps"]) == (0, 0, 0.0, 0)
+    assert told["max_model_len"] == 512
+
+
+def test_l9_every_answer_has_a_request_id_and_the_callers_own_comes_back(toy: Toy) -> None:
+    for path in ("/health", "/metrics", "/v1/models", "/nothing"):
+        assert toy.get(path).headers["x-request-id"]
+        assert toy.ask("GET", path, headers={"X-Request-Id": "mine 7"}).headers["x-request-id"] == "mine 7"
+    mine = {"X-Request-Id": "a-b"}
+    assert toy.post("/v1/completions", GREEDY | {"prompt": "x"}, **mine).headers["x-request-id"] == "a-b"
+    assert toy.post("/v1/completions", b"{", **mine).headers["x-request-id"] == "a-b"
+    bad = [toy.ask("GET", "/health", headers={"X-Request-Id": id}) for id in ("é", "x" * 257)]
+    made = {answer.headers["x-request-id"] for answer in bad}
+    assert len(made) == 2
+    assert all(len(id) < 40 for id in made)
+
+
+def test_l9_paths_and_methods_that_are_not_there(toy: Toy) -> None:
+    answer = toy.get("/v1/embeddings")
+    assert answer.status == 404
+    assert toy.error(answer)["code"] == "not_found"
+    answer = toy.get("/v1/completions")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    answer = toy.post("/v1/models", {})
+    assert (answer.status, answer.headers["allow"]) == (405, "GET")
+    assert toy.error(answer)["code"] == "method_not_allowed"
+
+
+WRONG: list[tuple[str, Any]] = [
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -1),
+    ("max_tokens", 0),
+    ("max_tokens", "many"),
+    ("n", 0),
+    ("n", 129),
+    ("seed", 1 << 64),
+    ("seed", 0.5),
+    ("stop", [""]),
+    ("stop", ["x"] * 17),
+    ("stop", 7),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("priority", "high"),
+    ("priority", 1),
+    ("deadline_ms", 0),
+    ("user", "x" * 257),
+    ("user", "a\nb"),
+    ("stream", "yes"),
+    ("stream_options", {"include_usage": True}),
+    ("best_of", 2),
+    ("echo", True),
+    ("suffix", "end"),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", -1),
+    ("logit_bias", {"5": 1}),
+    ("nonsense", 1),
+    ("prompt", ""),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", [97, "a"]),
+    ("prompt", [256]),
+    ("prompt", [-1]),
+    ("prompt", 5),
+    ("prompt", None),
+]
+
+
+@pytest.mark.parametrize(("param", "value"), WRONG, ids=lambda v: str(v)[:20])
+def test_l9_a_wrong_value_is_400_and_names_its_field(toy: Toy, param: str, value: Any) -> None:
+    answer = toy.complete(**{param: value})
+    assert answer.status == 400
+    error = toy.error(answer)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert param in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+WRONG_CHAT: list[tuple[str, Any]] = [
+    ("messages", []),
+    ("messages[0].role", None),
+    ("messages[0].content", [{"type": "image_url", "image_url": {"url": "x"}}]),
+    ("messages[0].content", None),
+    ("messages[0].tool_calls", [{"id": "1"}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tool_choice", "required"),
+    ("response_format", {"type": "json_object"}),
+    ("modalities", ["text", "audio"]),
+    ("audio", {"voice": "a"}),
+    ("reasoning_effort", "high"),
+    ("store", True),
+    ("top_logprobs", 3),
+    ("logprobs", 3),
+    ("max_completion_tokens", 0),
+    ("nonsense", None),
+]
+
+
+@pytest.mark.parametrize(("param", "value"), WRONG_CHAT, ids=lambda v: str(v)[:20])
+def test_l9_the_same_for_a_conversation(toy: Toy, param: str, value: Any) -> None:
+    message: dict[str, Any] = {"role": "user", "content": "hi"}
+    fields: dict[str, Any] = GREEDY | {"messages": [message]}
+    if param.startswith("messages[0]."):
+        message[param.partition(".")[2]] = value
+    else:
+        fields[param] = value
+    answer = toy.post("/v1/chat/completions", fields)
+    assert answer.status == 400
+    assert str(toy.error(answer)["param"]).startswith(param.partition("[")[0])
+    assert param.rpartition(".")[2] in toy.error(answer)["message"]
+
+
+def test_l9_what_clients_send_without_meaning_anything_is_taken(toy: Toy) -> None:
+    plain = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "n": None, "stop": None, "user": "me"}
+    answer = toy.complete(**plain, best_of=1, echo=False, suffix=None, stream=False)
+    assert answer.status == 200
+    answer = toy.chat(
+        "hi", max_tokens=1, **plain, tools=[], tool_choice="auto", response_format={"type": "text"},
+        metadata={"a": "b"}, modalities=["text"], store=False, service_tier="auto", parallel_tool_calls=True,
+        prompt_cache_key="k",
+    )  # fmt: skip
+    assert answer.status == 200
+    said = answer.json["choices"][0]["message"]
+    messages = [{"role": "user", "content": "hi"}, said, {"role": "user", "content": "go on", "name": "x"}]
+    assert toy.post("/v1/chat/completions", GREEDY | {"messages": messages, "max_tokens": 1}).status == 200
+
+
+def test_l9_a_prompt_over_the_context_is_400_and_tells_the_limits(toy: Toy, client: Any) -> None:
+    answer = toy.complete("x" * 500, max_tokens=13)
+    error = toy.error(answer)
+    assert (answer.status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert all(number in error["message"] for number in ("512", "500", "13"))
+    assert toy.complete("x" * 500, max_tokens=12).status == 200
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=[{"role": "user", "content": "x" * 600}], **GREEDY)
+    assert (caught.value.body["code"], caught.value.body["param"]) == ("context_length_exceeded", "messages")
+
+
+NOT_JSON = [b"", b"{", b"[1]", b'{"model": "toy", "prompt": "x"', b"\xff", b"[" * 10_000, rb'{"model": "\ud800"}']
+
+
+@pytest.mark.parametrize("body", NOT_JSON)
+def test_l9_what_is_not_json_is_400(toy: Toy, body: bytes) -> None:
+    answer = toy.post("/v1/completions", body)
+    assert answer.status == 400
+    assert toy.error(answer)["type"] == "invalid_request_error"
+
+
+def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lies(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert toy.model is not None
+    for said, told in (
+        ("/srv/models/x: chat template: TypeError: no", "messages: chat template: TypeError: no"),
+        ("messages[0].role='x': must be other", "messages[0].role='x': must be other"),
+    ):
+
+        def refuses(messages: Any, said: str = said) -> Any:
+            raise ConfigError(said)
+
+        monkeypatch.setattr(toy.model.generator.processor.tokenizer, "chat", refuses)
+        answer = toy.chat("hi")
+        assert answer.status == 400
+        assert toy.error(answer)["message"] == told
+        assert toy.error(answer)["param"].startswith("messages")
+
+
+def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy.model is not None
+    tokenizer, threads = toy.model.generator.processor.tokenizer, []
+    encode = tokenizer.encode
+
+    def noting(text: str) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", noting)
+    toy.complete("x" * 2000)
+    toy.complete("x" * 2001)
+    assert threads[0] == "toy-server"
+    assert threads[1].startswith("reflex-tokenise")
+
+
+def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert toy.model is not None
+    tokenizer = toy.model.generator.processor.tokenizer
+    threads: dict[str, set[str]] = {"encode": set(), "chat": set()}
+    for name, seen in threads.items():
+        function = getattr(tokenizer, name)
+
+        def noting(value: Any, function: Any = function, seen: set[str] = seen) -> list[int]:
+            seen.add(threading.current_thread().name)
+            return list(function(value))
+
+        monkeypatch.setattr(tokenizer, name, noting)
+    assert len(toy.complete(["x" * 100] * 21, max_tokens=1).json["choices"]) == 21
+    toy.chat(*[""] * 300, max_tokens=1)  # a template walks through them, short as they are
+    for seen in threads.values():
+        assert [name.rpartition("_")[0] for name in seen] == ["reflex-tokenise"]
+
+
+def test_l9_the_series_move(toy: Toy) -> None:
+    before = toy.metrics()
+    toy.complete("robots and cameras", max_tokens=7)
+    after = toy.metrics()
+
+    def moved(name: str, **labels: str) -> float:
+        return after(name, **labels) - before.samples.get((name, frozenset(labels.items())), 0.0)
+
+    assert moved("reflex_prompt_tokens_total") == 18
+    assert moved("reflex_generation_tokens_total") == 7
+    assert moved("reflex_iteration_tokens_total_count") == 7
+    assert moved("reflex_time_to_first_token_seconds_count") == 1
+    assert moved("reflex_inter_token_latency_seconds_count") == 6
+    assert moved("reflex_e2e_request_latency_seconds_count") == 1
+    assert moved("reflex_request_success_total", finished_reason="length") == 1
+    assert moved("reflex_openai_requests_total", path="/v1/completions", status="200") == 1
+    assert after("reflex_invariant_violations_total") == 0
+    assert after("reflex_kv_cache_usage_perc") == 0
+    toy.get("/v1/nothing")
+    assert toy.metrics()("reflex_openai_requests_total", path="other", status="404") >= 1
+
+
+def test_l9_errors_of_the_model_are_500_and_an_event_once_the_stream_has_begun(client: Any) -> None:
+    runner = Model()
+    with Toy(runner) as toy:
+        steps = itertools.count()
+        runner.fails = lambda step: RuntimeError("broken") if next(steps) >= 3 else None
+        with toy.open(max_tokens=10, stream=True) as caller:
+            caller.read()
+        *tokens, error = caller.said
+        assert len(tokens) == 3
+        assert error["error"]["code"] == "processor_failed"
+        assert b"[DONE]" not in caller.data
+        answer = toy.complete()
+        assert (answer.status, toy.error(answer)["type"]) == (500, "server_error")
+        assert answer.headers["x-should-retry"] == "false"
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{toy.port}/v1", api_key="any", max_retries=5) as retrying:
+            asked = len(runner.sizes)
+            with pytest.raises(openai.InternalServerError):
+                retrying.completions.create(prompt="ab", **GREEDY)
+            assert len(runner.sizes) == asked + 1
+        runner.fails = lambda step: None
+        assert json.loads(toy.complete().body)["choices"]
+        assert toy.pool.free_blocks == runner.num_blocks
+
+
+def test_l9_a_slow_reader_gets_every_token_in_order_although_parts_are_written_past_asgi() -> None:
+    """What is written on the spot and what a woken task writes never change places: the socket is full now and then."""
+    with Toy(send_buffer=4096) as toy:
+        whole = toy.complete("in order", max_tokens=3000).json["choices"][0]["text"]
+        with toy.open("in order", max_tokens=3000, stream=True, receive_buffer=2048) as caller:
+            caller.read()
+            assert caller.text == whole
+            assert caller.data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

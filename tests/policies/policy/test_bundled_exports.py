@@ -1,0 +1,75 @@
+"""The bundled demo policies through the same path: what batching and joining do to the results of a real network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from policies.tiny import Bench, run_alone, value
+from reflex_runtime.core.request import Request
+from reflex_runtime.demo.exports import KINDS, VARIANTS, Kind, Variant, export_dir
+from reflex_runtime.policies import Policy, load_policy
+
+# Largest absolute difference of an action, in the robot's units (actions are within ±1.3). Measured with one thread on
+# x86: 0.0 for a row alone against the row in any company, 1.1e-6 for five steps against the whole loop in one graph.
+ROW_BOUND, KIND_BOUND = 1e-5, 1e-5
+
+
+def asked(policy: Policy, i: int) -> Request:
+    rng = np.random.default_rng(i)
+    sent: dict[str, Any] = {
+        "images": {"image": rng.integers(0, 256, (64, 64, 3), np.uint8)},
+        "instruction": ("open the door", "close the drawer", "press the button on the wall")[i % 3],
+        "state": rng.uniform(-0.5, 1.0, policy.export.state_dim),
+    }
+    return policy.request(policy.prepare(**sent, request_id=f"request-{i}"), client=i)
+
+
+def alone(policy: Policy, count: int) -> list[NDArray[np.float32]]:
+    return [run_alone(policy, asked(policy, i)).actions for i in range(count)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_bundled_batch_of_n_equals_n_singles(variant: Variant, kind: Kind) -> None:
+    policy = load_policy(export_dir(variant, kind))
+    singles = alone(policy, 16)
+    for n in (2, 3, 8, 16):
+        bench = Bench(policy)
+        tickets = [bench.submit(asked(policy, i)) for i in range(n)]
+        bench.drain()
+        assert {len(b) for b in bench.batches} == {n}
+        worst = max(np.abs(value(t).actions - singles[i]).max() for i, t in enumerate(tickets))
+        assert worst <= ROW_BOUND
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bundled_requests_that_join_a_running_batch_get_their_own_results(variant: Variant) -> None:
+    policy = load_policy(export_dir(variant, "decomposed"))
+    singles = alone(policy, 12)
+    bench = Bench(policy)
+    tickets = []
+    for i in range(12):
+        tickets.append(bench.submit(asked(policy, i)))
+        for _ in range(1 + i % 3):
+            bench.step()
+    bench.drain()
+    sizes = {len(b) for b in bench.batches if b.stage == "denoise"}
+    assert len(sizes) > 2, "the batch never changed"
+    assert max(np.abs(value(t).actions - singles[i]).max() for i, t in enumerate(tickets)) <= ROW_BOUND
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bundled_decomposed_equals_monolithic(variant: Variant) -> None:
+    whole, steps = (load_policy(export_dir(variant, kind)) for kind in ("monolithic", "decomposed"))
+    for a, b in zip(alone(whole, 8), alone(steps, 8), strict=True):
+        assert np.abs(a - b).max() <= KIND_BOUND
+
+
+def test_bundled_versions_differ() -> None:
+    first, second = (load_policy(export_dir(v, "monolithic")) for v in VARIANTS)
+    assert first.export.model_hash != second.export.model_hash
+    assert np.abs(alone(first, 1)[0] - alone(second, 1)[0]).max() > 1e-3

@@ -1,0 +1,88 @@
+"""Requests that tests send to a policy server; who waits behind whom, and whom a fault strikes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import PIL.Image
+
+from reflex_runtime.telemetry.trace import TracedBatch, read_trace
+
+from .exports import expected
+from .harness import STATE, Answer, Burst, Server
+
+WAITING = "reflex_policy_runtime_queue_depth"
+
+
+def numbered(n: int, **more: Any) -> list[dict[str, Any]]:
+    return [{"state": [0.1 * i, -0.1 * i], "seed": i, "request_id": f"r{i}"} | more for i in range(n)]
+
+
+def right(answer: Answer, i: int) -> bool:
+    """Whether it is what request i of `numbered` has to be answered."""
+    want = expected([0.1 * i, -0.1 * i], i)
+    return answer.status == 200 and bool(np.allclose(answer.json["actions"], want, atol=1e-5))
+
+
+def observe(server: Server, shade: int, episode: str | None = "e", **more: Any) -> Any:
+    picture = {"dtype": "|u1", "shape": [64, 64, 3], "data": bytes([shade]) * (64 * 64 * 3)}
+    sent = {"image": picture, "instruction": "open the door", "state": [0.0] * 4, "episode_id": episode, "seed": 1}
+    sent |= more
+    headers = {"Content-Type": "application/msgpack", "Accept": "application/json"}
+    answer = server.ask("POST", "/act", msgpack.packb(sent), headers)
+    assert answer.status == 200, answer.body
+    return answer.json
+
+
+def grey() -> str:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (6, 4), "grey").save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def busy(server: Server, **fields: Any) -> Burst:
+    """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
+    while True:
+        plug = server.burst([{"state": STATE, "robot_id": "plug", "request_id": "plug"} | fields])
+        plug.send()
+        server.reach(lambda m, plug=plug: plug.answered or (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
+        if not plug.answered:
+            return plug
+        plug.__exit__()  # the machine was too busy to look in time: once more
+
+
+def queued(n: int) -> Any:
+    return lambda m: m(WAITING) == n
+
+
+def traced(server: Server, file: Path) -> list[TracedBatch]:
+    """The batches it ran; stops it."""
+    assert server.stop() == 0
+    return read_trace(file).batches
+
+
+def marked(kind: str, rate: float, ids: list[str]) -> set[str]:
+    """Whom `--inject-fault prod:KIND:RATE` strikes."""
+    draw = {i: int.from_bytes(hashlib.sha256(f"0:prod:{kind}:{i}".encode()).digest()[:8], "big") for i in ids}
+    return {i for i, value in draw.items() if value < rate * 2.0**64}
+
+
+def strike(kind: str, among: int = 4) -> tuple[float, int]:
+    """(rate, number) such that a fault of batches strikes that one batch, none before it and none of the three after.
+
+    among: the larger, the rarer the fault is later on.
+    """
+    for last in range(among, among + 60):
+        digests = [hashlib.sha256(f"0:prod:{kind}:{i}".encode()).hexdigest() for i in range(1, last + 1)]
+        draws = [int(digest[:16], 16) / 2**64 for digest in digests]
+        least, second = sorted(draws)[:2]
+        number = draws.index(least) + 1
+        if last - number >= 3:
+            return (least + second) / 2, number
+    raise AssertionError("no such batch")

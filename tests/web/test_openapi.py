@@ -1,0 +1,104 @@
+"""H7: /openapi.json says what is true. Schemathesis reads it and tries both servers, with all of its checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.tiny import write_export
+from serving.exports import write_tiny
+from serving.harness import Server
+from serving.openai_toy import Toy
+from serving.pair import Pair, two
+
+RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
+SEED = "12"
+
+
+def tried(folder: Path, port: int, *options: str, examples: int = 8) -> None:
+    """Every check of schemathesis on every operation: what fits is taken, what does not is refused, every status and
+    body is as described, other methods are answered 405, nothing is a 500."""
+    here = Path(__file__).parent
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": _paths(here)}
+    command = ["run", f"http://127.0.0.1:{port}/openapi.json", "--checks", "all", "--seed", SEED, "--no-shrink"]
+    command += ["--max-examples", str(examples), "--phases", "coverage,fuzzing", "--warnings", "off", *options]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *command],
+        capture_output=True, text=True, env=environment, check=False, timeout=110, cwd=folder,  # its cache stays there
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def _paths(here: Path) -> str:
+    return os.pathsep.join(filter(None, (str(here), os.environ.get("PYTHONPATH", ""))))
+
+
+def described(server: Any) -> Any:
+    return json.loads(server.get("/openapi.json").body)
+
+
+@pytest.mark.timeout(180)
+def test_h7_a_policy_server_is_as_it_is_described(tmp_path: Path) -> None:
+    with Server(write_export(tmp_path / "export")) as server:
+        tried(tmp_path, server.port, "--exclude-path", "/admin/faults")  # a drill would be one
+        tried(tmp_path, server.port, "--include-path", "/admin/faults", "--mode", "negative")
+        assert server.metrics()("reflex_requests_total", outcome="ok") > 0
+        assert server.metrics()("reflex_requests_total", outcome="failed") == 0
+
+
+@pytest.mark.timeout(180)
+def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path) -> None:
+    with two(pair, "--api-key", "secret") as server:
+        header = ("-H", "Authorization: Bearer secret")
+        tried(tmp_path, server.port, *header, "--exclude-path", "/admin/faults", examples=4)
+
+
+@pytest.mark.timeout(180)
+def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path) -> None:
+    with Toy(max_queue=20) as server:
+        tried(tmp_path, server.port)
+        page = server.get("/docs")
+        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert all(path.encode() in page.body for path in described(server)["paths"])
+        assert set(_references(described(server))) <= {
+            f"#/components/schemas/{name}" for name in described(server)["components"]["schemas"]
+        }
+
+
+def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) -> None:
+    with Server(write_export(tmp_path / "seeing")) as server:
+        document = described(server)
+        schema = document["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["required"] == ["instruction", "state"]
+        assert (schema["properties"]["state"]["minItems"], schema["properties"]["state"]["maxItems"]) == (2, 2)
+        (images,) = schema["allOf"]
+        assert [way["required"] for way in images["anyOf"]] == [["image"], ["images"]]
+        assert "security" not in document["paths"]["/act"]["post"]
+        assert set(_references(document)) <= {f"#/components/schemas/{n}" for n in document["components"]["schemas"]}
+    with Server(write_tiny(tmp_path / "blind")) as server:
+        schema = described(server)["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema["required"] == ["state"]
+        assert "allOf" not in schema
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if "$ref" in value else []
+        return own + [found for part in value.values() for found in _references(part)]
+    return [found for part in value for found in _references(part)] if isinstance(value, list) else []
+
+
+def test_whole_numbers_may_come_as_floats(tmp_path: Path) -> None:
+    """In JSON 3.0 is an integer."""
+    with Server(write_tiny(tmp_path / "tiny")) as server:
+        as_int, as_float = server.act(seed=3), server.act(seed=3.0)
+        assert as_float.status == 200
+        assert as_float.json["actions"] == as_int.json["actions"]
+        answer = server.act(seed=3.5)
+        assert (answer.status, answer.json["field"]) == (422, "seed")

@@ -1,0 +1,361 @@
+"""A server that is lost is started again, and callers are told meanwhile (contract B19, B20, H6, H14)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from serving.exports import write_tiny
+from serving.harness import PATIENCE, STATE, Answer, Latch, Server, encode, parse_answers, read_all, refusal
+from serving.pair import Pair, episodes
+from serving.requests import numbered, right
+
+OFTEN = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 0.01"
+
+
+def below(server: Server) -> psutil.Process:
+    """The server proper."""
+    (child,) = psutil.Process(server.process.pid).children()
+    return child
+
+
+def ready_again(server: Server, times: int) -> Answer:
+    """Its health once it is ready for the so-manieth time."""
+    server.wait_log_while_fewer("ready on", times)
+    return server.get("/health")
+
+
+def held(latch: Latch) -> str:
+    """Python to run first, by which a server waits at the latch before it loads."""
+    return f"""
+from reflex_runtime.policies import Export
+inner = Export.load
+def load(path):
+    {latch.wait}
+    return inner(path)
+Export.load = load
+"""
+
+
+@pytest.fixture
+def latch(tmp_path: Path) -> Iterator[Latch]:
+    made = Latch(tmp_path / "latch")
+    yield made
+    made.close()
+
+
+# -- lost and started again --------------------------------------------------------------------------------------------
+
+
+def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(tiny: Path, latch: Latch) -> None:
+    with (
+        Server(tiny, "--inject-latency-ms", "60000", before=held(latch), supervised=True) as server,
+        server.connect() as waiting,
+    ):
+        assert server.get("/health").json["restarts"] == 0
+        waiting.sendall(encode({"state": STATE}))
+        server.reach(lambda m: m("reflex_in_flight_requests") == 1)
+        latch.shut()  # the next one waits before it accepts
+        below(server).send_signal(signal.SIGSEGV)
+        with contextlib.suppress(ConnectionResetError):
+            assert read_all(waiting) == b""  # the kernel closes what the server had open
+        server.wait_log("was ended by SIGSEGV; restart 1 in")
+        refused = server.act()
+        assert (refused.status, refused.code, refused.headers["retry-after"]) == (503, "not_ready", "1")
+        assert (refused.json["retry_safe"], refused.json["state"]) == (True, "restarting")
+        assert refused.headers["x-request-id"] == refused.json["request_id"]
+        health = server.get("/health")
+        assert (health.status, health.json["state"], health.json["model_loaded"]) == (503, "restarting", False)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        latch.open()
+        health = ready_again(server, 2)
+        assert (health.status, health.json["state"]) == (200, "ready")
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+
+
+def test_b19_the_second_hang_ends_the_server_and_another_takes_over(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3", supervised=True) as server:
+        first = below(server)
+        for _ in range(2):
+            answer = server.act()
+            assert (answer.status, answer.code) == (500, "processor_hung")
+        health = ready_again(server, 2)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "exited with status 1")
+        assert health.json["hung_batches"] == 0
+        assert not first.is_running()
+        assert server.act().code == "processor_hung"
+
+
+def test_b19_two_policies_come_back_as_well(pair: Pair) -> None:
+    options = ("--policy-a", str(pair.v1), "--policy-b", str(pair.v2), "--no-rtc")
+    with Server(pair.v1, *options, supervised=True) as server:
+        below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["slots"].keys() == {"a", "b"}
+        for slot in "ab":
+            answer = server.act(episode_id=episodes(slot, 1)[0])
+            assert (answer.status, answer.headers["x-reflex-policy-slot"]) == (200, slot)
+
+
+def test_restarts_are_bounded(tiny: Path) -> None:
+    with Server(tiny, before=OFTEN + "; s.MOST = 3", supervised=True) as server:
+        for lives in (1, 2, 3):
+            server.wait_log_while_fewer("ready on", lives)
+            below(server).send_signal(signal.SIGABRT)
+        assert server.wait() == 1
+        assert server.wait_log("was ended by SIGABRT; that was loss 3 in a row, giving up")
+
+
+def test_a_server_that_is_lost_before_it_was_ready_is_not_started_again(tiny: Path) -> None:
+    crash = "import os, signal\nfrom reflex_runtime.policies.serving.runtime import PolicyRuntime\n"
+    crash += "PolicyRuntime._load = lambda self: os.kill(os.getpid(), signal.SIGSEGV)"
+    with Server(tiny, before=crash, until="before it was ready", supervised=True) as server:
+        assert server.wait() == 1
+        assert "was ended by SIGSEGV before it was ready" in server.wait_log("the server was")
+        assert not any("restart " in line for line in server.log)
+
+
+def test_callers_between_two_servers_are_bounded_and_may_be_slow(tiny: Path, latch: Latch) -> None:
+    slowly = f"import reflex_runtime.web.supervisor as s; s.CALLER_LIMIT = {PATIENCE}"
+    with Server(tiny, before=held(latch) + slowly, supervised=True) as server:
+        latch.shut()
+        below(server).send_signal(signal.SIGSEGV)
+        server.wait_log("restart 1 in")
+        idle = [server.connect() for _ in range(300)]  # more than are kept
+        with server.connect() as slow, server.connect() as large:
+            slow.sendall(b"GET /hea")
+            large.sendall(encode(b"x" * (4 << 20)))  # all of it is taken, and then the answer is read
+            (answer,) = parse_answers(read_all(large))
+            assert answer.code == "not_ready"
+            slow.sendall(b"lth HTTP/1.1\r\nHost: t\r\n\r\n")
+            (answer,) = parse_answers(read_all(slow))
+            assert answer.json["state"] == "restarting"
+            assert server.raw(b"x" * 20_000, half_close=True).startswith(b"HTTP/1.1 503 ")
+        assert idle[0].recv(1) == b""  # turned away for the newest
+        for sock in idle:
+            sock.close()
+        latch.open()
+        assert ready_again(server, 2).status == 200
+
+
+# -- ended on purpose --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_b20_a_signal_drains_the_server_below_and_ends_both(tiny: Path, number: signal.Signals) -> None:
+    with Server(tiny, "--inject-latency-ms", "200", supervised=True) as server, server.burst(numbered(8)) as burst:
+        child = below(server)
+        burst.send()
+        server.reach(lambda m: m("reflex_in_flight_requests") == 8)
+        server.process.send_signal(number)
+        assert all(right(a, i) for i, a in enumerate(burst.answers()))
+        assert server.wait() == 0
+        assert not child.is_running()
+        with pytest.raises(ConnectionRefusedError):
+            server.connect()
+
+
+def test_b20_a_signal_while_there_is_no_server_ends_it_at_once(tiny: Path) -> None:
+    wait = "import reflex_runtime.web.supervisor as s; s.FIRST = s.LONGEST = 600.0"
+    with Server(tiny, before=wait, supervised=True) as server:
+        below(server).send_signal(signal.SIGKILL)
+        server.wait_log("restart 1 in")
+        assert server.get("/health").json["state"] == "restarting"
+        assert server.stop() == 0
+
+
+def test_b20_a_signal_before_the_server_is_ready_ends_both(tiny: Path, latch: Latch) -> None:
+    latch.shut()
+    before = held(latch).replace("    with", "    print('loads', flush=True, file=__import__('sys').stderr)\n    with")
+    with Server(tiny, before=before, until="loads", supervised=True) as server:
+        child = below(server)
+        assert server.stop() == 0
+        assert not child.is_running()
+
+
+def test_b2_what_is_wrong_ends_both_with_2_and_one_line(tmp_path: Path, tiny: Path) -> None:
+    assert "nothing" in refusal(tmp_path / "nothing")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "cannot be bound" in refusal(tiny, "--port", str(taken.getsockname()[1]))
+
+
+def test_b2_an_export_that_turns_out_wrong_ends_both_with_2(tmp_path: Path) -> None:
+    export = write_tiny(tmp_path / "broken", inputs={"state": "no_such_input", "noise": "x"})
+    with Server(export, until="not serving on", supervised=True) as server:
+        assert server.wait() == 2
+        assert not any("restart " in line for line in server.log)
+
+
+def test_a_killed_supervisor_leaves_nothing_behind(tiny: Path) -> None:
+    with Server(tiny, supervised=True) as server:
+        child = below(server)
+        server.kill()
+        gone, alive = psutil.wait_procs([child], timeout=PATIENCE)
+        assert (gone, alive) == ([child], [])
+
+
+def test_hangup_is_passed_on_and_is_no_end(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "batches.jsonl"
+    with Server(tiny, "--trace", str(file), supervised=True) as server:
+        assert server.act().status == 200
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: (tmp_path / "batches.jsonl.1").exists())
+        assert server.act().status == 200
+        below(server).send_signal(signal.SIGKILL)
+        assert ready_again(server, 2).json["restarts"] == 1
+        assert server.stop() == 0
+
+
+def test_without_a_supervisor_the_process_is_the_server(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3") as server:
+        assert psutil.Process(server.process.pid).children() == []
+        assert "restarts" not in server.get("/health").json
+        for _ in range(2):
+            assert server.act().code == "processor_hung"
+        assert server.wait() == 1
+
+
+def test_the_supervisor_imports_little(tiny: Path) -> None:
+    with Server(tiny, supervised=True) as server:
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "onnxruntime" not in maps
+        assert "onnxruntime" in Path(f"/proc/{below(server).pid}/maps").read_text()
+        assert psutil.Process(server.process.pid).memory_info().rss < 80 << 20
+
+
+# -- of language models ------------------------------------------------------------------------------------------------
+
+SMALL = ("--kv-cache-gb", "0.05")
+ASKED = {"model": "scribe", "prompt": "Once there was", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+BEFORE_IT_ACCEPTS = """
+from reflex_runtime.llm.tokenizer import HFTokenizer
+inner = HFTokenizer.load
+def load(path):
+    {wait}
+    return inner(path)
+HFTokenizer.load = load
+"""
+IN_A_STEP = """
+from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+inner = OpenVinoRunner.forward
+def forward(self, step):
+    {wait}
+    return inner(self, step)
+OpenVinoRunner.forward = forward
+"""
+
+
+def complete(server: Server, **fields: Any) -> Answer:
+    body = json.dumps(ASKED | {"max_tokens": 2, "stream": False} | fields).encode()
+    return server.ask("POST", "/v1/completions", body, {"X-Request-Id": "mine"})
+
+
+def test_b19_a_model_server_that_crashes_comes_back_and_its_callers_are_told_in_the_apis_form(latch: Latch) -> None:
+    openai = pytest.importorskip("openai")
+    before = BEFORE_IT_ACCEPTS.format(wait=latch.wait)
+    with Server("scribe", *SMALL, before=before, supervised=True) as server:
+        assert server.get("/health").json["restarts"] == 0
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0) as client:
+            extra = {"extra_body": {"ignore_eos": True}}
+            stream = client.completions.create(**{k: v for k, v in ASKED.items() if k != "ignore_eos"}, **extra)
+            next(iter(stream))
+            latch.shut()  # the next one waits before it accepts
+            below(server).send_signal(signal.SIGSEGV)
+            with pytest.raises(openai.APIConnectionError):
+                list(stream)
+            server.wait_log("was ended by SIGSEGV; restart 1 in")
+            with pytest.raises(openai.InternalServerError, match="is started again") as refused:
+                client.models.list()
+            assert (refused.value.status_code, refused.value.code, refused.value.type) == (
+                503, "not_ready", "server_error",
+            )  # fmt: skip
+        answer = complete(server)
+        assert answer.json["error"] == {
+            "message": "the server was ended by SIGSEGV and is started again",
+            "type": "server_error", "param": None, "code": "not_ready",
+        }  # fmt: skip
+        told = [answer.headers[name] for name in ("x-request-id", "x-should-retry", "retry-after")]
+        assert told == ["mine", "true", "1"]
+        health = server.get("/health")
+        assert (health.status, health.json["state"], health.json["model_loaded"]) == (503, "restarting", False)
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        latch.open()
+        health = ready_again(server, 2)
+        assert (health.status, health.json["state"]) == (200, "ready")
+        assert (health.json["restarts"], health.json["last_exit"]) == (1, "was ended by SIGSEGV")
+        assert complete(server).status == 200
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "openvino" not in maps
+        assert server.stop() == 0
+
+
+def test_b19_a_model_that_hangs_for_good_ends_its_server_and_another_takes_over(latch: Latch) -> None:
+    before = IN_A_STEP.format(wait=latch.wait)
+    with Server("scribe", *SMALL, "--watchdog-s", "0.3", before=before, supervised=True) as server:
+        latch.shut()
+        answer = complete(server)
+        assert (answer.status, answer.json["error"]["code"]) == (500, "processor_hung")
+        server.wait_log("the server exited with status 1; restart 1 in")
+        latch.open()
+        assert ready_again(server, 2).json["last_exit"] == "exited with status 1"
+        assert complete(server).status == 200
+
+
+def test_b19_the_front_of_runtime_processes_comes_back_with_new_ones() -> None:
+    with Server("scribe", *SMALL, "--workers", "1", supervised=True) as server:
+        first = below(server)
+        runtimes = first.children(recursive=True)
+        assert len(runtimes) == 2  # the model's, and the one that tokenises
+        first.send_signal(signal.SIGKILL)
+        assert psutil.wait_procs(runtimes, timeout=PATIENCE)[1] == []
+        health = ready_again(server, 2).json
+        assert (health["restarts"], health["last_exit"]) == (1, "was ended by SIGKILL")
+        assert health["workers"][0]["restarts"] == 0
+        assert complete(server).status == 200
+        runtimes = below(server).children(recursive=True)
+        assert server.stop() == 0
+        assert psutil.wait_procs(runtimes, timeout=PATIENCE)[1] == []
+
+
+def test_b20_a_signal_drains_a_model_server_and_hangup_is_no_end_of_it(tmp_path: Path, latch: Latch) -> None:
+    file = tmp_path / "steps.jsonl"
+    before = IN_A_STEP.format(wait=latch.wait)
+    with Server("scribe", *SMALL, "--trace", str(file), before=before, supervised=True) as server:
+        child = below(server)
+        assert complete(server).status == 200
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_until(lambda: (tmp_path / "steps.jsonl.1").exists())
+        latch.shut()
+        body = json.dumps(ASKED | {"max_tokens": 4, "stream": False}).encode()
+        with server.connect() as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            server.wait_until(lambda: server.get("/health").json["running"] == 1)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_log("draining: 1 requests")
+            latch.open()
+            (answer,) = parse_answers(read_all(sock))
+            assert answer.json["usage"]["completion_tokens"] == 4
+        assert server.wait() == 0
+        assert not child.is_running()
+
+
+def test_b2_what_is_wrong_with_a_model_ends_both_with_2_and_one_line(tmp_path: Path) -> None:
+    assert "--max-model-len=99999: must be at most" in refusal("scribe", "--max-model-len", "99999")
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refusal(tmp_path)
+
+
+def test_without_a_supervisor_the_process_is_the_model_server() -> None:
+    with Server("scribe", *SMALL) as server:
+        assert psutil.Process(server.process.pid).children() == []
+        assert "restarts" not in server.get("/health").json
