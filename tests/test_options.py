@@ -213,7 +213,7 @@ def test_h10_a_variable_that_is_no_setting_is_warned_of_with_the_nearest_name(
 def test_h10_a_variable_of_another_command_and_what_is_not_ours_is_no_misspelling(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ours = {"REFLEX_MAX_NUM_SEQS": "4", "REFLEX_SKIP_2POLICY_MEMORY_CHECK": "1", "REFLEX_WORKER_TOKEN": "x"}
+    ours = {"REFLEX_MAX_NUM_SEQS": "4", "REFLEX_SKIP_2POLICY_MEMORY_CHECK": "1"}
     assert load(ServeConfig, "serve", None, ours | {"PATH": "/bin", "reflex_max_queue": "x"}, {}) == ServeConfig()
     assert not caplog.records
 

@@ -1,4 +1,4 @@
-"""A runtime process whose model costs next to nothing: `python -m bench.apps.runtime_process --connect ADDRESS`.
+"""A runtime process whose model costs next to nothing: `python -m bench.apps.runtime_process`, started by its front.
 
 Its steps take BENCH_STEP_MS milliseconds in which nobody computes, as on a device; what is left is the way there.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -48,11 +47,9 @@ def main() -> None:
         return Paced(seconds), ByteTokenizer()
 
     gc.set_threshold(50_000, 20, 100)  # as `reflex worker` sets it
-    address = sys.argv[sys.argv.index("--connect") + 1]
-    token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
-        status, _ = runner.run(serve(address, load, token=token))
+        status, _ = runner.run(serve(load))
     os._exit(status)
 
 

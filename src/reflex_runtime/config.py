@@ -614,7 +614,7 @@ def _in_words(needs: str) -> str:
 
 # -- the environment ---------------------------------------------------------------------------------------------------
 
-OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING", "WORKER_TOKEN"})  # not settings
+OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # not settings
 _SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 

@@ -78,7 +78,6 @@ class Child:
             "pid": os.getpid(),
             "codecs": ["json"] if self.behaviour == "json" else ["json", "msgpack"],
             "capabilities": [] if self.behaviour == "plain" else ["batch_generate"],
-            "token": "?" if self.behaviour == "stranger" else os.environ["REFLEX_WORKER_TOKEN"],
         }
 
 

@@ -1,6 +1,6 @@
 """An engine that does what a test tells it, a front that remembers what it was told, and a connection between them.
 
-As a program it is a runtime process: python engines.py ADDRESS. There an engine answers prompts that are programs of
+As a program it is a runtime process: python engines.py. There an engine answers prompts that are programs of
 their own: see `Talker`.
 """
 
@@ -274,7 +274,7 @@ class Talker(StubEngine):
         return stream
 
 
-def _main(address: str) -> int:
+def _main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
 
     async def load(params: LoadModel) -> Talker:
@@ -283,9 +283,9 @@ def _main(address: str) -> int:
             raise ReflexError(f"no model at {params.path}")
         return Talker(params, most=1000)
 
-    status, clean = asyncio.run(serve(address, load, token=os.environ.get("REFLEX_WORKER_TOKEN", "")))
+    status, clean = asyncio.run(serve(load))
     return status if clean else 99
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1]))
+    sys.exit(_main())

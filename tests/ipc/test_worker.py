@@ -554,11 +554,11 @@ def test_g8_a_front_that_reads_nothing_holds_the_streams_at_their_engine() -> No
 
 def test_models_are_loaded_asked_and_unloaded() -> None:
     async def main() -> None:
-        async with ends(models=(), token="secret", name="test", version="7") as both:
+        async with ends(models=(), name="test", version="7") as both:
             info = await both.call("load_model", {"model_id": "m", "options": {"threads": 1}})
             assert info == {"context": 128, "options": {"threads": 1}}
             told = await both.call("runtime/info", {})
-            assert (told["name"], told["version"], told["protocol"], told["token"]) == ("test", "7", 1, "secret")
+            assert (told["name"], told["version"], told["protocol"]) == ("test", "7", 1)
             assert (told["codecs"], told["capabilities"]) == (["json", "msgpack"], ["batch_generate"])
             assert told["models"] == {"m": info}
             assert (await both.call("runtime/state", {}))["models"] == {"m": {"state": "ready"}}

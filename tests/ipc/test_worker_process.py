@@ -1,4 +1,4 @@
-"""Runtime processes: a real child with a stub engine, on every kind of connection."""
+"""Runtime processes: a real child with a stub engine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from ipc import engines
 from ipc.engines import EVENT, Front, params, play
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.ipc.connect import connected
 from reflex_runtime.ipc.frames import Codec, Reader
 from reflex_runtime.ipc.peer import Peer
-from reflex_runtime.ipc.worker import Worker, serve
 
 PATIENCE = 60.0
 ANY = Reader(Any)
@@ -46,74 +42,32 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def child(kind: str, directory: Path) -> AsyncIterator[Child]:
-    """A process that connects in that way; killed at the end, if it has not ended."""
+async def child() -> AsyncIterator[Child]:
+    """A process that is killed at the end, if it has not ended."""
     loop = asyncio.get_running_loop()
-    front, made = Front(), loop.create_future()
-    streams: dict[str, Any] = {}
-    theirs: list[socket.socket] = []
-
-    def peer() -> Peer:
-        made.set_result(Peer(front, Codec.MSGPACK))
-        found: Peer = made.result()
-        return found
-
-    server: asyncio.Server | None = None
-    address = kind
-    if kind == "unix":
-        address = f"unix:{directory / 'socket'}"
-        server = await loop.create_unix_server(peer, str(directory / "socket"))
-    elif kind == "tcp":
-        server = await loop.create_server(peer, "127.0.0.1", 0)
-        address = f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    elif kind == "stdio":
-        ours, end = socket.socketpair()
-        theirs.append(end)
-        streams = {"stdin": end, "stdout": end}
-        await loop.create_connection(peer, sock=ours)
-    else:
-        address = "stdio"
-        streams = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REFLEX_WORKER_TOKEN": "secret"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(Path(engines.__file__)), address, env=env, stderr=asyncio.subprocess.PIPE, **streams
-    )
-    for sock in theirs:
-        sock.close()
-    relay = loop.create_task(_relayed(process, peer())) if kind == "pipes" else None
+    ours, theirs = socket.socketpair()
+    front = Front()
+    _, peer = await loop.create_connection(lambda: Peer(front, Codec.MSGPACK), sock=ours)
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(Path(engines.__file__)), env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
     try:
         async with asyncio.timeout(PATIENCE):
-            yield Child(process, await made, front)
+            yield Child(process, peer, front)
     finally:
-        if made.done():
-            made.result().abort()
-        if server is not None:
-            server.close()
+        peer.abort()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        if relay is not None:  # two may not read one pipe
-            relay.cancel()
-            await asyncio.gather(relay, return_exceptions=True)
         await process.communicate()
 
 
-async def _relayed(process: asyncio.subprocess.Process, peer: Peer) -> None:
-    """The two pipes of a process as the connection of a peer."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    peer.write_to(process.stdin.transport)
-    while data := await process.stdout.read(1 << 16):
-        peer.data_received(data)
-    peer.connection_lost(None)
-
-
-@pytest.mark.parametrize("kind", ["unix", "tcp", "stdio", "pipes"])
-def test_a_process_serves_its_connection_until_it_is_told_to_end(kind: str, tmp_path: Path) -> None:
+def test_a_process_serves_its_connection_until_it_is_told_to_end() -> None:
     async def main() -> None:
-        async with child(kind, tmp_path) as worker:
-            told = await worker.call("runtime/info", {})
-            assert (told["token"], told["pid"]) == ("secret", worker.process.pid)
+        async with child() as worker:
+            assert (await worker.call("runtime/info", {}))["pid"] == worker.process.pid
             assert await worker.talk("3 words") == ["w0", "w1", "w2", "|", "stats", "<completed>"]
             assert await worker.call("shutdown", {}) == {"clean": True}
             assert await worker.process.wait() == 0
@@ -123,30 +77,28 @@ def test_a_process_serves_its_connection_until_it_is_told_to_end(kind: str, tmp_
     play(main())
 
 
-@pytest.mark.parametrize("kind", ["stdio", "pipes"])
-def test_what_a_library_prints_does_not_tear_the_protocol(kind: str, tmp_path: Path) -> None:
+def test_what_a_library_prints_or_reads_does_not_touch_the_connection() -> None:
     async def main() -> None:
-        async with child(kind, tmp_path) as worker:
+        async with child() as worker:
             said = await worker.talk("4 words")
             assert said[-1] == "<completed>"
             await worker.call("generate", params("t", prompt="print"))
             await worker.call("cancel", {"stream_id": "t"})
             await worker.call("shutdown", {})
-            assert worker.process.stderr is not None
-            errors = await worker.process.stderr.read()
-            assert b"loading" in errors
-            assert b"a library says hello" in errors
-            assert b"and so does its C code" in errors
-            assert b"it reads b''" in errors
+            assert worker.process.stdout is not None
+            printed = await worker.process.stdout.read()
+            assert b"loading" in printed
+            assert b"a library says hello" in printed
+            assert b"and so does its C code" in printed
+            assert b"it reads b''" in printed
             assert worker.front.lost_with in ([], [None])
 
     play(main())
 
 
-@pytest.mark.parametrize("kind", ["unix", "stdio", "pipes"])
-def test_g14_a_process_ends_with_its_connection(kind: str, tmp_path: Path) -> None:
+def test_g14_a_process_ends_with_its_connection() -> None:
     async def main() -> None:
-        async with child(kind, tmp_path) as worker:
+        async with child() as worker:
             await worker.call("load_model", {"model_id": "m"})
             await worker.call("generate", params("s", prompt="wait"))
             worker.peer.abort()
@@ -155,9 +107,9 @@ def test_g14_a_process_ends_with_its_connection(kind: str, tmp_path: Path) -> No
     play(main())
 
 
-def test_g14_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
+def test_g14_a_killed_process_is_noticed_at_once() -> None:
     async def main() -> None:
-        async with child("unix", tmp_path) as worker:
+        async with child() as worker:
             await worker.call("load_model", {"model_id": "m"})
             await worker.call("generate", params("s", prompt="wait"))
             worker.process.send_signal(signal.SIGSTOP)  # it does not answer, so that the calls wait
@@ -170,39 +122,19 @@ def test_g14_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
     play(main())
 
 
-def test_g8_a_reader_that_was_too_slow_is_told(tmp_path: Path) -> None:
+def test_g8_a_reader_that_was_too_slow_is_told() -> None:
     async def main() -> None:
-        async with child("unix", tmp_path) as worker:
+        async with child() as worker:
             assert await worker.talk("leave") == ["<slowConsumer>", "stats", "<error>"]
             assert worker.front.last(EVENT, "s").error.message == "for its reader"
 
     play(main())
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "",
-        "unix:",
-        "tcp:1",
-        "tcp:127.0.0.1:",
-        "tcp:127.0.0.1:65536",
-        "tcp:10.0.0.1:99",
-        "tcp:example.org:99",
-        "stdio:",
-        "ftp:x",
-    ],
-)
-def test_an_address_that_is_none_is_a_wrong_setting(address: str) -> None:
-    async def main() -> None:
-        with pytest.raises(ConfigError, match="must be unix:PATH"):
-            await connected(address, Worker(engines.StubEngine))  # type: ignore[arg-type]
-
-    play(main())
-
-
-def test_nobody_at_the_address_is_an_exit_status(tmp_path: Path) -> None:
-    async def main() -> None:
-        assert await serve(f"unix:{tmp_path / 'nobody'}", engines.StubEngine) == (1, True)  # type: ignore[arg-type]
-
-    play(main())
+def test_a_process_without_a_socket_as_stdin_says_what_it_needs() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "reflex_runtime", "worker"], stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    assert found.returncode == 2
+    assert b"needs a socket as its standard input" in found.stderr
+    assert b"Traceback" not in found.stderr

@@ -38,11 +38,11 @@ def run(test: Coroutine[Any, Any, T], loop: str = "asyncio") -> T:
         return runner.run(asyncio.wait_for(test, 3 * PATIENCE))
 
 
-def child(behaviour: str, transport: Any = "unix", **env: str) -> Opener:
+def child(behaviour: str, **env: str) -> Opener:
     """A process that behaves so."""
     script = str(Path(__file__).with_name("child.py"))
     path = os.pathsep.join(sys.path)
-    return spawned([sys.executable, script, behaviour], transport, {"PYTHONPATH": path, **env})
+    return spawned([sys.executable, script, behaviour], {"PYTHONPATH": path, **env})
 
 
 def socketpair() -> Callable[[str], Awaitable[socket.socket]]:
@@ -66,7 +66,6 @@ class Script:
         self.waiting: asyncio.Event | None = None
 
     async def __call__(self, handler: Handler) -> Link:
-        os.environ.setdefault("REFLEX_WORKER_TOKEN", "")
         self.starts.append(asyncio.get_running_loop().time())
         step = self.plan.pop(0) if len(self.plan) > 1 else self.plan[0]
         if isinstance(step, Exception):

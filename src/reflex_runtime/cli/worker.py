@@ -12,14 +12,9 @@ import sys
 from typing import Any
 
 _EPILOG = """\
-It connects to whoever started it and speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message.
-`load_model` says which model. When the connection ends, so does the process. If REFLEX_WORKER_TOKEN is in the
-environment, runtime/info tells it back, so that who listens knows who came.
-
-examples:
-  reflex worker --connect stdio                      frames on standard input and output
-  reflex worker --connect unix:/run/app/worker.sock
-  reflex worker --connect tcp:127.0.0.1:7000
+`reflex serve MODEL_DIR --workers N` starts it with one end of a socket pair as its standard input; so may any program.
+There it speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message. `load_model` says which
+model. When the connection ends, so does the process.
 """
 
 
@@ -27,12 +22,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "worker",
-        description="Run language models for another process, over a connection.",
+        description="Run language models for the process that started this one.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--connect", required=True, metavar="ADDRESS", help="unix:PATH, tcp:HOST:PORT (loopback), or stdio"
     )
     parser.set_defaults(run=run)
 
@@ -48,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us decides, and says so
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
 
     def lost() -> None:
@@ -57,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
 
     async def main() -> tuple[int, bool]:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)
-        return await serve(args.connect, loading(load_model, lost, HFTokenizer.load), token=token)
+        return await serve(loading(load_model, lost, HFTokenizer.load))
 
-    token = os.environ.pop("REFLEX_WORKER_TOKEN", "")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         status, clean = runner.run(main())
         if not clean:

@@ -320,13 +320,14 @@ class RuntimeClient:
                     finally:
                         _PREPARES.reset(mark)
             if link.peer.ended.done():
-                raise ConnectionLost(f"{self.name} was lost before it was ready")
+                raise ConnectionLost("the connection was lost")
         except BaseException as error:
             died = self._link.process if self._link is not None and isinstance(error, ConnectionLost) else None
             if self._link is not None:
                 await self._drop(self._link, GRACE if died is not None else 0.0)  # its exit status says why
             if died is not None:
-                raise StartFailed(f"{self.name} was lost before it was ready; its process {died.ending}") from error
+                why = f"{error}, before it was ready; its process {died.ending}"
+                raise StartFailed(f"{self.name}: {why}") from error
             if isinstance(error, TimeoutError) and limit.expired():
                 within = f"{self.config.start_timeout_s:g} s (start_timeout_s)"
                 raise StartFailed(f"{self.name} was not ready within {within}") from None

@@ -28,7 +28,7 @@ WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its reque
 
 class Info(msgspec.Struct):
     """The answer of `runtime/info`. codecs: that it reads. capabilities: methods and features beyond the plain ones,
-    such as `batch_generate`. models: loaded, by id, as `load_model` answered. token: as the process was given it."""
+    such as `batch_generate`. models: loaded, by id, as `load_model` answered."""
 
     name: str
     version: str
@@ -37,7 +37,6 @@ class Info(msgspec.Struct):
     codecs: list[str]
     capabilities: list[str]
     models: dict[str, dict[str, Any]] = {}
-    token: str = ""
 
 
 class LoadModel(msgspec.Struct):

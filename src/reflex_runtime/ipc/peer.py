@@ -89,7 +89,6 @@ class Peer(asyncio.Protocol):
         self._decoder = FrameDecoder(most)
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._writer: asyncio.WriteTransport | None = None
         self._out: list[Message] = []
         self._number = 0
         self._waiting: dict[int, asyncio.Future[RawAnswer]] = {}
@@ -128,7 +127,7 @@ class Peer(asyncio.Protocol):
 
     def flush(self) -> None:
         """Write what was said in this turn, now."""
-        if not self._out or self._writer is None or self._over:
+        if not self._out or self._transport is None or self._over:
             return
         out, self._out = self._out, []
         for begin in range(0, len(out), MAX_MESSAGES):
@@ -137,7 +136,7 @@ class Peer(asyncio.Protocol):
     @property
     def buffered(self) -> int:
         """Bytes that the other end has not taken yet."""
-        return 0 if self._writer is None else self._writer.get_write_buffer_size()
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, error: Exception | None = None) -> None:
         """End the connection after what was said. Calls that wait fail."""
@@ -145,14 +144,10 @@ class Peer(asyncio.Protocol):
         self._end(error)
 
     def abort(self, error: Exception | None = None) -> None:
-        """End it at once, also one that is closed and still writes what was said."""
+        """End it at once, also when it is closed and still writes."""
         self._end(error)
-        if self._writer is not None and self.buffered:  # a pipe does not take a second end
-            self._writer.abort()
-
-    def hand_over(self, handler: Handler, most: int = MAX_FRAME) -> None:
-        """From now on `handler` is behind it, and frames up to `most` bytes are read and sent."""
-        self._handler, self.most, self._decoder.most = handler, most, most
+        if self._transport is not None:
+            self._transport.abort()
 
     # -- the loop's ----------------------------------------------------------------------------------------------------
 
@@ -161,12 +156,6 @@ class Peer(asyncio.Protocol):
             transport.abort()
             return
         self._transport = transport
-        if self._writer is None:
-            self.write_to(transport)
-
-    def write_to(self, transport: asyncio.WriteTransport) -> None:
-        """Where to write, when that is not where it reads: two pipes."""
-        self._writer = transport
         self.flush()
 
     def pause_writing(self) -> None:
@@ -210,7 +199,7 @@ class Peer(asyncio.Protocol):
         self._out.append(message)
 
     def _write(self, messages: list[Message]) -> None:
-        assert self._writer is not None
+        assert self._transport is not None
         try:
             data = encode(messages, self.codec, self.most)
         except ProtocolError as error:
@@ -220,7 +209,7 @@ class Peer(asyncio.Protocol):
             for message in messages:  # only what is wrong by itself stays behind, and who said it is told
                 self._write([message])
             return
-        self._writer.write(data)
+        self._transport.write(data)
         self.frames += 1
 
     def _unsent(self, message: Message, error: ProtocolError) -> None:
@@ -262,16 +251,12 @@ class Peer(asyncio.Protocol):
         elif waiting is not None and not waiting.done():
             waiting.set_result(RawAnswer(message.result, codec))
 
-    def _transports(self) -> list[asyncio.BaseTransport]:
-        both = [self._transport, self._writer]
-        return [one for n, one in enumerate(both) if one is not None and one not in both[:n]]
-
     def _end(self, error: Exception | None) -> None:
         if self._over:
             return
         self._over = True
-        for transport in self._transports():
-            transport.close()
+        if self._transport is not None:
+            self._transport.close()
         unsaid = {message.id for message in self._out if isinstance(message, RpcRequest)}
         self._out.clear()
         told = "the connection was lost" if error is None else f"the connection was lost: {error}"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
@@ -20,7 +22,6 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError, Drained, ProcessorError, ReflexError, TooLarge
-from reflex_runtime.ipc.connect import connected
 from reflex_runtime.ipc.engine import Engine, EngineStream, Load, Output
 from reflex_runtime.ipc.frames import (
     INVALID_PARAMS,
@@ -92,9 +93,8 @@ _STREAM_ID, _CREDIT, _SHUTDOWN = Reader(StreamId), Reader(Credit), Reader(Shutdo
 class Worker:
     """What a runtime process answers; the handler of one peer.
 
-    capabilities: advertised, and without which `batch_generate`, draft models and guidance are refused. token: told in
-    runtime/info, so that who started the process knows it again. grace: seconds that what has to end may take beyond
-    its time, before this process goes without it.
+    capabilities: advertised, and without which `batch_generate`, draft models and guidance are refused. grace: seconds
+    beyond its time that work may take to end, before this process ends without it.
     """
 
     def __init__(
@@ -104,13 +104,12 @@ class Worker:
         capabilities: Collection[str] = (BATCH_GENERATE,),
         name: str = "reflex",
         version: str = __version__,
-        token: str = "",
         grace: float = GRACE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock, self._grace = clock, grace
         self.capabilities = frozenset(capabilities)
-        self._name, self._version, self._token = name, version, token
+        self._name, self._version = name, version
         self._outlets = Outlets(clock)
         self._models = Models(load, self._outlets, grace)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -199,9 +198,7 @@ class Worker:
     def _info(self, params: Any, codec: Codec) -> Info:
         models = {model.id: model.engine.info() for model in self._models if model.closing is None}
         codecs = [codec.label for codec in Codec]
-        return Info(
-            self._name, self._version, PROTOCOL, os.getpid(), codecs, sorted(self.capabilities), models, self._token
-        )  # fmt: skip
+        return Info(self._name, self._version, PROTOCOL, os.getpid(), codecs, sorted(self.capabilities), models)
 
     def _state(self, params: Any, codec: Codec) -> dict[str, Any]:
         live, last = self._outlets.live.values(), self._last
@@ -352,20 +349,28 @@ class Worker:
         return Started(outlet.id, stream.prompt_tokens)
 
 
-async def serve(connect: str, load: Load, *, token: str = "") -> tuple[int, bool]:
-    """A runtime process from its first to its last message: connects to where its parent listens, as `connected` says.
+async def serve(load: Load) -> tuple[int, bool]:
+    """A runtime process from its first to its last message, on the connection that its parent gave it: see `inherited`.
 
-    Returns the exit status (0: told to shut down; 1: the connection ended, or there was none) and whether nothing is at
-    work any more; else the process has to leave by `os._exit`.
+    Returns the exit status (0: told to shut down; 1: the connection ended) and whether nothing is at work any more;
+    else the process has to leave by `os._exit`.
     """
-    worker = Worker(load, token=token)
-    try:
-        peer = await connected(connect, worker)
-    except OSError as error:
-        log.error("cannot connect to %s: %s", connect, error)
-        return 1, True
+    worker = Worker(load)
+    _, peer = await asyncio.get_running_loop().connect_accepted_socket(lambda: Peer(worker), inherited())
     clean = await worker.run(peer)
     return 0 if worker.told_to_stop else 1, clean
+
+
+def inherited() -> socket.socket:
+    """The socket that is the standard input of this process. From here on stdin is empty, so that nothing else reads
+    the connection. Raises ConfigError where stdin is no socket."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        raise ConfigError("a runtime process needs a socket as its standard input, and is started by its front")
+    sock = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    sock.setblocking(False)
+    return sock
 
 
 async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any]) -> None:

@@ -1,10 +1,9 @@
-"""A runtime process with the toy model, run as a file with --connect."""
+"""A runtime process with the toy model, run as a file with its connection as standard input."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -31,7 +30,6 @@ def make(path: Path, config: LLMServeConfig) -> tuple[ToyRunner, ByteTokenizer]:
 
 
 if __name__ == "__main__":
-    address = sys.argv[sys.argv.index("--connect") + 1]
     load = loading(make, lambda: os._exit(1), lambda path: ByteTokenizer())
-    status, clean = asyncio.run(serve(address, load, token=os.environ.pop("REFLEX_WORKER_TOKEN", "")))
+    status, clean = asyncio.run(serve(load))
     os._exit(status)
