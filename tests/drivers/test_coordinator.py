@@ -724,23 +724,14 @@ def test_f9_an_interrupted_caller_takes_its_frame_back() -> None:
     detector = Detector(is_open=False)
     coordinator = Coordinator(detector)
 
-    class Interrupted(module._Waiter):
-        __slots__ = ()
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.lock = Lock()  # type: ignore[assignment]
-
-    class Lock:
-        def acquire(self, timeout: float) -> bool:
+    class Interrupt:
+        def __index__(self) -> int:
             raise KeyboardInterrupt
-
-        def release(self) -> None: ...
 
     with coordinator as handle:
         first = busy_with(coordinator, detector)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_Waiter", Interrupted)
+            patch.setattr(coordinator, "patience", Interrupt())  # asked for when it begins to wait
             with pytest.raises(KeyboardInterrupt):
                 handle.submit_and_wait("cam", "old")
         again = handle.submit("cam", "new")

@@ -773,7 +773,8 @@ def test_f9_timeouts_pile_up_no_further_than_the_cap_and_late_answers_reach_no_l
     detector = Detector(is_open=False)
     heard = Heard()
     config = BatchConfig(max_batch_size=2, max_latency=0, response_timeout=0.02, max_in_flight_per_feed=2)
-    coordinator = Coordinator(detector, config, sinks=[Health("detector", heard.append, every=60.0)])
+    health = Health("detector", heard.append, every=60.0)
+    coordinator = Coordinator(detector, config, sinks=[health])
     with coordinator as handle:
         busy_with(coordinator, detector)
         numbers = iter(range(1000))
@@ -792,7 +793,7 @@ def test_f9_timeouts_pile_up_no_further_than_the_cap_and_late_answers_reach_no_l
                 assert end == (f"cam{n}", frame) or type(end) in (WaitTimeout, InFlightCapReached)
     computed = {frame for call in detector.frames for frame in call if frame != "busy"}
     assert not computed & set(range(15))  # those given up while they waited
-    coordinator._sinks[-1].flush(time.monotonic())  # type: ignore[attr-defined]
+    health.flush(time.monotonic())
     assert sum(e.count for e in heard.of(BatchTimeout)) == coordinator.metrics().timed_out  # type: ignore[attr-defined]
 
 

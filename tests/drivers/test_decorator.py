@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -91,6 +91,21 @@ def test_threads_share_calls_and_each_gets_its_own_answer() -> None:
         assert [f.result() for f in rest] == [2 * i for i in range(32)]
     assert [len(call) for call in slow.calls] == [1, 16, 16]
     assert slow.double.close()
+
+
+def test_every_caller_of_a_very_large_call_is_answered() -> None:
+    slow = Slow(max_batch_size=128)
+    with ThreadPoolExecutor(129) as pool:
+        first = pool.submit(slow.double, 1000)
+        slow.busy()
+        rest = [pool.submit(slow.double, i) for i in range(128)]
+        slow.asked(129)
+        slow.gate.set()
+        late = wait([first, *rest], PATIENCE).not_done
+        assert slow.double.close()  # answers whatever is left
+        assert not late
+        assert [f.result() for f in rest] == [2 * i for i in range(128)]
+    assert [len(call) for call in slow.calls] == [1, 128]
 
 
 def test_coroutines_share_calls_without_blocking_their_loop() -> None:

@@ -1,12 +1,13 @@
-"""Who hears of events on a loop: sinks, and the callers whose tickets settled."""
+"""Events and answers on their way to sinks and callers."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import Event, RequestSettled
@@ -15,20 +16,23 @@ from reflex_runtime.drivers.slices import SLICE
 
 log = logging.getLogger("reflex.batcher")
 
+T = TypeVar("T")
 Sink = Callable[[Event], None]
 
 
 class Audience:
-    """Tells every event, in order, to the sinks that want it, and settles whoever waits for a ticket.
+    """Calls the sinks with every event, in order, and resolves the waiter of every ticket that settled.
 
     sinks: one with an attribute `events` (a set of event types) gets those only. One that raises is logged and called
-    again with the next event. No sink may depend on the order of sinks, and none publishes an event itself.
+        again with the next event. No sink may depend on the order of sinks, and none publishes an event itself.
+    name: begins its log lines.
     """
 
-    def __init__(self, sinks: Iterable[Sink] = ()) -> None:
+    def __init__(self, sinks: Iterable[Sink] = (), name: str = "") -> None:
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._untold: deque[Event] = deque()
+        self._prefix = f"{name}: " if name else ""
 
     def add(self, sink: Sink) -> None:
         """One more sink, for the events from now on."""
@@ -60,18 +64,20 @@ class Audience:
             yield event
 
     def publish(self, event: Event) -> None:
-        """Call the sinks with one event now, ahead of those that `tell` still keeps. For servers; not from a sink."""
+        """Call the sinks with one event now, before those that `tell` still keeps. For servers; not from a sink."""
         kind = type(event)
         sinks = self._sinks_of.get(kind)
         if sinks is None:
             sinks = self._listening(kind)
-        for sink in sinks:
-            try:
-                sink(event)
-            except Exception:
-                log.exception("a sink failed on %s", kind.__name__)
-        if isinstance(event, RequestSettled):
-            resolve(event.ticket)
+        try:
+            for sink in sinks:
+                try:
+                    sink(event)
+                except Exception:
+                    log.exception("%sa sink failed on %s", self._prefix, kind.__name__)
+        finally:  # also when a sink ends the thread
+            if isinstance(event, RequestSettled):
+                resolve(event.ticket)
 
     def _listening(self, kind: type[Any]) -> list[Sink]:
         found = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]
@@ -79,8 +85,55 @@ class Audience:
         return found
 
 
+class Delivery:
+    """Takes events and tells them to an audience, called by many threads.
+
+    One thread tells at a time, so events stay in order. The others do not wait for it: it takes their events as well.
+    take: the events since the last call. What a sink or callback raises to end its thread leaves the remaining events
+    to the next delivery.
+    """
+
+    def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
+        self._take, self._audience = take, audience
+        self._lock = threading.RLock()  # a callback may ask for `after`
+        self._teller: int | None = None
+        self._news = False
+
+    @property
+    def current(self) -> bool:
+        """Whether the caller is a sink or a callback of this delivery."""
+        return self._teller == threading.get_ident()
+
+    def deliver(self) -> None:
+        """Tell what has happened, or leave it to the thread that is telling."""
+        self._news = True
+        while self._news and not self.current and self._lock.acquire(blocking=False):
+            try:
+                self._tell()
+            finally:
+                self._lock.release()
+
+    def after(self, action: Callable[[], T]) -> T:
+        """What `action()` returns, called when everything up to now is told and nothing else is being told."""
+        with self._lock:
+            if not self.current:
+                self._news = True
+                self._tell()
+            return action()
+
+    def _tell(self) -> None:
+        """Tell until there is nothing new. The lock is held."""
+        self._teller = threading.get_ident()
+        try:
+            while self._news:
+                self._news = False  # first: what comes from now on is another round
+                self._audience.tell(self._take(), all=True)
+        finally:
+            self._teller = None
+
+
 def resolve(ticket: Ticket) -> None:
-    """Hand a settled ticket to whoever waits for it."""
+    """Give a settled ticket's outcome to its waiter."""
     waiter, outcome = ticket.waiter, ticket.outcome
     if isinstance(waiter, asyncio.Future):
         if waiter.done():

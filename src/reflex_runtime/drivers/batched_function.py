@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError, Rejected, WaitTimeout
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.drivers.audience import Audience, Sink, resolve
+from reflex_runtime.drivers.audience import Audience, Delivery, Sink, resolve
 from reflex_runtime.drivers.batched_item import Handle, forget_closed, request_of
 from reflex_runtime.drivers.device import Device
 from reflex_runtime.processors.function import FunctionProcessor
@@ -69,7 +69,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         except BaseException:  # an interrupt: nobody waits for the answer any more
             driver.device.cancel(ticket)
             raise
-        if not came and not driver.abandon(ticket):
+        if not came and not driver.device.abandon(ticket):
             raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s")
         outcome = ticket.outcome
         if isinstance(outcome, Done):
@@ -94,7 +94,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 
     def add_sink(self, sink: Sink) -> None:
         """Call it with every event from now on, in order, on any thread. It must be quick, and ask for no item."""
-        self._driver.audience.add(sink)
+        driver = self._driver
+        driver.delivery.after(lambda: driver.audience.add(sink))
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
         """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
@@ -118,9 +119,9 @@ class _Driver:
     def __init__(self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, name: str) -> None:
         processors = {config.name: FunctionProcessor(function, repeatable)}
         self.group = config.name
-        self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
         self.audience = Audience()
-        self._delivery = threading.RLock()  # a sink may cancel something
+        self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
+        self.device = Device(Scheduler([config]), processors, self.delivery.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         self._starting = threading.Lock()
         self._started = False
@@ -135,7 +136,7 @@ class _Driver:
         try:
             return self.device.submit(request, waiter)
         except Rejected:
-            self.deliver()  # the sinks hear of it
+            self.delivery.deliver()
             raise
 
     def wait(self, answered: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
@@ -155,17 +156,7 @@ class _Driver:
     def expire(self) -> None:
         """Settle what is past its deadline and waits, also while the function runs."""
         self.device.expire()
-        self.deliver()
-
-    def abandon(self, ticket: Ticket) -> bool:
-        """The caller does not wait any longer. Returns whether the answer is there after all."""
-
-        def leave(scheduler: Scheduler, now: float) -> bool:
-            if ticket.outcome is None:
-                scheduler.abandon(ticket, now)
-            return ticket.outcome is not None
-
-        return bool(self.device.input(leave))
+        self.delivery.deliver()
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
         """Where answers for coroutines of the loop go."""
@@ -174,10 +165,6 @@ class _Driver:
             forget_closed(self._inboxes)
             found = self._inboxes.setdefault(loop, _Inbox(loop))
         return found
-
-    def deliver(self) -> None:
-        with self._delivery:  # one place takes events, so they stay in order
-            self.audience.tell(self.device.take_events())
 
 
 class _Inbox:

@@ -22,6 +22,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.audience import Sink as Sink
 from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.base import Processor
 
@@ -69,7 +70,7 @@ class Batcher:
         self._cancels = Cancels(self._cancel)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
-        self._idle: asyncio.Event | None = None
+        self._idle = Idle(lambda: self.scheduler.idle)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -175,13 +176,8 @@ class Batcher:
             return True
         self.device.input(lambda scheduler, now: scheduler.close(now, drain))
         try:
-            if drain and timeout > 0 and not self.scheduler.idle:
-                self._idle = asyncio.Event()
-                try:
-                    async with asyncio.timeout(timeout):
-                        await self._idle.wait()
-                except TimeoutError:
-                    pass
+            if drain:
+                await self._idle.wait(timeout)
             self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
             self._pump(all=True)
             stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
@@ -237,8 +233,7 @@ class Batcher:
         self._pump_due = False  # first: what comes from now on asks for another turn
         if self._audience.tell(self.device.take_events(), all):
             self._pump_soon()
-        if self._idle is not None and self.scheduler.idle:
-            self._idle.set()
+        self._idle.look()
         if self.device.running_since is not None or (self.device.expendable and not self.scheduler.idle):
             self._arm(self._due())
 

@@ -20,7 +20,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from itertools import count
@@ -38,29 +37,18 @@ from reflex_runtime.core.errors import (
     Rejected,
     WaitTimeout,
 )
-from reflex_runtime.core.events import DeviceLost, Event, RequestSettled
+from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.audience import Audience, Delivery, Sink
 from reflex_runtime.drivers.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
 
 log = logging.getLogger("reflex.coordinator")
 
-Sink = Callable[[Event], None]
-
 GRACE = 2.0  # seconds that a thread which is late to start gets before it is left behind
 KNOWN_FEEDS = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
-
-
-class _Waiter:
-    """A blocked caller. Its lock is held until the answer is there."""
-
-    __slots__ = ("lock",)
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.lock.acquire()
 
 
 class _Pending(Future[Any]):
@@ -68,8 +56,24 @@ class _Pending(Future[Any]):
 
     take_back: Callable[[], None] | None = None
 
+    def settled(self, ticket: Ticket) -> None:
+        """The frame's end."""
+        self.take_back = None  # it holds the ticket, and the ticket this future
+        outcome = ticket.outcome
+        try:
+            if not self.set_running_or_notify_cancel():
+                return
+            if isinstance(outcome, Done):
+                self.set_result(outcome.value)
+            else:
+                self.set_exception(outcome.error)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a callback wanted to end the thread, or the caller settled the future itself
+            log.exception("the future of a frame of %r could not be settled", ticket.request.client)
+
     def cancel(self) -> bool:
-        take_back, self.take_back = self.take_back, None  # whoever answers clears it, too
+        take_back, self.take_back = self.take_back, None  # `settled` clears it, too
         cancelled = super().cancel()
         if cancelled and take_back is not None:
             take_back()
@@ -104,9 +108,9 @@ class BatchHandle:
         """
         future = _Pending()
         coordinator = self._coordinator
-        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, future)
+        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, future.settled)
         future.take_back = lambda: coordinator.cancel(ticket)
-        if future.done():  # it holds the ticket, and the ticket holds the future
+        if future.done():  # `settled` came before
             future.take_back = None
         return future
 
@@ -130,11 +134,14 @@ class BatchHandle:
         counts as in flight until it is answered or the next batch is formed; its result is dropped.
         """
         coordinator = self._coordinator
-        waiter = _Waiter()
-        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, waiter)
+        if coordinator.answers_here:
+            raise ConfigError(f"{coordinator.id}: submit_and_wait on the thread that answers would wait for itself")
+        settled = threading.Lock()
+        settled.acquire()
+        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, lambda _: settled.release())
         try:
-            answered = waiter.lock.acquire(timeout=coordinator.patience)
-        except BaseException:  # an interrupt: nobody waits for the answer any more
+            answered = settled.acquire(timeout=coordinator.patience)
+        except BaseException:  # an interrupt: the answer has no reader any more
             coordinator.cancel(ticket)
             raise
         if not answered and not coordinator.abandon(ticket):
@@ -183,22 +190,17 @@ class BatchCoordinator:
         self._owned = Owned(processor)
         self._scheduler = Scheduler([config.group(self.id)])
         self._clock = clock
+        self._meter = BatchMeter(config.max_batch_size)
+        self._delivery = Delivery(self._events, Audience([self._meter, *sinks], self.id))
         self._device = Device(
             self._scheduler,
             {self.id: self._owned},
-            self._deliver,
+            self._delivery.deliver,
             clock,
             self._died,
             name=f"reflex-{self.id}",
             one_thread=True,
         )
-        self._meter = BatchMeter(config.max_batch_size)
-        self._sinks: list[Sink] = [self._meter, *sinks]
-        self._sinks_of: dict[type[Any], list[Sink]] = {}
-        self._delivery = threading.RLock()  # a future's callback may submit again
-        self._untold: deque[Event] = deque()  # if a callback ends the thread, the next to deliver goes on
-        self._teller: int | None = None  # the thread that delivers
-        self._news = False  # somebody found it busy
         self._obituary: DeviceLost | None = None  # told after everything else
         self._sequences: dict[str, count[int]] = {}
         self._watchdog = config.watchdog or inf
@@ -304,20 +306,18 @@ class BatchCoordinator:
         sequence: int | None,
         pts: float | None,
         time_limit: float | None,
-        waiter: _Waiter | _Pending,
+        settled: Callable[[Ticket], None],
     ) -> Ticket:
-        """Admit a frame, or raise the `Rejected` that says why not."""
+        """Admit a frame, or raise the `Rejected` that says why not. settled: called with its ticket at its end."""
         numbers = self._sequences.get(feed_id)
         if numbers is None:
             numbers = self._new_feed(feed_id)
-        if type(waiter) is _Waiter and (self._device.current or self._teller == threading.get_ident()):
-            raise ConfigError(f"{self.id}: submit_and_wait on the thread that answers would wait for itself")
         payload = (feed_id, frame, view, next(numbers) if sequence is None else sequence, pts)
         request = Request(payload, group=self.id, client=feed_id, time_limit=time_limit)
         try:
-            ticket = self._device.submit(request, waiter)
+            ticket = self._device.submit(request, settled)
         except Rejected as error:
-            self._deliver()
+            self._delivery.deliver()
             raise self._worded(error, feed_id) from None
         if self._alarm == inf or ticket.deadline < self._alarm:
             self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
@@ -329,20 +329,16 @@ class BatchCoordinator:
 
     def abandon(self, ticket: Ticket) -> bool:
         """The caller does not wait any longer. Returns whether the answer is there after all."""
+        return self._device.abandon(ticket)
 
-        def leave(scheduler: Scheduler, now: float) -> bool:
-            if ticket.outcome is None:
-                scheduler.abandon(ticket, now)
-            return ticket.outcome is not None
-
-        return bool(self._device.input(leave))
+    @property
+    def answers_here(self) -> bool:
+        """Whether the calling thread is one that answers: it must not wait for an answer."""
+        return self._device.current or self._delivery.current
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
-        with self._delivery:
-            self._tell_all()
-            figures = self._meter.take()
-        return figures()
+        return self._delivery.after(self._meter.take)()
 
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
@@ -393,76 +389,19 @@ class BatchCoordinator:
         self._owned.before_run = None
         self._device.input(lambda scheduler, now: scheduler.close(now, drain=False))
 
-    def _deliver(self) -> None:
-        """Call the sinks and wake the callers, or leave it to the thread that is at it.
-
-        One thread at a time, so events stay in order. Nobody waits for it: it may be in somebody's slow callback.
-        """
-        self._news = True
-        while self._news and self._delivery.acquire(blocking=False):  # who has it looks for news once more afterwards
-            try:
-                self._news = False
-                self._tell_all()
-            finally:
-                self._delivery.release()
-
-    def _tell_all(self) -> None:
-        """What `_deliver` does. The delivery lock is held."""
-        untold = self._untold
-        untold.extend(self._device.take_events())
-        if self._teller is not None:  # called by a callback: what came before it is told first
-            return
-        self._teller = threading.get_ident()
-        try:
-            while untold:
-                event = untold.popleft()
-                try:
-                    self._tell(event)
-                finally:
-                    if type(event) is RequestSettled:
-                        self._answer(event.ticket)
-            if self._obituary is not None:
-                obituary, self._obituary = self._obituary, None
-                self._tell(obituary)
-        finally:
-            self._teller = None
-
-    def _tell(self, event: Event) -> None:
-        kind = type(event)
-        sinks = self._sinks_of.get(kind)
-        if sinks is None:
-            sinks = [s for s in self._sinks if (wanted := getattr(s, "events", None)) is None or kind in wanted]
-            self._sinks_of[kind] = sinks
-        for sink in sinks:
-            try:
-                sink(event)
-            except Exception:
-                log.exception("%s: a sink failed on %s", self.id, kind.__name__)
-
-    def _answer(self, ticket: Ticket) -> None:
-        waiter, outcome = ticket.waiter, ticket.outcome
-        if type(waiter) is _Waiter:
-            waiter.lock.release()
-            return
-        waiter.take_back = None  # it holds the ticket: this breaks the circle
-        try:
-            if not waiter.set_running_or_notify_cancel():
-                return
-            if isinstance(outcome, Done):
-                waiter.set_result(outcome.value)
-            else:
-                waiter.set_exception(outcome.error)
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # a callback wanted out, or the caller settled his future himself
-            log.exception("%s: the future of a frame of %r could not be settled", self.id, ticket.request.client)
+    def _events(self) -> list[Event]:
+        events = self._device.take_events()
+        if self._obituary is not None:
+            events.append(self._obituary)
+            self._obituary = None
+        return events
 
     def _died(self) -> None:
         """The thread is gone; everybody was answered. Tell the sinks, unless it was to end anyway."""
         assert self._device.lost is not None
         if not self._signalled:
             self._obituary = DeviceLost(self._clock(), self._device.lost)
-            self._deliver()
+            self._delivery.deliver()
 
     # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
 
@@ -486,7 +425,7 @@ class BatchCoordinator:
             try:
                 self._device.expire()
                 self._device.check(self._watchdog)
-                self._deliver()
+                self._delivery.deliver()
             except Exception:  # nobody else watches over batches and deadlines
                 log.exception("%s: the timekeeper stumbled", self.id)
             if not self._scheduler.idle:

@@ -125,6 +125,16 @@ class Device:
         """The caller takes it back."""
         self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
 
+    def abandon(self, ticket: Ticket) -> bool:
+        """The caller does not wait any longer. Returns whether the ticket has settled after all."""
+
+        def leave(scheduler: Scheduler, now: float) -> bool:
+            if ticket.outcome is None:
+                scheduler.abandon(ticket, now)
+            return ticket.outcome is not None
+
+        return bool(self.input(leave))
+
     def input(self, action: Callable[[Scheduler, float], Any]) -> Any:
         """Any other input to the scheduler, under the lock; returns what `action(scheduler, now)` does."""
         with self._lock:

@@ -20,6 +20,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Sink
 from reflex_runtime.drivers.device import Clock
+from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.slices import Cancels
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._out: dict[Batch, asyncio.Future[Sequence[Outcome]]] = {}
-        self._idle: asyncio.Event | None = None
+        self._idle = Idle(lambda: self.scheduler.idle)
 
     def start(self) -> None:
         """Bind to the running loop."""
@@ -108,13 +109,8 @@ class Dispatcher:
             return
         self.input(lambda scheduler, now: scheduler.close(now, drain))
         try:
-            if drain and timeout > 0 and not self.scheduler.idle:
-                self._idle = asyncio.Event()
-                try:
-                    async with asyncio.timeout(timeout):
-                        await self._idle.wait()
-                except TimeoutError:
-                    pass
+            if drain:
+                await self._idle.wait(timeout)
         finally:  # also when whoever closes is in a hurry: nobody may be left waiting
             self.input(lambda scheduler, now: scheduler.close(now, drain=False))
             for batch, call in list(self._out.items()):
@@ -149,8 +145,7 @@ class Dispatcher:
             self._begin(batch)
         if self._audience.tell(scheduler.take_events(), all):
             self._turn_soon()
-        if self._idle is not None and scheduler.idle:
-            self._idle.set()
+        self._idle.look()
         if not self._turn_due:
             self._wake_at(scheduler.wake_at())
 

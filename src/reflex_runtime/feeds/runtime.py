@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.drivers.audience import Sink as EventSink
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
 from reflex_runtime.drivers.coordinator import BatchCoordinator
-from reflex_runtime.drivers.coordinator import Sink as EventSink
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
 from reflex_runtime.feeds.pipeline import Pipeline

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from reflex_runtime.core.errors import Cancelled, ConfigError, ProcessorError, ReflexError
+from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.stream import Stream
 from reflex_runtime.ipc.frames import INVALID_REQUEST, Codec, Notification, ProtocolError, Reader, raised
 from reflex_runtime.ipc.messages import (
@@ -126,7 +127,7 @@ class StreamRegistry:
         self.stray: Counter[str] = Counter()
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
         self._holders: dict[StreamHandle, None] = {}  # of a place
-        self._idle: asyncio.Event | None = None
+        self._idle = Idle(lambda: not self._holders)
         self._kept: OrderedDict[str, StreamHandle] = OrderedDict()
         self._prefix, self._number = secrets.token_hex(4), 0
         kinds = ((CHUNK, StreamChunk), (STATS, StreamStats), (EVENT, StreamEvent))
@@ -192,14 +193,7 @@ class StreamRegistry:
 
     async def wait_idle(self, timeout: float) -> bool:
         """Until no stream holds a place, `timeout` seconds at most; whether none does."""
-        if self._holders and timeout > 0:
-            self._idle = asyncio.Event()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._idle.wait()
-            except TimeoutError:
-                pass
-        return not self._holders
+        return await self._idle.wait(timeout)
 
     def reserve(self, handle: StreamHandle) -> None:
         """Its request is put into a message: it holds a place until its terminal event, or `release`."""
@@ -337,8 +331,7 @@ class StreamRegistry:
         if handle.reserved:
             handle.reserved = False
             del self._holders[handle]
-            if not self._holders and self._idle is not None:
-                self._idle.set()
+            self._idle.look()
             self._room()
 
     @staticmethod

@@ -1,0 +1,89 @@
+"""Events on their way to sinks, from one thread at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from drivers.helpers import PATIENCE
+from reflex_runtime.core.errors import QueueFull
+from reflex_runtime.core.events import Event, RequestRejected
+from reflex_runtime.core.request import Request
+from reflex_runtime.drivers.audience import Audience, Delivery
+
+
+def rejected(at: float) -> Event:
+    return RequestRejected(at, Request(None), QueueFull("full"))
+
+
+@pytest.mark.parametrize("begin", [Delivery.deliver, lambda delivery: delivery.after(lambda: None)])
+def test_what_a_sink_causes_is_told_after_what_it_was_told(begin: Callable[[Delivery], None]) -> None:
+    waiting = [rejected(1.0), rejected(2.0)]
+    told: list[float] = []
+
+    def take() -> list[Event]:
+        taken = waiting[:]
+        waiting.clear()
+        return taken
+
+    def causes(event: Event) -> None:
+        if event.at == 1.0:
+            waiting.append(rejected(3.0))
+            assert delivery.current
+            delivery.deliver()
+            assert delivery.after(lambda: told == [])
+
+    delivery = Delivery(take, Audience([causes, lambda event: told.append(event.at)]))
+    begin(delivery)
+    assert told == [1.0, 2.0, 3.0]
+    assert not delivery.current
+
+
+def test_a_second_thread_leaves_its_events_to_the_first_and_does_not_wait() -> None:
+    waiting = [rejected(1.0)]
+    entered, go_on = threading.Event(), threading.Event()
+    told: list[float] = []
+
+    def take() -> list[Event]:
+        taken = waiting[:]
+        waiting.clear()
+        return taken
+
+    def slow(event: Event) -> None:
+        entered.set()
+        assert go_on.wait(PATIENCE)
+        told.append(event.at)
+
+    delivery = Delivery(take, Audience([slow]))
+    first = threading.Thread(target=delivery.deliver)
+    first.start()
+    assert entered.wait(PATIENCE)
+    waiting.append(rejected(2.0))
+    delivery.deliver()
+    assert told == []
+    go_on.set()
+    first.join(PATIENCE)
+    assert told == [1.0, 2.0]
+
+
+def test_after_a_sink_that_ends_its_thread_the_next_delivery_tells_the_rest() -> None:
+    waiting = [rejected(1.0), rejected(2.0)]
+    told: list[float] = []
+
+    def take() -> list[Event]:
+        taken = waiting[:]
+        waiting.clear()
+        return taken
+
+    def ends(event: Event) -> None:
+        if event.at == 1.0:
+            raise SystemExit
+        told.append(event.at)
+
+    delivery = Delivery(take, Audience([ends]))
+    with pytest.raises(SystemExit):
+        delivery.deliver()
+    delivery.deliver()
+    assert told == [2.0]
