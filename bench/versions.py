@@ -30,8 +30,9 @@ from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, lo
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
 from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving import fields as wire
-from reflex_runtime.policies.serving.asking import Ask
+from reflex_runtime.policies.serving import fields
+from reflex_runtime.policies.serving.ask import ACT, Ask
+from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.telemetry.recorder import Recorder
@@ -155,8 +156,8 @@ class _Calls:
         self._ask = self._asked(slots["a"].version)
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
         self._chunk = ActionChunk(actions, 1, guard=GuardReport())
-        timing = wire.Timing(0.1, 1.0, 1.1, 1.1)
-        self._answer = wire.ActAnswer(
+        timing = Timing(0.1, 1.0, 1.1, 1.1)
+        self._answer = ActAnswer(
             actions, 4, 4, 1.1, 900.0, 1, "monolithic", "", "", "", "r", timing, {}, "off", GuardReport().as_dict()
         )
 
@@ -187,12 +188,12 @@ class _Calls:
             time.sleep(0.5)
 
     def _asked(self, version: Version) -> Ask:
-        ask = Ask(time.monotonic(), "request", None, lambda answer: None, lambda error: None)
-        ask.fields = fields = wire.decode(self._body, False)
+        ask = Ask(ACT, "request", None, lambda result: None)
+        ask.question = question = fields.decode(self._body, False)
         ask.received = time.monotonic()
         ask.version = version
         ask.placement = Placement("a", self.rollout.place("episode-7", ask.request_id, 0.0).routing)
-        observation = self.policy.prepare(state=wire.state_of(fields), request_id=ask.request_id)
+        observation = self.policy.prepare(state=question.state_vector(), request_id=ask.request_id)
         ticket = Ticket(self.policy.request(observation), 0, ask.received)
         ticket.admission = Admission(1, COMPANY, "timeout", "idle", 0.001)
         ticket.started = ticket.arrived

@@ -28,6 +28,7 @@ from reflex_runtime.policies.policy.observation import InvalidRequest
 from reflex_runtime.policies.serving import act as act_module
 from reflex_runtime.policies.serving import fields as act
 from reflex_runtime.policies.serving.images import PIECE, _from_base64
+from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE, Bodies
@@ -181,11 +182,11 @@ def test_h4_a_large_body_is_decoded_beside_the_loop_and_a_small_one_on_it(
     threads: list[str] = []
     decode = act.decode
 
-    def seen(body: bytes, packed: bool) -> act.ActFields:
+    def seen(body: bytes, packed: bool) -> Question:
         threads.append(threading.current_thread().name)
         return decode(body, packed)
 
-    monkeypatch.setattr(act_module.wire, "decode", seen)
+    monkeypatch.setattr(act_module.fields, "decode", seen)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         for size in (1000, LARGE + 1):
@@ -266,12 +267,12 @@ def test_b16_a_caller_that_leaves_while_its_body_is_decoded_is_never_asked_of_th
     inside, go = threading.Event(), threading.Event()
     decode = act.decode
 
-    def slow(body: bytes, packed: bool) -> act.ActFields:
+    def slow(body: bytes, packed: bool) -> Question:
         inside.set()
         assert go.wait(20.0)
         return decode(body, packed)
 
-    monkeypatch.setattr(act_module.wire, "decode", slow)
+    monkeypatch.setattr(act_module.fields, "decode", slow)
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
         caller = Caller(app)

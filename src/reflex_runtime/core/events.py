@@ -107,6 +107,7 @@ class RequestAnswered(NamedTuple):
     outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
     detail: free for the server's sinks (what was asked and answered, for the recorder).
     served_in: seconds from the request's last byte to the answer; None where no caller waits for it (a shadow's).
+    wire: the protocol that the request came on; "" for a shadow's.
     """
 
     at: float
@@ -117,6 +118,7 @@ class RequestAnswered(NamedTuple):
     ticket: Ticket | None = None
     detail: Any = None
     served_in: float | None = None
+    wire: str = ""
 
 
 Event = (

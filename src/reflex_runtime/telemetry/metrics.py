@@ -7,7 +7,7 @@ lists them; a test fails on a series that it does not move.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -67,7 +67,9 @@ class Metrics:
         self._act = Histogram(
             "reflex_act_latency_seconds", "Served answers, queue and model", _LABELS, buckets=_SECONDS, registry=r
         )
-        self._requests = Counter("reflex_requests_total", "Answers by outcome", (*_LABELS, "outcome"), registry=r)
+        self._requests = Counter(
+            "reflex_requests_total", "Answers by outcome and wire", (*_LABELS, "outcome", "wire"), registry=r
+        )
         self._warnings = Counter(
             "reflex_request_warnings_total", "Answers that warn of something in the request", (*_LABELS, "kind"),
             registry=r,
@@ -110,16 +112,21 @@ class Metrics:
         self._recording: tuple[Callable[[], float], CounterChild] | None = None
 
     def add_slot(
-        self, slot: str, embodiment: str, queue_depth: Callable[[], float], in_flight: Callable[[], float]
+        self,
+        slot: str,
+        embodiment: str,
+        queue_depth: Callable[[], float],
+        in_flight: Callable[[], float],
+        wires: Iterable[str] = ("",),
     ) -> None:
-        """Create the slot's series; the two callables are read at scrape time."""
+        """Create the slot's series; the two callables are read at scrape time. wires: that its requests come on."""
         labels = (embodiment, slot)
         self._depth.labels(*labels).set_function(queue_depth)
         self._in_flight.labels(*labels).set_function(in_flight)
         if not self._slots:
             self._unrecorded.labels(*labels)
             self._stopped.labels(*labels)
-        self._slots[slot] = _Slot(self, labels)
+        self._slots[slot] = _Slot(self, labels, wires)
 
     def add_verdict(self, slot: str, drained: Callable[[], bool]) -> None:
         """Whether the slot is drained, read at scrape time."""
@@ -170,7 +177,7 @@ class Metrics:
 class _Slot:
     """The children of one slot, looked up once: `labels()` costs more than the observation."""
 
-    def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
+    def __init__(self, metrics: Metrics, labels: tuple[str, str], wires: Iterable[str]) -> None:
         self.labels = labels
         self.cost = metrics._cost.labels(*labels)
         self.size = metrics._size.labels(*labels)
@@ -179,7 +186,7 @@ class _Slot:
         self.wait = metrics._wait.labels(*labels)
         self.prepare = metrics._prepare.labels(*labels)
         self.latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
-        self.requests = {o: metrics._requests.labels(*labels, o) for o in OUTCOMES}
+        self.requests = {(o, wire): metrics._requests.labels(*labels, o, wire) for o in OUTCOMES for wire in wires}
         self.act = metrics._act.labels(*labels)
         self.warnings = {kind: metrics._warnings.labels(*labels, kind) for kind in WARNINGS}
         self.error = metrics._error.labels(*labels)
@@ -228,7 +235,7 @@ class _Slot:
             self.injected.inc(notes["injected_ms"] / 1e3)
 
     def answered(self, event: RequestAnswered) -> None:
-        self.requests[event.outcome].inc()
+        self.requests[event.outcome, event.wire].inc()
         self.latency[event.outcome].observe(event.latency)
         ticket = event.ticket
         if ticket is None or not isinstance(ticket.outcome, Done):

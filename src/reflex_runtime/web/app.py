@@ -13,60 +13,17 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
-from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.core.errors import Closed
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.connections import ConnectionSettings, connections_of
-from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized
-from reflex_runtime.web.exchange import Exchange, Headers, too_large
+from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
+from reflex_runtime.web.exchange import ErrorForm, Exchange, Route, too_large
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.trust import Trust, check_direct
 
 log = logging.getLogger("reflex.server")
-
-OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error as it is sent."""
-
-    status: int
-    body: bytes
-    content_type: bytes
-    headers: Headers = field(default_factory=list)
-
-
-class ErrorForm(Protocol):
-    """How a product tells errors."""
-
-    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
-        """As an answer. packed: in msgpack, where the product knows it."""
-
-    def part(self, error: ReflexError) -> bytes:
-        """As the last part of a streamed answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What answers the requests for one path. Everything is called on the event loop.
-
-    path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
-    for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
-    this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
-    against the request. failed: called with each error before it is sent; returns further headers.
-    """
-
-    path: str
-    run: Callable[[Exchange, bytes], None]
-    method: str = "GET"
-    open: bool = False
-    changes: bool = False
-    most: int = OPERATOR_BODY
-    enter: Callable[[Exchange], None] | None = None
-    failed: Callable[[Exchange, ReflexError], Headers | None] | None = None
 
 
 class WebSettings(ConnectionSettings, Protocol):
@@ -141,7 +98,7 @@ class App:
                 if route.enter is not None:
                     route.enter(exchange)
                 too_large(exchange.headers, route.most)
-                return True
+                return not exchange.done
             route.run(exchange, b"")
         except Exception as error:
             self.fail(exchange, error)
@@ -179,13 +136,11 @@ class App:
         """Answer with an error. Unexpected exceptions are logged and answered as a 500 without their text."""
         if exchange.done:
             return
-        if not isinstance(error, ReflexError):
-            log.error("request %s failed", exchange.request_id, exc_info=error)
-            error = ReflexError("internal error; the server's log has the details")
-        extra = None
-        if exchange.route is not None and exchange.route.failed is not None:
-            extra = exchange.route.failed(exchange, error)
-        exchange.fail(error, extra)
+        told = known(error, exchange.request_id)
+        if exchange.route is not None and exchange.route.fail is not None:
+            exchange.route.fail(exchange, told)
+        else:
+            exchange.fail(told)
 
     def entered(self, exchange: Exchange) -> None:
         """It is queued, or answered."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from reflex_runtime.core.errors import ReflexError, Rejected
+
+log = logging.getLogger("reflex.server")
 
 
 class ClientError(ReflexError):
@@ -111,6 +114,14 @@ class SloViolated(Unavailable):
     """The latency objective is violated and --slo-mode is 503."""
 
     code = "slo_violated"
+
+
+def known(error: Exception, request_id: str) -> ReflexError:
+    """The error as callers get it: an unexpected exception is logged and becomes a 500 without its text."""
+    if isinstance(error, ReflexError):
+        return error
+    log.error("request %s failed", request_id, exc_info=error)
+    return ReflexError("internal error; the server's log has the details")
 
 
 def api_error(message: str, type: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -6,20 +6,20 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import BodyTooLarge, MethodNotAllowed, Unauthorized
 from reflex_runtime.web.json import JSON_TYPE, MSGPACK_TYPE
-
-if TYPE_CHECKING:
-    from reflex_runtime.web.app import App, Route
 
 Headers = list[tuple[bytes, bytes]]
 
 JSON: Final = JSON_TYPE.encode()
 MSGPACK: Final = MSGPACK_TYPE.encode()
+OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
 CLOSE: Final = (b"connection", b"close")  # the last of the headers where it is among them
 
 
@@ -49,6 +49,55 @@ class Carrier(Protocol):
         """Close without sending what waits."""
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as it is sent."""
+
+    status: int
+    body: bytes
+    content_type: bytes
+    headers: Headers = field(default_factory=list)
+
+
+class ErrorForm(Protocol):
+    """How a product tells errors."""
+
+    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
+        """As an answer. packed: in msgpack, where the product knows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What answers the requests for one path. Everything is called on the event loop.
+
+    path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
+    for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
+    this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
+    against the request, or answers it. fail: called with an error in place of `Exchange.fail`.
+    """
+
+    path: str
+    run: Callable[[Exchange, bytes], None]
+    method: str = "GET"
+    open: bool = False
+    changes: bool = False
+    most: int = OPERATOR_BODY
+    enter: Callable[[Exchange], None] | None = None
+    fail: Callable[[Exchange, ReflexError], None] | None = None
+
+
+class Application(Protocol):
+    """What an exchange asks of its application; see `App`."""
+
+    form: ErrorForm
+    bodies: Bodies
+    closing: bool
+
+    def fail(self, exchange: Exchange, error: Exception) -> None: ...
+    def answers(self, exchange: Exchange, status: int) -> None: ...
+    def leave(self, exchange: Exchange) -> None: ...
+
+
 class Exchange:
     """One request and its answer.
 
@@ -63,6 +112,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_on_error",
         "app",
         "ask",
         "begun",
@@ -94,7 +144,7 @@ class Exchange:
 
     def __init__(
         self,
-        app: App,
+        app: Application,
         carrier: Carrier,
         method: str,
         path: str,
@@ -113,6 +163,7 @@ class Exchange:
         self.route: Route | None = None
         self.on_left: Callable[[], None] | None = None
         self.ask: Any = None
+        self._on_error: Callable[[ReflexError], bytes] | None = None
         self.task: asyncio.Task[Any] | None = None
         self.held = self.size = 0
         self.body: list[bytes] = []
@@ -138,9 +189,9 @@ class Exchange:
         self.carrier.reply(self, status, headers, body)
         self.app.leave(self)
 
-    def begin(self, status: int, headers: Headers) -> None:
-        """Send the head of an answer that comes in parts."""
-        self.begun = True
+    def begin(self, status: int, headers: Headers, on_error: Callable[[ReflexError], bytes]) -> None:
+        """Send the head of an answer that comes in parts. on_error: makes the last part of an answer that fails."""
+        self.begun, self._on_error = True, on_error
         headers = [*headers, (b"x-request-id", header_text(self.request_id))]
         if self._closes:
             headers.append(CLOSE)
@@ -167,8 +218,8 @@ class Exchange:
 
     def fail(self, error: ReflexError, extra: Headers | None = None) -> None:
         """Answer with an error, in the application's form; as the last part of a streamed answer that has begun."""
-        if self.begun:
-            self.write(self.app.form.part(error))
+        if self._on_error is not None:
+            self.write(self._on_error(error))
             self.end()
             return
         told = self.app.form.whole(error, self.request_id, self.wants_msgpack)

@@ -25,10 +25,10 @@ from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.telemetry import metrics
-from reflex_runtime.web.app import App, Refusal, Route
+from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import CallerLeft
-from reflex_runtime.web.exchange import JSON, Exchange, Headers
+from reflex_runtime.web.exchange import JSON, Exchange, Headers, Refusal, Route
 from reflex_runtime.web.json import encode, printable
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
@@ -51,9 +51,9 @@ class OpenAIErrors:
         retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
         return Refusal(told(error).status, error_body(error), JSON, [retry])
 
-    def part(self, error: ReflexError) -> bytes:
-        """As an event of a stream."""
-        return b"data: " + error_body(error) + b"\n\n"
+
+def _error_event(error: ReflexError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 class OpenAI:
@@ -253,7 +253,7 @@ async def _stream(
     async for index, outputs in merged(streams, bell, aside):
         events = answer.chunk(index, outputs)
         if not exchange.begun:
-            exchange.begin(200, _STREAM)
+            exchange.begin(200, _STREAM, _error_event)
         if events:
             await exchange.drained()
             exchange.write(events)

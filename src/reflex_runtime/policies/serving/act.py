@@ -1,4 +1,4 @@
-"""POST /act: the bodies and headers of `Asking` over HTTP."""
+"""POST /act: questions and answers in JSON and msgpack, over HTTP."""
 
 from __future__ import annotations
 
@@ -6,70 +6,66 @@ import asyncio
 from functools import partial
 
 from reflex_runtime.core.errors import Closed, ReflexError
-from reflex_runtime.policies.serving import fields as wire
-from reflex_runtime.policies.serving.asking import Ask, Asking
-from reflex_runtime.web.bodies import LARGE, Bodies
+from reflex_runtime.policies.serving import fields
+from reflex_runtime.policies.serving.ask import ACT, Ask
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.exchange import JSON, MSGPACK, Exchange, Headers, header_text
 
 
 class Act:
-    """Answers observations with chunks of actions. `bodies` is set before the first request."""
-
-    bodies: Bodies
+    """What HTTP adds to `Asking`: heads, bodies and headers."""
 
     def __init__(self, asking: Asking) -> None:
         self.asking = asking
 
     def enter(self, exchange: Exchange) -> None:
-        """Its head has come. Raises what stands against it."""
-        self.asking.enter(self._begun(exchange))
+        """The head has come."""
+        ask = self._begin(exchange)
+        exchange.on_left = partial(self.asking.leave, ask)
+        self.asking.enter(ask)
 
     def run(self, exchange: Exchange, body: bytes) -> None:
-        """Its body has come. A caller that hangs up from now on takes the request back."""
-        ask: Ask = exchange.ask
-        ask.received = exchange.received
-        exchange.on_left = partial(self.asking.leave, ask)
+        """The body has come."""
         if len(body) > LARGE:
-            decoding = self.bodies.beside(wire.decode, body, exchange.sent_msgpack)
+            decoding = exchange.app.bodies.beside(fields.decode, body, exchange.sent_msgpack)
             decoding.add_done_callback(partial(self._decoded, exchange))
         else:
-            self.asking.ask(ask, wire.decode(body, exchange.sent_msgpack))
+            self.asking.ask(exchange.ask, fields.decode(body, exchange.sent_msgpack), exchange.received)
 
-    def failed(self, exchange: Exchange, error: ReflexError) -> Headers | None:
-        """Count an error that is about to be sent. Returns further headers."""
-        ask: Ask = exchange.ask or self._begun(exchange)
-        exchange.request_id = ask.request_id
-        self.asking.failed(ask, error)
-        headers = _routed(ask)
-        self.asking.end(ask)
-        exchange.ask = None  # breaks the circle of the two
-        return headers
+    def fail(self, exchange: Exchange, error: ReflexError) -> None:
+        """The request cannot be read, or must not be."""
+        self.asking.fail(exchange.ask or self._begin(exchange), error)
 
-    def _begun(self, exchange: Exchange) -> Ask:
-        ask = exchange.ask = Ask(
-            exchange.started,
-            exchange.request_id,
-            exchange.client,
-            partial(self._answer, exchange),
-            partial(exchange.app.fail, exchange),
-        )
+    def _begin(self, exchange: Exchange) -> Ask:
+        settle = partial(_settle, exchange)
+        ask = exchange.ask = Ask(ACT, exchange.request_id, exchange.client, settle, exchange.started)
         return ask
 
-    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[wire.ActFields]) -> None:
+    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question]) -> None:
+        if exchange.done:
+            return
         try:
             if decoding.cancelled():
                 raise Closed("the server is shutting down", retry_after=1.0)
-            self.asking.ask(exchange.ask, decoding.result())
+            question = decoding.result()
         except Exception as error:
-            exchange.app.fail(exchange, error)
+            self.asking.fail(exchange.ask, error)
+        else:
+            self.asking.ask(exchange.ask, question, exchange.received)
 
-    @staticmethod
-    def _answer(exchange: Exchange, answer: wire.ActAnswer) -> None:
-        packed = exchange.wants_msgpack
-        body = wire.encode_msgpack(answer) if packed else wire.encode_json(answer)
-        exchange.request_id = answer.request_id
-        exchange.answer(200, body, MSGPACK if packed else JSON, _routed(exchange.ask))
-        exchange.ask = None
+
+def _settle(exchange: Exchange, result: ActAnswer | ReflexError) -> None:
+    ask: Ask = exchange.ask
+    exchange.request_id = ask.request_id
+    if isinstance(result, ReflexError):
+        exchange.fail(result, _routed(ask))
+    elif exchange.wants_msgpack:
+        exchange.answer(200, fields.encode_msgpack(result), MSGPACK, _routed(ask))
+    else:
+        exchange.answer(200, fields.encode_json(result), JSON, _routed(ask))
+    exchange.ask = None  # the two hold each other
 
 
 def _routed(ask: Ask) -> Headers | None:

@@ -20,9 +20,9 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
-from reflex_runtime.web.app import OPERATOR_BODY, App, Refusal, Route
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import NotFound, describe_error
-from reflex_runtime.web.exchange import JSON, MSGPACK, Exchange
+from reflex_runtime.web.exchange import JSON, MSGPACK, OPERATOR_BODY, Exchange, Refusal, Route
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
@@ -40,10 +40,6 @@ class PolicyErrors:
             return Refusal(error.http_status, wire.encode_msgpack(body), MSGPACK)
         return Refusal(error.http_status, wire.encode_json(body), JSON)
 
-    def part(self, error: ReflexError) -> bytes:
-        """No answer of a policy server comes in parts."""
-        raise NotImplementedError
-
 
 def application(runtime: PolicyRuntime) -> App:
     """The application around one `PolicyRuntime`."""
@@ -55,7 +51,7 @@ def application(runtime: PolicyRuntime) -> App:
         runtime.need_policy()
 
     most = config.max_body_bytes
-    routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, failed=act.failed)]
+    routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
     for path, view in views.open.items():
         routes.append(Route(path, view, open=True))
     for path, view in views.guarded.items():
@@ -67,7 +63,6 @@ def application(runtime: PolicyRuntime) -> App:
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PolicyErrors(), lambda path: outcome if is_outcome(path) else None)
     runtime.on_drain = admin.close
-    act.bodies = app.bodies
     return app
 
 

@@ -1,41 +1,28 @@
-"""The fields of POST /act, in JSON and in msgpack, and the answer.
+"""POST /act in JSON and in msgpack: bodies into a `Question`, answers into bodies.
 
-msgspec decodes and validates in one pass; its messages carry the path of the field. Both formats end in the same
-`ActFields`; only images and arrays differ: base64 text in JSON, bytes in msgpack.
+msgspec decodes and validates in one pass; its messages carry the path of the field. The two formats differ only in
+images and arrays: base64 text in JSON, bytes in msgpack.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
+from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.policies.serving.question import ActAnswer, Array, Image, Question
 from reflex_runtime.web.errors import ClientError, InvalidJson, InvalidRequest
-from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
-from reflex_runtime.web.json import MAX_VALUES, encode, is_json, is_unicode, printable
+from reflex_runtime.web.fields import Whole, invalid, invalid_field, whole
+from reflex_runtime.web.json import MAX_VALUES, encode, is_json, printable
 
 MAX_INSTRUCTION = 16_384  # characters
 MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/
-LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
-_DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
-
-
-class Array(msgspec.Struct, forbid_unknown_fields=True):
-    """An array in msgpack: little-endian, C order."""
-
-    dtype: str
-    shape: Annotated[list[int], msgspec.Meta(max_length=4)]
-    data: bytes
-
-
-Image = str | bytes | Array
 
 
 def _says(description: str) -> msgspec.Meta:
@@ -82,32 +69,38 @@ class ActMsgpack(_Common, kw_only=True):
     state: Numbers | Array | None = None
 
 
-ActFields = ActJson | ActMsgpack
-
 _json = msgspec.json.Decoder(ActJson)
 _msgpack = msgspec.msgpack.Decoder(ActMsgpack)
 
 
-def decode(body: bytes, packed: bool) -> ActFields:
-    """The validated fields, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
-    fields: ActFields = _decode_msgpack(body) if packed else _decode_json(body)
-    if fields.episode_id is not None:
-        check_id("episode_id", fields.episode_id)
-    if fields.request_id is not None:
-        check_id("request_id", fields.request_id)
-    if fields.robot_id is not None:
-        check_id("robot_id", fields.robot_id)
-    if fields.instruction is not None and not is_unicode(fields.instruction):
-        raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
-    fields.seed, fields.executed = whole("seed", fields.seed), whole("executed", fields.executed)
-    if fields.seed is not None and not 0 <= fields.seed < 2**64:
-        raise invalid("seed", f"seed={fields.seed}: must be in [0, 2^64)")
-    if fields.executed is not None and not 0 <= fields.executed <= 1_000_000:
-        raise invalid("executed", f"executed={fields.executed}: must be in [0, 1000000]")
-    limit = fields.deadline_ms
-    if limit is not None and not 0.0 < limit <= 600_000.0:
-        raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")
-    return fields
+def decode(body: bytes, packed: bool) -> Question:
+    """What is asked, or the 400 or 422 that names what is wrong. packed: msgpack, else JSON."""
+    sent = _decode_msgpack(body) if packed else _decode_json(body)
+    return Question(
+        images=_images(sent),
+        state=sent.state,
+        instruction=sent.instruction,
+        episode_id=sent.episode_id,
+        request_id=sent.request_id,
+        robot_id=sent.robot_id,
+        seed=whole("seed", sent.seed),
+        executed=whole("executed", sent.executed),
+        priority=PRIORITIES[sent.priority],
+        deadline_ms=sent.deadline_ms,
+    )
+
+
+def _images(sent: ActJson | ActMsgpack) -> Sequence[tuple[str, str, Image]]:
+    if sent.image is None and sent.image_wrist is None and not sent.images:
+        return ()
+    found: list[tuple[str, str, Image]] = []
+    if sent.image is not None:
+        found.append(("image", "image", sent.image))
+    if sent.image_wrist is not None:
+        found.append(("image_wrist", "image_wrist", sent.image_wrist))
+    for name, image in (sent.images or {}).items():
+        found.append((name, printable(f"images.{name}"), image))
+    return found
 
 
 def _decode_json(body: bytes) -> ActJson:
@@ -155,75 +148,6 @@ def _decode_msgpack(body: bytes) -> ActMsgpack:
         raise invalid_field(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(f"the body is not msgpack: {error}") from None
-
-
-def state_of(fields: ActFields) -> NDArray[np.float32] | None:
-    """The state as float32 [n], finite; 422 otherwise."""
-    state = fields.state
-    if state is None:
-        return None
-    if isinstance(state, Array):
-        values = array_of(state, "state")
-        if values.ndim != 1:
-            raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
-        wide = values.astype(np.float64)
-    else:
-        if sum(map(abs, state)) <= LARGEST:  # all finite, each within the bound: the usual case, in a tenth of the time
-            return np.array(state, np.float32)
-        wide = np.asarray(state, dtype=np.float64)
-    if not (np.abs(wide) <= LARGEST).all():
-        raise invalid("state", f"state: holds NaN, infinity or a number beyond {LARGEST:g}")
-    return wide.astype(np.float32)
-
-
-def array_of(array: Array, field: str) -> NDArray[Any]:
-    """A numpy view of a msgpack array; 422 when type, shape and length do not agree."""
-    if array.dtype not in _DTYPES:
-        raise invalid(field, printable(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
-    dtype = np.dtype(array.dtype)
-    if len(array.shape) > 4 or any(n < 0 for n in array.shape):
-        raise invalid(field, printable(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
-    if prod(array.shape) * dtype.itemsize != len(array.data):
-        raise invalid(
-            field, printable(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
-        )
-    try:
-        return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
-    except ValueError:  # nothing times something astronomical is nothing, but no array
-        raise invalid(field, f"{field}: shape {array.shape} is no array") from None
-
-
-class Timing(msgspec.Struct):
-    """Where the time of a request went."""
-
-    queue_ms: float
-    batch_ms: float
-    total_ms: float
-    age_ms: float
-
-
-class ActAnswer(msgspec.Struct, omit_defaults=False):
-    """The 200 body."""
-
-    actions: Any
-    num_actions: int
-    action_dim: int
-    latency_ms: float
-    hz: float
-    denoising_steps: int
-    inference_mode: str
-    model_hash: str
-    config_hash: str
-    reflex_version: str
-    request_id: str
-    timing: Timing
-    batch: dict[str, Any]
-    cache: str
-    guard: dict[str, Any] | None = None
-    rtc: Mapping[str, Any] | None = None
-    policy_changed: bool = False
-    injected: dict[str, Any] | None = None
-    warnings: list[str] = []
 
 
 def encode_json(value: Any) -> bytes:

@@ -1,43 +1,28 @@
 """The images of a request as they come over the wire: base64 text, PNG or JPEG bytes, raw arrays.
 
-Their names are checked on the loop; everything else happens on a thread, and only to what the policy looks at.
+Their names are checked on the loop. Everything else happens on a thread, for the pictures that the policy reads.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.policy.observation import Sent
-from reflex_runtime.policies.serving.fields import ActFields, Array, Image, array_of
+from reflex_runtime.policies.serving.question import Array, Image, Question, array_of
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
 
 PIECE = 1 << 20  # characters decoded at a time: nothing else runs meanwhile
 
 
-def names_of(fields: ActFields) -> Iterator[tuple[str, str, Image]]:
-    """(camera, field to name in errors, what was sent) of every image, decoded or not."""
-    if fields.image is not None:
-        yield "image", "image", fields.image
-    if fields.image_wrist is not None:
-        yield "image_wrist", "image_wrist", fields.image_wrist
-    for name, image in (fields.images or {}).items():
-        yield name, printable(f"images.{name}"), image
-
-
-def has_images(fields: ActFields) -> bool:
-    """Whether there is anything to decode."""
-    return fields.image is not None or fields.image_wrist is not None or bool(fields.images)
-
-
-def check_names(fields: ActFields, known: AbstractSet[str]) -> None:
-    """422 for an image under a name that nothing served looks at, and for one that is given twice."""
+def check_names(question: Question, known: AbstractSet[str]) -> None:
+    """422 for an image under a name that no served policy reads, and for one that is given twice."""
     seen = set()
-    for name, field, _ in names_of(fields):
+    for name, field, _ in question.images:
         if name not in known:
             there = ", ".join(sorted(known)) or "none"
             raise invalid(field, printable(f"{field}: no policy here has such a camera (there are: {there})"))
@@ -58,14 +43,14 @@ class Pictures:
     sent: PNG or JPEG bytes, or arrays, by name; known after `look`.
     """
 
-    def __init__(self, fields: ActFields, policy: Policy) -> None:
-        self._fields, self._policy = fields, policy
+    def __init__(self, question: Question, policy: Policy) -> None:
+        self._question, self._policy = question, policy
         self.sent: dict[str, Sent] = {}
 
     def look(self) -> int:
         """Pixels to be decoded, or the 422 of what can be seen without decoding."""
         reads = self._policy.reads
-        self.sent = {name: _sent(image, field) for name, field, image in names_of(self._fields) if reads(name)}
+        self.sent = {name: _sent(image, field) for name, field, image in self._question.images if reads(name)}
         return self._policy.look(self.sent)
 
 

@@ -16,6 +16,7 @@ from reflex_runtime.policies.policy.faults import FaultKind
 from reflex_runtime.policies.serving import admin
 from reflex_runtime.policies.serving import fields as act
 from reflex_runtime.policies.serving.images import cameras_of
+from reflex_runtime.policies.serving.question import LARGEST
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
@@ -86,7 +87,7 @@ def act_request(exports: Sequence[Export]) -> dict[str, Any]:
     fields["deadline_ms"] = _or_null(limit, fields["deadline_ms"])
     text: dict[str, Any] = {"type": "string", "maxLength": act.MAX_INSTRUCTION}
     reads = any(export.takes_text for export in exports)
-    numbers = {"type": "number", "minimum": -act.LARGEST, "maximum": act.LARGEST}
+    numbers = {"type": "number", "minimum": -LARGEST, "maximum": LARGEST}
     dim = exports[0].state_dim
     state = {"type": "array", "items": numbers, "minItems": dim, "maxItems": dim}
     needs_state = any(export.takes_state for export in exports)

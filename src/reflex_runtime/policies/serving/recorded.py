@@ -1,9 +1,9 @@
-"""What the recorder is handed for one request: references to what was asked and answered, made on the event loop."""
+"""What the recorder gets: references to what was asked and answered, made on the event loop, and the header."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -11,40 +11,39 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
-from reflex_runtime.policies.serving import fields as wire
+from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.telemetry.recording import Answered, SentImage, hardware, settings_of
-
-if TYPE_CHECKING:
-    from reflex_runtime.policies.serving.asking import Ask
 
 
 def asked_and_answered(
     ask: Ask,
     slot: str,
     now: float,
-    answer: wire.ActAnswer | None,
+    answer: ActAnswer | None,
     chunk: ActionChunk | None,
     error: ReflexError | None,
     deadline_ms: float,
 ) -> Answered:
-    """One request whose fields were understood. answer, chunk: of a 200; error: of anything else.
+    """One request that could be read. answer, chunk: of a 200; error: of anything else.
 
     deadline_ms: what requests are given that bring none; 0 is none.
     """
-    fields, ticket, placement = ask.fields, ask.ticket, ask.placement
-    assert fields is not None
+    question, ticket, placement = ask.question, ask.ticket, ask.placement
+    assert question is not None
+    state = question.state
     found = Answered(
         ask.request_id,
-        fields.episode_id,
-        fields.robot_id,
-        fields.instruction,
-        _state(fields),
-        _seed(ask, fields),
-        _images(fields),
+        question.episode_id,
+        question.robot_id,
+        question.instruction,
+        _array(state, "state") if isinstance(state, Array) else state,
+        _seed(ask, question),
+        _images(question) if question.images else {},
         ask.received,
-        fields.deadline_ms if fields.deadline_ms is not None else deadline_ms or None,
-        fields.executed,
+        question.deadline_ms if question.deadline_ms is not None else deadline_ms or None,
+        question.executed,
         slot=slot,
         total_s=now - ask.received,
     )
@@ -93,35 +92,26 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot], groups: Sequence[G
     }
 
 
-def _seed(ask: Ask, fields: wire.ActFields) -> int:
-    if fields.seed is not None:
-        return fields.seed
+def _seed(ask: Ask, question: Question) -> int:
+    if question.seed is not None:
+        return question.seed
     seen = None if ask.ticket is None else ask.ticket.request.payload
     if isinstance(seen, Observation):  # worked out already
         return seen.seed
     return seed_of(ask.request_id)
 
 
-def _state(fields: wire.ActFields) -> Any:
-    state = fields.state
-    return _array(state, "state") if isinstance(state, wire.Array) else state
+def _images(question: Question) -> dict[str, SentImage]:
+    return {
+        name: read
+        for name, _, image in question.images
+        if (read := _array(image, name) if isinstance(image, Array) else image) is not None
+    }
 
 
-def _array(sent: wire.Array, name: str) -> NDArray[Any] | None:
-    """None when it is none: that is why it was refused."""
+def _array(sent: Array, name: str) -> NDArray[Any] | None:
+    """None when it is none: that is why the request was refused."""
     try:
-        return wire.array_of(sent, name)
+        return array_of(sent, name)
     except InvalidRequest:
         return None
-
-
-def _images(fields: wire.ActFields) -> Mapping[str, SentImage]:
-    if fields.image is None and fields.image_wrist is None and not fields.images:
-        return {}
-    found: dict[str, SentImage] = {}
-    sent = {"image": fields.image, "image_wrist": fields.image_wrist, **(fields.images or {})}
-    for name, image in sent.items():
-        sent_image = _array(image, name) if isinstance(image, wire.Array) else image
-        if sent_image is not None:
-            found[name] = sent_image
-    return found

@@ -37,6 +37,7 @@ from reflex_runtime.policies.rollout.shadow import Difference
 from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.versions import Version
+from reflex_runtime.policies.serving.ask import WIRES
 from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.preparing import Preparing
@@ -104,7 +105,8 @@ class PolicyRuntime:
         self._on_fatal = on_fatal
         for slot, export in exports.items():
             name = export.embodiment.name or "unknown"
-            self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot))
+            wires = WIRES if slot in self.served else ("",)
+            self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot), wires)
             if slot in self.served:
                 self.metrics.add_verdict(slot, partial(self._drained, slot))
         self._batcher: Batcher | None = None

@@ -1,0 +1,139 @@
+"""What a robot asks of a policy and what it is answered, on whatever wire.
+
+A wire makes a `Question` of what it reads, and writes an `ActAnswer`. `Asking` does everything in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.request import Priority
+from reflex_runtime.web.fields import check_id, invalid
+from reflex_runtime.web.json import is_unicode, printable
+
+LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
+_DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
+
+
+class Array(msgspec.Struct, forbid_unknown_fields=True):
+    """An array as bytes: little-endian, C order."""
+
+    dtype: str
+    shape: Annotated[list[int], msgspec.Meta(max_length=4)]
+    data: bytes
+
+
+Image = str | bytes | Array | NDArray[Any]
+"""A picture as it came: base64 text, PNG or JPEG bytes, or an array. It is decoded once the request is admitted."""
+
+
+class Question(msgspec.Struct, kw_only=True, gc=False):
+    """What a robot asks. Checked when it is made: the 422 names the field.
+
+    images: (camera, field to name in errors, picture). state: in the robot's units. episode_id: what cached prefixes
+    and held actions belong to. robot_id: whose fair share it takes; else the episode's, else the connection's. seed: of
+    the noise; else the first 8 bytes of SHA-256 of the request's id. executed: actions of the episode's last chunk that
+    the robot has executed. deadline_ms: from when the request reached this machine.
+    """
+
+    images: Sequence[tuple[str, str, Image]] = ()
+    state: Sequence[float] | Array | NDArray[Any] | None = None
+    instruction: str | None = None
+    episode_id: str | None = None
+    request_id: str | None = None
+    robot_id: str | None = None
+    seed: int | None = None
+    executed: int | None = None
+    priority: Priority = Priority.DEFAULT
+    deadline_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.episode_id is not None:
+            check_id("episode_id", self.episode_id)
+        if self.request_id is not None:
+            check_id("request_id", self.request_id)
+        if self.robot_id is not None:
+            check_id("robot_id", self.robot_id)
+        if self.instruction is not None and not is_unicode(self.instruction):
+            raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise invalid("seed", f"seed={self.seed}: must be in [0, 2^64)")
+        if self.executed is not None and not 0 <= self.executed <= 1_000_000:
+            raise invalid("executed", f"executed={self.executed}: must be in [0, 1000000]")
+        limit = self.deadline_ms
+        if limit is not None and not 0.0 < limit <= 600_000.0:
+            raise invalid("deadline_ms", f"deadline_ms={limit}: must be in (0, 600000]")
+
+    def state_vector(self) -> NDArray[np.float32] | None:
+        """The state as float32 [n], finite; 422 otherwise."""
+        state = self.state
+        if state is None:
+            return None
+        if isinstance(state, (Array, np.ndarray)):
+            values = array_of(state, "state") if isinstance(state, Array) else state
+            if values.ndim != 1:
+                raise invalid("state", f"state: has shape {list(values.shape)}, must have one dimension")
+            wide = values.astype(np.float64)
+        else:
+            if sum(map(abs, state)) <= LARGEST:  # the usual case in a tenth of the time: each is finite and within it
+                return np.array(state, np.float32)
+            wide = np.asarray(state, dtype=np.float64)
+        if not (np.abs(wide) <= LARGEST).all():
+            raise invalid("state", f"state: holds NaN, infinity or a number beyond {LARGEST:g}")
+        return wide.astype(np.float32)
+
+
+def array_of(array: Array, field: str) -> NDArray[Any]:
+    """A numpy view of an array; 422 when type, shape and length do not agree."""
+    if array.dtype not in _DTYPES:
+        raise invalid(field, printable(f"{field}: dtype {array.dtype!r} is not one of {', '.join(sorted(_DTYPES))}"))
+    dtype = np.dtype(array.dtype)
+    if len(array.shape) > 4 or any(n < 0 for n in array.shape):
+        raise invalid(field, printable(f"{field}: shape {array.shape} must have at most 4 dimensions, each >= 0"))
+    if prod(array.shape) * dtype.itemsize != len(array.data):
+        raise invalid(
+            field, printable(f"{field}: {len(array.data)} bytes do not make shape {array.shape} of {array.dtype}")
+        )
+    try:
+        return np.frombuffer(array.data, dtype=dtype).reshape(array.shape)
+    except ValueError:  # zero bytes fit any shape with a 0, but numpy has a largest shape
+        raise invalid(field, f"{field}: shape {array.shape} is no array") from None
+
+
+class Timing(msgspec.Struct):
+    """Where the time of a request went."""
+
+    queue_ms: float
+    batch_ms: float
+    total_ms: float
+    age_ms: float
+
+
+class ActAnswer(msgspec.Struct, omit_defaults=False):
+    """The answer to a `Question`. actions: [num_actions, action_dim] in the robot's units."""
+
+    actions: Any
+    num_actions: int
+    action_dim: int
+    latency_ms: float
+    hz: float
+    denoising_steps: int
+    inference_mode: str
+    model_hash: str
+    config_hash: str
+    reflex_version: str
+    request_id: str
+    timing: Timing
+    batch: dict[str, Any]
+    cache: str
+    guard: dict[str, Any] | None = None
+    rtc: Mapping[str, Any] | None = None
+    policy_changed: bool = False
+    injected: dict[str, Any] | None = None
+    warnings: list[str] = []
