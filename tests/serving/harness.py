@@ -430,11 +430,11 @@ class Metrics:
 
 
 def refusal(export: Path | str, *options: str, env: Mapping[str, str] | None = None) -> str:
-    """The one line with which `reflex serve` refuses to start. Asserts that it is one, and exit status 2."""
+    """The one line with which `reflex serve` refuses to start, on any port. Asserts exit status 2 and one line."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
     done = subprocess.run(
         [sys.executable, "-m", "reflex_runtime", "serve", str(export), *options],
-        capture_output=True, env=clean | dict(env or {}), timeout=PATIENCE, check=False,
+        capture_output=True, env=clean | {"REFLEX_PORT": "0"} | dict(env or {}), timeout=PATIENCE, check=False,
     )
     lines = done.stderr.decode().splitlines()
     assert done.returncode == 2, done
