@@ -7,7 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ import pytest
 
 import reflex_runtime
 from reflex_runtime import cli
-from reflex_runtime.config import LLMServeConfig, ServeConfig, flag
+from reflex_runtime.config import LLMServeConfig, ServeConfig
+from reflex_runtime.options import flag, headed
 
 REFLEX = [sys.executable, "-m", "reflex_runtime"]
 
@@ -146,9 +146,9 @@ def test_help_has_every_option_below_its_heading(
     with pytest.raises(SystemExit):
         cli.main([*words, "--help"])
     text = capsys.readouterr().out
-    place, headings = 0, 0
-    for field in fields(kind):
-        if field.metadata["group"]:
-            place, headings = text.index(f"\n{field.metadata['group']}:\n", place), headings + 1
-        place = text.index(f"\n  {flag(field.name)}", place)
-    assert headings >= 7
+    place = 0
+    for heading, options in headed(kind).items():
+        place = text.index(f"\n{heading}:\n", place)
+        for field in options:
+            place = text.index(f"\n  {flag(field.name)}", place)
+    assert len(headed(kind)) >= 7

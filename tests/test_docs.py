@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, described, flag
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.feeds.series import FeedSeries
 from reflex_runtime.feeds.snapshot import DROPS, RuntimeSnapshot
@@ -19,6 +18,7 @@ from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
+from reflex_runtime.options import described, flag, headed
 from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -61,11 +61,11 @@ def settings_table(kind: type[Any] = ServeConfig) -> str:
     """The rows of settings.md or feeds.md, from the fields themselves. To renew a page, paste what this returns."""
     hints = get_type_hints(kind)
     rows = ["| flag | default | range | what it does |", "| --- | --- | --- | --- |"]
-    for field in fields(kind):
-        if field.metadata["group"]:
-            rows.append(f"| **{field.metadata['group']}** | | | |")
-        cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), described(field))
-        rows.append(f"| {' | '.join(cells)} |")
+    for heading, options in headed(kind).items():
+        rows.append(f"| **{heading}** | | | |")
+        for field in options:
+            cells = (f"`{flag(field.name)}`", _default(field), _range(field, hints[field.name]), described(field))
+            rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 

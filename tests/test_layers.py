@@ -14,12 +14,13 @@ PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing", "checked"}  # anyone may read them
+MODULES = {"version", "pacing", "checked", "options"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
     "checked": set(),
+    "options": set(),
     "processors": {"core"},
     "telemetry": {"core"},
     "drivers": {"core", "processors"},
@@ -31,9 +32,11 @@ BELOW: dict[str, set[str]] = {
     "llm": MIDDLE | {"web", "ipc"},
     "client": set(),
     "config": set(),
+    "sources": {"config"},
 }
 READS_CONFIG = {"web", "policies", "llm"}  # a tree of frozen values; besides it only those at the top read it
-ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "checked")}  # what is wrong in a file is a ConfigError
+# What is wrong in a file or a setting is a ConfigError.
+ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
 
 CORE_FORBIDDEN = {"time", "threading", "asyncio", "random", "logging", "os", "socket"}
@@ -94,7 +97,7 @@ def test_every_import_is_an_arrow_of_the_design(module: str, path: Path) -> None
         where = f"{path.name}:{line} imports {part}"
         assert part != "cli" or own == "__main__", f"{where}: nobody imports cli"
         if own not in TOP:
-            allowed = BELOW[own] | MODULES | ({"config"} if own in READS_CONFIG else set())
+            allowed = BELOW[own] | MODULES | ({"config", "sources"} if own in READS_CONFIG else set())
             assert part in allowed, f"{where}: not an arrow of the design"
 
 

@@ -12,8 +12,10 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig, check_needs, flag, load, read
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import check_needs, flag
+from reflex_runtime.sources import load, read
 from serving.exports import write_tiny
 
 KINDS: tuple[type[Any], ...] = (ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig)

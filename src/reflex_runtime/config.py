@@ -1,63 +1,59 @@
-"""Settings: one tree of frozen values.
-
-Default, unit and range stand at the dataclass field, and everything else follows from there: the flags and their help,
-the TOML keys, the environment names, validation, and the table printed at start-up. Precedence: defaults, then the TOML
-file, then the environment (`REFLEX_` + the field's name), then flags.
-"""
+"""The settings of the commands: frozen values, declared with `option`."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import logging
-import os
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
 
 from reflex_runtime.core.errors import ConfigError
-
-log = logging.getLogger("reflex.config")
-
-C = TypeVar("C")
-Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
+from reflex_runtime.options import again, one_line, option, validate
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    metavar: str | None = None,
-    bare: str | None = None,
-    secret: bool = False,
-    repeat: bool = False,
-    needs: str = "",
-    unless: str = "",
-    group: str = "",
-) -> Any:
-    """A settings field: its default, what it does, its unit and its inclusive range. bare: value of the flag alone.
+@dataclass(frozen=True)
+class ServerConfig:
+    """What both kinds of server have. Errors name flags."""
 
-    needs, unless: what it has no effect without, and with; `check_needs` holds whoever gives it to that. Alternatives
-    are joined by `|`; each is a setting that must be on, a setting and its value (`arrivals=closed`), or a fact such as
-    `a decomposed export`, which only the command knows.
+    host: str = option(
+        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
+        group="listening and trust",
+    )
+    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
+    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key_file: str = option("", "file that holds the key", metavar="FILE")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        metavar="NAME", repeat=True, unless="api_key",
+    )
+    max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    max_bodies_mb: float = option(
+        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+    )
+    max_connections: int = option(
+        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
+    )
+    idle_timeout_s: float = option(
+        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
+    )
+    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
+    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    supervise: bool = option(
+        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
+        group="faults and the end",
+    )
 
-    group: the heading in --help and on the pages of this option and of those that follow it, up to the next heading.
-    """
-    meta = {"help": help, "low": low, "high": high, "unit": unit, "choices": choices, "metavar": metavar, "bare": bare}
-    meta |= {"secret": secret, "repeat": repeat, "needs": needs, "unless": unless, "group": group}
-    return field(default=default, metadata=meta)
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.api_key_file and not self.api_key:
+            object.__setattr__(self, "api_key", _key_in(self.api_key_file))
+        for name in self.allow_host:
+            if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
+                expected = "a host name or an address without a port, or *"
+                raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeConfig:
+@dataclass(frozen=True)
+class ServeConfig(ServerConfig):
     """Everything `reflex serve` can be told."""
 
     provider: str = option(
@@ -108,30 +104,10 @@ class ServeConfig:
     ramp_margin: float = option(
         5.0, "that margin, in points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
     )
-    host: str = option(
-        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
+    max_concurrent: int = option(
+        0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000,
         group="listening and trust",
     )
-    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
-    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
-    api_key_file: str = option("", "file that holds the key", metavar="FILE")
-    allow_host: tuple[str, ...] = option(
-        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
-        metavar="NAME", repeat=True, unless="api_key",
-    )
-    max_concurrent: int = option(0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000)
-    max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
-    max_bodies_mb: float = option(
-        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
-    )
-    max_connections: int = option(
-        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
-    )
-    idle_timeout_s: float = option(
-        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
-    )
-    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
-    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
     max_batch_cost_ms: float = option(
         100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
         low=10, high=10_000, unit="ms",
@@ -194,12 +170,9 @@ class ServeConfig:
         high=1000,
         needs="prefix_cache_mb",
     )
-    supervise: bool = option(
-        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
-        group="faults and the end",
-    )
     watchdog_s: float = option(
-        10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s"
+        10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s",
+        group="faults and the end",
     )
     max_consecutive_crashes: int = option(
         5, "crashed batches in a row until /health says degraded; 0 is off", low=0, high=10_000
@@ -236,8 +209,7 @@ class ServeConfig:
     )
 
     def __post_init__(self) -> None:
-        validate(self)
-        _check_door(self)
+        super().__post_init__()
         _ = self.captured_sizes
 
     @property
@@ -246,8 +218,8 @@ class ServeConfig:
         return _sizes(self.cuda_graphs) if self.cuda_graphs else ()
 
 
-@dataclass(frozen=True, slots=True)
-class LLMServeConfig:
+@dataclass(frozen=True)
+class LLMServeConfig(ServerConfig):
     """Everything `reflex serve MODEL_DIR` can be told."""
 
     served_model_name: str = option(
@@ -272,29 +244,7 @@ class LLMServeConfig:
     workers: int = option(
         0, "runtime processes, each with its own copy of the model; 0 runs it in the server's own", low=0, high=64
     )
-    host: str = option(
-        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
-        group="listening and trust",
-    )
-    port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
-    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
-    api_key_file: str = option("", "file that holds the key", metavar="FILE")
-    allow_host: tuple[str, ...] = option(
-        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
-        metavar="NAME", repeat=True, unless="api_key",
-    )
-    max_body_bytes: int = option(4 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
-    max_bodies_mb: float = option(
-        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
-    )
-    max_connections: int = option(
-        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
-    )
-    idle_timeout_s: float = option(
-        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
-    )
-    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
-    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
     max_num_batched_tokens: int = option(
         2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",
         low=1, high=1 << 20,
@@ -317,13 +267,10 @@ class LLMServeConfig:
         0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
     )
     prefix_caching: bool = option(True, "prompts that begin alike are computed once")
-    supervise: bool = option(
-        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
-        group="faults and the end",
-    )
     watchdog_s: float = option(
         60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
         low=0, high=3600, unit="s",
+        group="faults and the end",
     )
     drain_timeout_s: float = option(
         30.0, "time to finish what was asked before SIGTERM; the rest is cut short", low=0, high=600, unit="s"
@@ -332,10 +279,6 @@ class LLMServeConfig:
         "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
         group="trace",
     )
-
-    def __post_init__(self) -> None:
-        validate(self)
-        _check_door(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,35 +348,6 @@ class FeedsConfig:
         validate(self)
 
 
-def flag(name: str) -> str:
-    """The command-line flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-def validate(config: Any) -> None:
-    """Check every field against its range and choices; the error names flag, value and range."""
-    for f in fields(config):
-        value, meta = getattr(config, f.name), f.metadata
-        unit = f" {meta['unit']}" if meta.get("unit") else ""
-        low, high = meta.get("low"), meta.get("high")
-        if low is not None and not low <= value <= high:
-            raise ConfigError(f"{flag(f.name)}={value:.10g}: must be in [{low:g}, {high:.10g}]{unit}", field=f.name)
-        if meta.get("choices") and value not in meta["choices"]:
-            raise ConfigError(
-                f"{flag(f.name)}={one_line(value)}: must be one of {', '.join(meta['choices'])}", field=f.name
-            )
-
-
-def _check_door(config: ServeConfig | LLMServeConfig) -> None:
-    """Read the key of --api-key-file, and check the names of --allow-host."""
-    if config.api_key_file and not config.api_key:
-        object.__setattr__(config, "api_key", _key_in(config.api_key_file))
-    for name in config.allow_host:
-        if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
-            expected = "a host name or an address without a port, or *"
-            raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
-
-
 def _key_in(file: str) -> str:
     """The key that a file holds: one line."""
     where = f"--api-key-file={one_line(file)}"
@@ -457,274 +371,3 @@ def _sizes(text: str) -> tuple[int, ...]:
         expected = "ascending whole numbers in [1, 4096], such as 1,2,4,8"
         raise ConfigError(f"--cuda-graphs={one_line(text)}: must be {expected}", field="cuda_graphs")
     return sizes
-
-
-def one_line(value: Any) -> str:
-    """A value as an error shows it: as it was typed where that is one short line."""
-    text = str(value)
-    return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
-
-
-def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
-    """One flag per field. Unset flags stay out of the namespace, so that the file and the environment can speak."""
-    hints = get_type_hints(kind)
-    group: Any = parser
-    for f in fields(kind):
-        meta = f.metadata
-        group = parser.add_argument_group(meta["group"]) if meta["group"] else group
-        text = described(f).replace("%", "%%") + _suffix(f)
-        common: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
-        if hints[f.name] in (bool, bool | None):
-            group.add_argument(flag(f.name), action=argparse.BooleanOptionalAction, **common)
-        elif meta["repeat"]:
-            group.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
-        else:
-            shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
-            if meta["choices"]:
-                shown = "{" + ",".join(meta["choices"]) + "}"
-            shown = shown or ("N" if hints[f.name] is int else "TEXT")
-            alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
-            group.add_argument(flag(f.name), metavar=shown, **alone, **common)
-
-
-def described(f: Field[Any]) -> str:
-    """What a setting does, and what it needs for that."""
-    needs, unless = f.metadata["needs"], f.metadata["unless"]
-    words = [f"needs {_in_words(needs)}"] * bool(needs) + [f"not with {_in_words(unless)}"] * bool(unless)
-    return str(f.metadata["help"]) + (f" ({'; '.join(words)})" if words else "")
-
-
-def _suffix(f: Field[Any]) -> str:
-    if f.metadata["secret"] or f.default in ("", (), None, MISSING):
-        return ""
-    default = f.default
-    if isinstance(default, bool):
-        default = "on" if default else "off"
-    elif isinstance(default, float):
-        default = f"{default:g}"
-    unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
-    low, high = f.metadata["low"], f.metadata["high"]
-    bounds = f", range {low:g} to {high:.10g}" if low is not None else ""
-    return f" (default {default}{unit}{bounds})"
-
-
-def load(
-    kind: type[C],
-    section: str,
-    file: Path | None,
-    environ: Mapping[str, str],
-    flags: Mapping[str, Any],
-    beside: tuple[str, ...] = (),
-) -> C:
-    """Build the settings from all sources; every error says where the value came from.
-
-    beside: further tables that the file may have, which other parts read.
-    """
-    config, places = read(kind, section, file, environ, flags, beside)
-    check_needs(config, places)
-    return config
-
-
-def read(
-    kind: type[C],
-    section: str,
-    file: Path | None,
-    environ: Mapping[str, str],
-    flags: Mapping[str, Any],
-    beside: tuple[str, ...] = (),
-) -> tuple[C, Places]:
-    """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
-    hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}
-
-    def give(name: str, value: Any, place: str) -> None:
-        values[name], places[name] = convert(value, hints[name], place), place
-
-    for key, value in (_table(file, section, beside) if file is not None else {}).items():
-        name = key.replace("-", "_")
-        if name not in names:
-            raise ConfigError(f"{file}: [{section}] {key}: no such setting{did_you_mean(name, names)}")
-        give(name, value, f"{file}: [{section}] {key}")
-    for name in names & _settings_in(environ).keys():
-        give(name, environ["REFLEX_" + name.upper()], "REFLEX_" + name.upper())
-    for name in names & flags.keys():
-        give(name, flags[name], flag(name))
-    for f in fields(kind):  # type: ignore[arg-type]
-        if f.metadata.get("secret") and f.name in values and not values[f.name].strip():
-            raise ConfigError(f"{places[f.name]} is empty: give a key, or leave it out", field=f.name)
-    if values.get("api_key") and values.get("api_key_file"):
-        raise ConfigError(f"{places['api_key']} and {places['api_key_file']}: give one of them", field="api_key_file")
-    return kind(**values), places
-
-
-# -- settings without effect -------------------------------------------------------------------------------------------
-
-
-def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None = None) -> None:
-    """Refuse a flag that has no effect, and warn of a setting from the file or the environment that has none.
-
-    missing: the facts that settings may need and that do not hold, each with the reason.
-    """
-    missing = {} if missing is None else missing
-    for f in fields(config):
-        place = places.get(f.name)
-        if place is None or getattr(config, f.name) is False:  # what is said to be off is off
-            continue
-        why = _without_effect(config, f.name, missing)
-        if why and place == flag(f.name):
-            raise ConfigError(f"{place} {why}", field=f.name)
-        if why:
-            log.warning("%s has no effect: it %s", place, why)
-
-
-def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
-    """Why a setting has no effect, "" if it has one."""
-    meta = {f.name: f for f in fields(config)}[name].metadata
-    needs, unless = str(meta.get("needs", "")), str(meta.get("unless", ""))
-    if unless and any(not _lacks(config, need, missing) for need in unless.split("|")):
-        return f"has no effect with {_in_words(unless)}"
-    if not needs:
-        return ""
-    lacking = [_lacks(config, need, missing) for need in needs.split("|")]
-    if not all(lacking):
-        return ""
-    return lacking[0] if len(lacking) == 1 else f"needs {_in_words(needs)}"
-
-
-def _lacks(config: Any, need: str, missing: Mapping[str, str]) -> str:
-    """Why a need is not met, "" if it is."""
-    name, equals, wanted = need.partition("=")
-    found = {f.name: f for f in fields(config)}.get(name)
-    if found is None:
-        return f"needs {need}: {missing[need]}" if need in missing else ""
-    value = getattr(config, name)
-    off = value != wanted if equals else value is False or value in ("", (), None, found.metadata["low"])
-    return f"needs {_in_words(need)}" if off else _without_effect(config, name, missing)
-
-
-def _in_words(needs: str) -> str:
-    words = []
-    for need in needs.split("|"):
-        name, equals, value = need.partition("=")
-        words.append(need if " " in need else flag(name) + equals + value)
-    return " or ".join(words)
-
-
-# -- the environment ---------------------------------------------------------------------------------------------------
-
-OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # not settings
-_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
-_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
-
-
-def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings of the environment by name, of any command; warns of variables that are none.
-
-    An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
-    those are no settings.
-    """
-    known = {f.name for kind in (ServeConfig, LLMServeConfig, FeedsConfig) for f in fields(kind)}
-    found = {}
-    for variable, text in environ.items():
-        rest = variable.removeprefix("REFLEX_")
-        if rest == variable or rest in OTHERS:
-            continue
-        if _SERVICE.fullmatch(rest) and (rest != "PORT" or _SERVICE_URL.match(text)):
-            continue
-        if rest.lower() in known and rest.isupper():
-            found[rest.lower()] = text
-        else:
-            names = [name.upper() for name in known] + list(OTHERS)
-            log.warning("%s: no such setting%s", variable, did_you_mean(rest.upper(), names, "REFLEX_"))
-    return found
-
-
-def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to append to an error on an unknown word: the nearest known one, if one is near."""
-    near = difflib.get_close_matches(word, sorted(known), 1, 0.7)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
-
-
-def read_toml(file: Path) -> dict[str, Any]:
-    """The file's tables; ConfigError when it cannot be read."""
-    try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config={file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config={file}: not TOML: {error}") from error
-
-
-def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
-    tables = read_toml(file)
-    stray = next((name for name in tables if name != section and name not in beside), None)
-    if stray is not None:  # a misspelt table must not pass for defaults
-        others = "".join(f" and {name}" for name in beside)
-        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]{others}")
-    found = tables.get(section, {})
-    if not isinstance(found, dict):
-        raise ConfigError(f"{file}: [{section}] must be a table")
-    return found
-
-
-def convert(value: Any, kind: Any, where: str) -> Any:
-    """A value of the field's type from TOML, a flag or an environment string."""
-    try:
-        if kind in (bool, bool | None):
-            if isinstance(value, bool):
-                return value
-            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
-        if isinstance(value, (bool, dict)):
-            raise ValueError
-        if kind is int:
-            return int(value) if not isinstance(value, float) else _whole(value)
-        if kind is float:
-            number = float(value)
-            if number != number:
-                raise ValueError
-            return number
-        if kind is str:
-            if isinstance(value, list):
-                raise ValueError
-            return str(value)
-        return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
-    except (ValueError, KeyError, TypeError, OverflowError):
-        wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, "text"
-        )
-        raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
-
-
-def _whole(value: float) -> int:
-    if value != int(value):
-        raise ValueError
-    return int(value)
-
-
-def table(config: Any) -> list[tuple[str, str]]:
-    """(flag, value) of every setting in force, secrets hidden."""
-    rows = []
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.metadata["secret"]:
-            shown = "set" if value else "not set"
-        elif value is False or value is None or value == "" or value == ():
-            shown = "off" if value is False else "-"
-        else:
-            shown = "on" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
-            shown = f"{value:.10g}" if isinstance(value, float) else shown
-        rows.append((flag(f.name), f"{shown} {f.metadata['unit']}".strip() if shown != "-" else "-"))
-    return rows
-
-
-def settings(config: Any) -> dict[str, Any]:
-    """Every setting in force by its name, JSON-safe, secrets hidden."""
-    found = {f.name: getattr(config, f.name) for f in fields(config)}
-    return {f.name: "set" if f.metadata["secret"] and found[f.name] else found[f.name] for f in fields(config)}
-
-
-def environment() -> Mapping[str, str]:
-    """The process environment, in one place so that tests can pass another."""
-    return os.environ

@@ -11,8 +11,8 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
-from reflex_runtime.config import did_you_mean, one_line
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.options import did_you_mean, one_line
 from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import whole
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.doctor.doctor import Check, Diagnosis
@@ -73,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
 
     if not args.directory.is_dir():
         raise ConfigError(f"{args.directory}: not found, expected an export directory")
-    threads = _within("--threads", args.threads, 1, 256)
-    horizon = None if args.rtc_horizon is None else _within("--rtc-horizon", args.rtc_horizon, 1, 10_000)
+    threads = whole("--threads", args.threads, 1, 256)
+    horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction: is empty, expected words")
     diagnosis = examine(
@@ -90,16 +91,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(Console(highlight=False, width=None if sys.stdout.isatty() else WIDE), diagnosis)
     return diagnosis.exit_code
-
-
-def _within(flag: str, text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise ConfigError(f"{flag}={text}: must be a whole number in [{low}, {high}]")
-    return value
 
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:

@@ -16,8 +16,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from reflex_runtime.config import FeedsConfig, add_options, check_needs, environment, read
+from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.options import add_options, check_needs
+from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_asked import FeedSpec

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from reflex_runtime.cli.feeds_words import in_one_line, told
-from reflex_runtime.config import FeedsConfig, convert, one_line, read_toml
+from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import convert, one_line
+from reflex_runtime.sources import read_toml
 from reflex_runtime.telemetry import files
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import whole
 from reflex_runtime.telemetry.files import create, write_all
 from reflex_runtime.telemetry.recording import Recording, RecordingError, hardware, read_recording
 
@@ -119,8 +120,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     fail_on = (
         () if args.fail_on is None else DIFFS if args.fail_on == "all" else (_one_of("--fail-on", args.fail_on, DIFFS),)
     )
-    limit = None if args.n is None else _whole("--n", args.n, 1, 10**12)
-    threads = _whole("--threads", args.threads, 1, 256)
+    limit = None if args.n is None else whole("--n", args.n, 1, 10**12)
+    threads = whole("--threads", args.threads, 1, 256)
     _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
     export = Export.load(args.model)
     recording = read_recording(args.file)
@@ -233,7 +234,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
 
     cost = _milliseconds("--max-batch-cost-ms", args.max_batch_cost_ms, 10, 10_000)
     hold = _milliseconds("--batch-timeout-ms", args.batch_timeout_ms, 0, 1000)
-    size = None if args.max_batch_size is None else _whole("--max-batch-size", args.max_batch_size, 1, 4096)
+    size = None if args.max_batch_size is None else whole("--max-batch-size", args.max_batch_size, 1, 4096)
     recording = read_recording(args.file, images=False)
     again = replay_measured(recording)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
@@ -292,16 +293,6 @@ def _one_of(flag: str, text: str, choices: Sequence[str], every: bool = True) ->
     if text not in choices:
         raise ConfigError(f"{flag}={text}: must be one of {', '.join(choices)}{', all' if every else ''}")
     return text
-
-
-def _whole(flag: str, text: str, low: int, high: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if not low <= value <= high:
-        raise ConfigError(f"{flag}={text}: must be a whole number in [{low}, {high}]")
-    return value
 
 
 def _milliseconds(flag: str, text: str | None, low: float, high: float) -> float | None:

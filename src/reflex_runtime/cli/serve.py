@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
-from reflex_runtime.config import ServeConfig, add_options, check_needs, environment, one_line, read
+from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import add_options, check_needs, one_line
+from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.policies import Export

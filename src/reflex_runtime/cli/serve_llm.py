@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
 from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
-from reflex_runtime.config import LLMServeConfig, add_options, environment, load, one_line
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.options import add_options, one_line
+from reflex_runtime.sources import environment, load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig

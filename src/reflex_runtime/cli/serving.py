@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from reflex_runtime.config import one_line, table
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.options import one_line, table
 from reflex_runtime.telemetry import files
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import add_options, load, one_line, option, validate
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import add_options, one_line, option, validate
+from reflex_runtime.sources import load
 
 if TYPE_CHECKING:
     from reflex_runtime.sim import Callers, Think, WorkloadPart

@@ -31,10 +31,11 @@ from reflex_runtime.cli.trace_table import (
     text_lines,
     vary,
 )
-from reflex_runtime.config import add_options, flag, load, one_line, option, validate
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import PRIORITIES, Priority
+from reflex_runtime.options import add_options, flag, one_line, option, validate, whole
+from reflex_runtime.sources import load
 from reflex_runtime.telemetry.colours import plain
 from reflex_runtime.telemetry.picture import UNITS, Units, write_pictures
 from reflex_runtime.telemetry.trace import Trace, TracedBatch, TraceError, read_trace
@@ -202,18 +203,6 @@ def _units(text: str) -> Units:
         if text == units:
             return units
     raise ConfigError(f"--units={text}: must be one of {', '.join(UNITS)}")
-
-
-def _at_least(flag: str, text: str | None, low: int) -> int | None:
-    if text is None:
-        return None
-    try:
-        value = int(text)
-    except ValueError:
-        value = low - 1
-    if value < low:
-        raise ConfigError(f"{flag}={text}: must be a whole number >= {low}")
-    return value
 
 
 def _select(
@@ -538,8 +527,8 @@ def _show(
 ) -> int:
     """Table, summary and pictures of a trace. outputs: what its prompts came to, where they were run for it."""
     units = _units(args.units)
-    last = _at_least("--last", args.last, 1)
-    first, final = _at_least("--from", args.first, 0), _at_least("--to", args.final, 0)
+    limits = (("--last", args.last, 1), ("--from", args.first, 0), ("--to", args.final, 0))
+    last, first, final = (None if text is None else whole(name, text, low) for name, text, low in limits)
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
     trace = read_trace(file)

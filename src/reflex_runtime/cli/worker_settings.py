@@ -7,8 +7,9 @@ from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.config import LLMServeConfig, flag
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import flag
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.checkpoint import ModelConfig

@@ -15,6 +15,7 @@ from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 
 log = logging.getLogger("reflex.coordinator")
@@ -33,28 +34,21 @@ class BatchConfig:
     startup_timeout: for `on_start`. watchdog: for one batch; then its feeds are released. 0 switches it off.
     """
 
-    max_batch_size: int = 4
-    max_latency: float = 0.050
-    queue_capacity: int | None = None
-    response_timeout: float = 5.0
-    max_in_flight_per_feed: int = 1
-    startup_timeout: float = 30.0
-    watchdog: float = 60.0
+    max_batch_size: int = option(4, low=1, high=4096)
+    max_latency: float = option(0.050, low=0, high=60, unit="seconds")
+    queue_capacity: int | None = option(None, low=1, high=1_000_000)
+    response_timeout: float = option(5.0, low=0, above=True, high=3600, unit="seconds")
+    max_in_flight_per_feed: int = option(1, low=0, high=1_000_000)
+    startup_timeout: float = option(30.0, low=0, above=True, high=3600, unit="seconds")
+    watchdog: float = option(60.0, low=0, high=3600, unit="seconds")
 
     def __post_init__(self) -> None:
-        _whole("max_batch_size", self.max_batch_size, 1, 4096)
-        _seconds("max_latency", self.max_latency, 60.0)
-        if self.queue_capacity is not None:
-            _whole("queue_capacity", self.queue_capacity, 1, 1_000_000)
-            if self.queue_capacity < self.max_batch_size:
-                raise ConfigError(
-                    f"BatchConfig.queue_capacity={self.queue_capacity}: must be >= max_batch_size, which is "
-                    f"{self.max_batch_size}"
-                )
-        _seconds("response_timeout", self.response_timeout, 3600.0, above=True)
-        _whole("max_in_flight_per_feed", self.max_in_flight_per_feed, 0, 1_000_000)
-        _seconds("startup_timeout", self.startup_timeout, 3600.0, above=True)
-        _seconds("watchdog", self.watchdog, 3600.0)
+        validate(self, "BatchConfig")
+        if self.queue_capacity is not None and self.queue_capacity < self.max_batch_size:
+            raise ConfigError(
+                f"BatchConfig.queue_capacity={self.queue_capacity}: must be >= max_batch_size, which is "
+                f"{self.max_batch_size}"
+            )
 
     @property
     def capacity(self) -> int:
@@ -168,14 +162,3 @@ def id_of(processor: BatchProcessor) -> str:
         if not callable(getattr(processor, verb, None)):
             raise ConfigError(f"{type(processor).__name__}: has no method {verb}(), which a batch processor needs")
     return name
-
-
-def _whole(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"BatchConfig.{name}={value!r}: must be a whole number in [{low}, {high}]")
-
-
-def _seconds(name: str, value: float, high: float, above: bool = False) -> None:
-    inside = isinstance(value, (int, float)) and 0 <= value <= high  # NaN is not
-    if not inside or (above and value == 0):
-        raise ConfigError(f"BatchConfig.{name}={value!r}: must be in {'(' if above else '['}0, {high:g}] seconds")

@@ -28,6 +28,7 @@ from reflex_runtime.feeds.pipeline import Pipeline
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import FeedSnapshot, Ledger
 from reflex_runtime.feeds.source import Source
+from reflex_runtime.options import option, validate
 from reflex_runtime.telemetry.health import FeedEnded, FeedFailed, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
@@ -47,26 +48,15 @@ class FeedConfig:
     frozen_after: live: an open source that sends nothing for so long is told (`FeedFrozen`); None: never.
     """
 
-    mode: str | None = None
-    max_age: float | None = 1.0
-    queue: int | None = None
-    restarts: int | None = None
-    retries: int = 10
-    frozen_after: float | None = 3.0
+    mode: str | None = option(None, choices=(LIVE, FILE))
+    max_age: float | None = option(1.0, low=0, above=True, high=86_400, unit="seconds")
+    queue: int | None = option(None, low=1, high=4096)
+    restarts: int | None = option(None, low=0, high=10**9)
+    retries: int = option(10, low=0, high=10**9)
+    frozen_after: float | None = option(3.0, low=0, above=True, high=86_400, unit="seconds")
 
     def __post_init__(self) -> None:
-        if self.mode not in (None, LIVE, FILE):
-            raise ConfigError(f"FeedConfig.mode={self.mode!r}: must be 'live', 'file' or None")
-        for name in ("max_age", "frozen_after"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not 0.0 < value <= 86_400.0):
-                raise ConfigError(f"FeedConfig.{name}={value!r}: must be in (0, 86400] seconds or None")
-        for name, low, high in (("queue", 1, 4096), ("restarts", 0, 10**9), ("retries", 0, 10**9)):
-            value = getattr(self, name)
-            if value is None and name != "retries":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"FeedConfig.{name}={value!r}: must be a whole number in [{low}, {high}]")
+        validate(self, "FeedConfig")
 
 
 def _ignore(event: Any) -> None:

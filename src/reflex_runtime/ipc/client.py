@@ -23,6 +23,7 @@ from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, Pro
 from reflex_runtime.ipc.messages import CHUNK, EVENT, INFO, PROTOCOL, SHUTDOWN, STATS, Info, Shutdown
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.spawn import Link, Opener, StartFailed
+from reflex_runtime.options import option, validate
 from reflex_runtime.pacing import Pulse, Restarts
 
 log = logging.getLogger("reflex.ipc")
@@ -52,28 +53,18 @@ class ClientConfig:
     every cooldown_s.
     """
 
-    call_timeout_s: float = 30.0
-    start_timeout_s: float = 600.0
-    heartbeat_s: float = 5.0
-    hung_after_s: float = 20.0
-    backoff_s: float = 0.2
-    backoff_max_s: float = 10.0
-    steady_s: float = 30.0
-    most_failures: int = 5
-    cooldown_s: float = 60.0
+    call_timeout_s: float = option(30.0, low=0, above=True, high=_DAY, unit="seconds")
+    start_timeout_s: float = option(600.0, low=0, above=True, high=_DAY, unit="seconds")
+    heartbeat_s: float = option(5.0, low=0, high=_DAY, unit="seconds")
+    hung_after_s: float = option(20.0, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_s: float = option(0.2, low=0, above=True, high=_DAY, unit="seconds")
+    backoff_max_s: float = option(10.0, low=0, above=True, high=_DAY, unit="seconds")
+    steady_s: float = option(30.0, low=0, high=_DAY, unit="seconds")
+    most_failures: int = option(5, low=1, high=1000)
+    cooldown_s: float = option(60.0, low=0, above=True, high=_DAY, unit="seconds")
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if name == "most_failures":
-                right, what = number and isinstance(value, int) and 1 <= value <= 1000, "a whole number in [1, 1000]"
-            elif name in ("heartbeat_s", "steady_s"):
-                right, what = number and 0 <= value <= _DAY, f"in [0, {_DAY:g}] seconds"
-            else:
-                right, what = number and 0 < value <= _DAY, f"in (0, {_DAY:g}] seconds"
-            if not right:
-                raise ConfigError(f"ClientConfig.{name}={value!r}: must be {what}")
+        validate(self, "ClientConfig")
         for low, high in (("heartbeat_s", "hung_after_s"), ("backoff_s", "backoff_max_s")):
             if getattr(self, low) > getattr(self, high):
                 raise ConfigError(

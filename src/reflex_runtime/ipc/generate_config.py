@@ -9,6 +9,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import GenerateParams
+from reflex_runtime.options import option, validate
 
 # Fields of a request, and what they are when nobody says.
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}
@@ -29,24 +30,21 @@ class GenerateBatcherConfig:
     """
 
     enabled: bool = True
-    min_batch_size: int = 2
-    max_batch_size: int = 16
-    min_hold_ms: float = 0.75
-    max_hold_ms: float = 3.0
-    background_extra_ms: float = 2.0
-    target_batch_time_ms: float = 12.0
-    pause_on_backpressure_ms: float = 20.0
-    max_pending: int = 1000
-    max_pending_tokens: int = 1_000_000
-    stream_limit: int = 64
-    call_timeout_ms: float = 30_000.0
+    min_batch_size: int = option(2, low=1, high=1024)
+    max_batch_size: int = option(16, low=1, high=1024)
+    min_hold_ms: float = option(0.75, low=0, high=1000)
+    max_hold_ms: float = option(3.0, low=0, high=1000)
+    background_extra_ms: float = option(2.0, low=0, high=1000)
+    target_batch_time_ms: float = option(12.0, low=0.01, high=60_000)
+    pause_on_backpressure_ms: float = option(20.0, low=0, high=10_000)
+    max_pending: int = option(1000, low=1, high=1_000_000)
+    max_pending_tokens: int = option(1_000_000, low=1, high=1_000_000_000)
+    stream_limit: int = option(64, low=1, high=1_000_000)
+    call_timeout_ms: float = option(30_000.0, low=1, high=3_600_000)
     ungroupable_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"generate_batcher.{name}={value!r}: must be in [{low:g}, {high:.10g}]")
+        validate(self, "generate_batcher")
         for least, most in (("min_batch_size", "max_batch_size"), ("min_hold_ms", "max_hold_ms")):
             low, high = getattr(self, least), getattr(self, most)
             if low > high:
@@ -56,18 +54,3 @@ class GenerateBatcherConfig:
                 raise ConfigError(
                     f"generate_batcher.ungroupable_options={name!r}: must be fields of a request: {sorted(OPTIONS)}"
                 )
-
-
-_RANGES = {
-    "min_batch_size": (1, 1024),
-    "max_batch_size": (1, 1024),
-    "min_hold_ms": (0.0, 1000.0),
-    "max_hold_ms": (0.0, 1000.0),
-    "background_extra_ms": (0.0, 1000.0),
-    "target_batch_time_ms": (0.01, 60_000.0),
-    "pause_on_backpressure_ms": (0.0, 10_000.0),
-    "max_pending": (1, 1_000_000),
-    "max_pending_tokens": (1, 1_000_000_000),
-    "stream_limit": (1, 1_000_000),
-    "call_timeout_ms": (1.0, 3_600_000.0),
-}

@@ -38,6 +38,7 @@ from reflex_runtime.llm.sampler import sample
 from reflex_runtime.llm.sequence import Choice, RequestOutput, SamplingParams, Sequence
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 
 _numbers = count()  # of requests: unique in the process, whoever made them
@@ -59,24 +60,15 @@ class EngineConfig:
     max_queue, max_queued_tokens: requests, and tokens of theirs, that may wait; what comes beyond is refused at once.
     """
 
-    max_num_batched_tokens: int = 2048
-    max_num_seqs: int = 256
-    long_prefill_token_threshold: int = 0
+    max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
+    max_num_seqs: int = option(256, low=1, high=1 << 16)
+    long_prefill_token_threshold: int = option(0, low=0, high=1 << 20)
     enable_prefix_caching: bool = True
-    max_queue: int = 1000
-    max_queued_tokens: int = 1_000_000
+    max_queue: int = option(1000, low=1, high=1_000_000)
+    max_queued_tokens: int = option(1_000_000, low=1, high=1 << 40)
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("max_num_batched_tokens", 1, 1 << 20),
-            ("max_num_seqs", 1, 1 << 16),
-            ("long_prefill_token_threshold", 0, 1 << 20),
-            ("max_queue", 1, 1_000_000),
-            ("max_queued_tokens", 1, 1 << 40),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise ConfigError(f"EngineConfig.{name}={value!r}: must be in [{low}, {high}]")
+        validate(self, "EngineConfig")
 
 
 class LLMProcessor(BaseProcessor):

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli import main
-from reflex_runtime.config import ServeConfig, flag
+from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import flag
 from reflex_runtime.policies.rollout.slo import Objective
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from reflex_runtime.config import LLMServeConfig, convert
+from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
@@ -22,6 +22,7 @@ from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationS
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.options import convert
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 

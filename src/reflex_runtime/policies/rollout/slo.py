@@ -11,10 +11,10 @@ import re
 from collections import deque
 from dataclasses import dataclass
 
-from reflex_runtime.config import one_line
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.percentile import percentile
+from reflex_runtime.options import one_line
 
 log = logging.getLogger("reflex.slo")
 

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from reflex_runtime.config import ServeConfig, settings
+from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.options import settings
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-from reflex_runtime.config import ServeConfig, environment
+from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
@@ -43,6 +43,7 @@ from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.sources import environment
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.recorder import Recorder

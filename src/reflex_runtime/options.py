@@ -1,0 +1,287 @@
+"""Settings that are declared once: default, unit and range stand at the dataclass field.
+
+Everything else follows from there: validation, the flags and their help, and the table printed at start-up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, field, fields
+from math import inf
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from reflex_runtime.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import argparse
+
+log = logging.getLogger("reflex.config")
+
+Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
+
+
+def option(
+    default: Any,
+    help: str = "",
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: bool = False,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    bare: str | None = None,
+    secret: bool = False,
+    repeat: bool = False,
+    needs: str = "",
+    unless: str = "",
+    group: str = "",
+) -> Any:
+    """A settings field: its default, what it does, its unit and its range, inclusive; `above`: without `low` itself.
+
+    bare: value of the flag alone.
+
+    needs, unless: what it has no effect without, and with; `check_needs` enforces it. Alternatives are joined by `|`;
+    each is a setting that must be on, a setting and its value (`arrivals=closed`), or a fact such as `a decomposed
+    export`, which only the command knows.
+
+    group: the heading in --help and on the pages of this option and of those after it, up to the next heading.
+    """
+    meta = {"help": help, "low": low, "high": high, "above": above, "unit": unit, "choices": choices, "bare": bare}
+    meta |= {"metavar": metavar, "secret": secret, "repeat": repeat, "needs": needs, "unless": unless, "group": group}
+    return field(default=default, metadata=meta)
+
+
+def again(kind: type[Any], name: str, default: Any, group: str) -> Any:
+    """An option of `kind` with another default. group: its heading."""
+    return field(default=default, metadata={**kind.__dataclass_fields__[name].metadata, "group": group})
+
+
+def headed(kind: type[Any]) -> dict[str, list[Field[Any]]]:
+    """The options under their headings, those in the order in which the class itself first names them."""
+    own = (kind.__dataclass_fields__[name].metadata["group"] for name in vars(kind)["__annotations__"])
+    found: dict[str, list[Field[Any]]] = {heading: [] for heading in own if heading}
+    heading = ""
+    for f in fields(kind):
+        heading = f.metadata["group"] or heading
+        found.setdefault(heading, []).append(f)
+    return found
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def validate(config: Any, name: str = "") -> None:
+    """Check every field against its range and choices; the error names setting, value and range.
+
+    name: of the class or section, where settings do not come from flags.
+    """
+    for f in fields(config):
+        value, meta = getattr(config, f.name), f.metadata
+        setting = f"{name}.{f.name}" if name else flag(f.name)
+        if value is None and f.default is None:
+            continue
+        if meta.get("low") is not None:
+            whole = str(f.type).startswith("int")
+            number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+            if not (number and meta["low"] <= value <= meta["high"]) or (meta["above"] and value == meta["low"]):
+                shown = repr(value) if name else f"{value:.10g}"
+                kind = "in" if number else "a whole number in" if whole else "a number in"
+                raise ConfigError(f"{setting}={shown}: must be {kind} {_range(meta)}", field=f.name)
+        if meta.get("choices") and value not in meta["choices"]:
+            shown = repr(value) if name else one_line(value)
+            raise ConfigError(f"{setting}={shown}: must be one of {', '.join(meta['choices'])}", field=f.name)
+
+
+def _range(meta: Mapping[str, Any]) -> str:
+    unit = f" {meta['unit']}" if meta["unit"] else ""
+    return f"{'(' if meta['above'] else '['}{meta['low']:g}, {meta['high']:.10g}]{unit}"
+
+
+def one_line(value: Any) -> str:
+    """A value as an error shows it: as it was typed where that is one short line."""
+    text = str(value)
+    return text if text.isprintable() and len(text) <= 200 else repr(text[:200])
+
+
+def whole(setting: str, text: str, low: int, high: float = inf) -> int:
+    """A whole number in that range from its text; the error names the setting."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if not low <= value <= high:
+        wanted = f">= {low}" if high == inf else f"in [{low}, {high}]"
+        raise ConfigError(f"{setting}={one_line(text)}: must be a whole number {wanted}")
+    return value
+
+
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
+    """What to append to an error on an unknown word: the nearest known one, if one is near."""
+    near = difflib.get_close_matches(word, sorted(known), 1, 0.7)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+def convert(value: Any, kind: Any, where: str) -> Any:
+    """A value of the field's type from TOML, a flag or an environment string."""
+    try:
+        if kind in (bool, bool | None):
+            if isinstance(value, bool):
+                return value
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        if isinstance(value, (bool, dict)):
+            raise ValueError
+        if kind is int:
+            return int(value) if not isinstance(value, float) else _whole(value)
+        if kind is float:
+            number = float(value)
+            if number != number:
+                raise ValueError
+            return number
+        if kind is str:
+            if isinstance(value, list):
+                raise ValueError
+            return str(value)
+        return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
+            kind, "text"
+        )
+        raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
+
+
+def _whole(value: float) -> int:
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+# -- flags, help and tables --------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Any]) -> None:
+    """One flag per field. Unset flags stay out of the namespace, so that file and environment take effect."""
+    hints = get_type_hints(kind)
+    for heading, options in headed(kind).items():
+        group = parser.add_argument_group(heading) if heading else parser
+        for f in options:
+            _add_flag(group, f, hints[f.name])
+
+
+def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
+    from argparse import SUPPRESS, BooleanOptionalAction  # imported here: most programs parse no command line
+
+    meta = f.metadata
+    text = described(f).replace("%", "%%") + _suffix(f)
+    common: dict[str, Any] = {"dest": f.name, "default": SUPPRESS, "help": text}
+    if kind in (bool, bool | None):
+        group.add_argument(flag(f.name), action=BooleanOptionalAction, **common)
+    elif meta["repeat"]:
+        group.add_argument(flag(f.name), action="append", metavar=meta["metavar"], **common)
+    else:
+        shown = meta["metavar"] or (meta["unit"].upper() if meta["unit"] else None)
+        if meta["choices"]:
+            shown = "{" + ",".join(meta["choices"]) + "}"
+        shown = shown or ("N" if kind is int else "TEXT")
+        alone = {} if meta["bare"] is None else {"nargs": "?", "const": meta["bare"]}
+        group.add_argument(flag(f.name), metavar=shown, **alone, **common)
+
+
+def described(f: Field[Any]) -> str:
+    """What a setting does, and what it needs for that."""
+    needs, unless = f.metadata["needs"], f.metadata["unless"]
+    words = [f"needs {_in_words(needs)}"] * bool(needs) + [f"not with {_in_words(unless)}"] * bool(unless)
+    return str(f.metadata["help"]) + (f" ({'; '.join(words)})" if words else "")
+
+
+def _suffix(f: Field[Any]) -> str:
+    if f.metadata["secret"] or f.default in ("", (), None, MISSING):
+        return ""
+    default = f.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    unit = f" {f.metadata['unit']}" if f.metadata["unit"] else ""
+    low, high = f.metadata["low"], f.metadata["high"]
+    bounds = f", range {low:g} to {high:.10g}" if low is not None else ""
+    return f" (default {default}{unit}{bounds})"
+
+
+def table(config: Any) -> list[tuple[str, str]]:
+    """(flag, value) of every setting in force, secrets hidden."""
+    rows = []
+    for f in (f for options in headed(type(config)).values() for f in options):
+        value = getattr(config, f.name)
+        if f.metadata["secret"]:
+            shown = "set" if value else "not set"
+        elif value is False or value is None or value == "" or value == ():
+            shown = "off" if value is False else "-"
+        else:
+            shown = "on" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
+            shown = f"{value:.10g}" if isinstance(value, float) else shown
+        rows.append((flag(f.name), f"{shown} {f.metadata['unit']}".strip() if shown != "-" else "-"))
+    return rows
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """Every setting in force by its name, JSON-safe, secrets hidden."""
+    found = {f.name: getattr(config, f.name) for f in fields(config)}
+    return {f.name: "set" if f.metadata["secret"] and found[f.name] else found[f.name] for f in fields(config)}
+
+
+# -- settings without effect -------------------------------------------------------------------------------------------
+
+
+def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None = None) -> None:
+    """Refuse a flag that has no effect, and warn of a setting from the file or the environment that has none.
+
+    missing: the facts that settings may need and that do not hold, each with the reason.
+    """
+    missing = {} if missing is None else missing
+    for f in fields(config):
+        place = places.get(f.name)
+        if place is None or getattr(config, f.name) is False:  # what is said to be off is off
+            continue
+        why = _without_effect(config, f.name, missing)
+        if why and place == flag(f.name):
+            raise ConfigError(f"{place} {why}", field=f.name)
+        if why:
+            log.warning("%s has no effect: it %s", place, why)
+
+
+def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
+    """Why a setting has no effect, "" if it has one."""
+    meta = {f.name: f for f in fields(config)}[name].metadata
+    needs, unless = str(meta.get("needs", "")), str(meta.get("unless", ""))
+    if unless and any(not _lacks(config, need, missing) for need in unless.split("|")):
+        return f"has no effect with {_in_words(unless)}"
+    if not needs:
+        return ""
+    lacking = [_lacks(config, need, missing) for need in needs.split("|")]
+    if not all(lacking):
+        return ""
+    return lacking[0] if len(lacking) == 1 else f"needs {_in_words(needs)}"
+
+
+def _lacks(config: Any, need: str, missing: Mapping[str, str]) -> str:
+    """Why a need is not met, "" if it is."""
+    name, equals, wanted = need.partition("=")
+    found = {f.name: f for f in fields(config)}.get(name)
+    if found is None:
+        return f"needs {need}: {missing[need]}" if need in missing else ""
+    value = getattr(config, name)
+    off = value != wanted if equals else value is False or value in ("", (), None, found.metadata["low"])
+    return f"needs {_in_words(need)}" if off else _without_effect(config, name, missing)
+
+
+def _in_words(needs: str) -> str:
+    words = []
+    for need in needs.split("|"):
+        name, equals, value = need.partition("=")
+        words.append(need if " " in need else flag(name) + equals + value)
+    return " or ".join(words)

@@ -1,0 +1,125 @@
+"""Where settings come from: defaults, then the TOML file, then the environment (`REFLEX_` + name), then flags."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag
+
+log = logging.getLogger("reflex.config")
+
+C = TypeVar("C")
+
+
+def load(
+    kind: type[C],
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    beside: tuple[str, ...] = (),
+) -> C:
+    """Build the settings from all sources; every error says where the value came from.
+
+    beside: further tables that the file may have, which other parts read.
+    """
+    config, places = read(kind, section, file, environ, flags, beside)
+    check_needs(config, places)
+    return config
+
+
+def read(
+    kind: type[C],
+    section: str,
+    file: Path | None,
+    environ: Mapping[str, str],
+    flags: Mapping[str, Any],
+    beside: tuple[str, ...] = (),
+) -> tuple[C, Places]:
+    """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
+    hints = get_type_hints(kind)
+    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+
+    def give(name: str, value: Any, place: str) -> None:
+        values[name], places[name] = convert(value, hints[name], place), place
+
+    for key, value in (_table(file, section, beside) if file is not None else {}).items():
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"{file}: [{section}] {key}: no such setting{did_you_mean(name, names)}")
+        give(name, value, f"{file}: [{section}] {key}")
+    for name in names & _settings_in(environ).keys():
+        give(name, environ["REFLEX_" + name.upper()], "REFLEX_" + name.upper())
+    for name in names & flags.keys():
+        give(name, flags[name], flag(name))
+    for f in fields(kind):  # type: ignore[arg-type]
+        if f.metadata.get("secret") and f.name in values and not values[f.name].strip():
+            raise ConfigError(f"{places[f.name]} is empty: give a key, or leave it out", field=f.name)
+    if values.get("api_key") and values.get("api_key_file"):
+        raise ConfigError(f"{places['api_key']} and {places['api_key_file']}: give one of them", field="api_key_file")
+    return kind(**values), places
+
+
+OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # not settings
+_SERVICE = re.compile(r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+
+
+def _settings_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings of the environment by name, of any command; warns of variables that are none.
+
+    An orchestrator that runs a service called reflex describes it in variables such as REFLEX_PORT=tcp://10.0.0.1:80:
+    those are no settings.
+    """
+    known = {f.name for kind in (ServeConfig, LLMServeConfig, FeedsConfig) for f in fields(kind)}
+    found = {}
+    for variable, text in environ.items():
+        rest = variable.removeprefix("REFLEX_")
+        if rest == variable or rest in OTHERS:
+            continue
+        if _SERVICE.fullmatch(rest) and (rest != "PORT" or _SERVICE_URL.match(text)):
+            continue
+        if rest.lower() in known and rest.isupper():
+            found[rest.lower()] = text
+        else:
+            names = [name.upper() for name in known] + list(OTHERS)
+            log.warning("%s: no such setting%s", variable, did_you_mean(rest.upper(), names, "REFLEX_"))
+    return found
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The file's tables; ConfigError when it cannot be read."""
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config={file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config={file}: not TOML: {error}") from error
+
+
+def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
+    tables = read_toml(file)
+    stray = next((name for name in tables if name != section and name not in beside), None)
+    if stray is not None:  # a misspelt table must not pass for defaults
+        others = "".join(f" and {name}" for name in beside)
+        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]{others}")
+    found = tables.get(section, {})
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: [{section}] must be a table")
+    return found
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, in one place so that tests can pass another."""
+    return os.environ
