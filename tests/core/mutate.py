@@ -3,6 +3,7 @@
     python tests/core/mutate.py            every mutant
     python tests/core/mutate.py 3 17       these
     python tests/core/mutate.py --table    every mutant, and write the table of MUTANTS.md
+    python tests/core/mutate.py --stale    run nothing: list those whose text is no longer there exactly once
 
 Each mutant is a text replacement in a temporary copy of src; the tests run with PYTHONPATH set to that copy and stop at
 the first failure. Not part of the test run: it takes several minutes. Exit code 1 when a mutant survives or is stale
@@ -132,10 +133,10 @@ MUTANTS = [
     M("core/turns.py", "shares of partitions do not count", "(partition.counter, oldest.seq))", "(0.0, oldest.seq))"),
     M("core/turns.py", "a partition's pause ends a moment late", "self.resumes_at() <= now", "self.resumes_at() < now"),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "holds start again after every batch of others",
-        "since = partition.free_from if",
-        "since = self.free_since if",
+        "if partition.hold_since is None else partition.hold_since\n",
+        "if True else partition.hold_since\n",
     ),
     M(
         "core/group.py",
@@ -174,7 +175,7 @@ MUTANTS = [
     M("core/group.py", "groups ignore their weight", "seconds / (self.config.weight or 1.0)", "seconds"),
     M("core/scheduler.py", "groups in any order", "ready.sort(key=lambda g: g.device_time)", "pass"),
     M("core/group.py", "room is never used up", "partition.room -= newcomers", "pass"),
-    M("core/scheduler.py", "held for ever after", "partition.was_held = False", "pass"),
+    M("core/holding.py", "held for ever after", "partition.hold_since = None", "pass"),
     M(
         "core/scheduler.py",
         "cancelled residents stay",
@@ -187,7 +188,7 @@ MUTANTS = [
         "if ticket.cancel_requested:  # while",
         "if False:  # while",
     ),
-    M("core/scheduler.py", "quiet although a batch left", "self._decided = -1\n        group.charge", "group.charge"),
+    M("core/holding.py", "quiet although a batch left", "        self._idle_after = -1\n\n", "\n"),
     M(
         "core/scheduler.py",
         "crashed steps are committed",
@@ -221,16 +222,16 @@ MUTANTS = [
         "False and ticket in",
     ),
     M(
-        "core/scheduler.py",
+        "core/holding.py",
         "a promise outlives what it was for",
-        ".hold_epoch = -1  # what it",
-        ".hold_epoch += 0  # what it",
+        "        partition.hold_input = -1\n",
+        "        pass\n",
     ),
     M(
-        "core/scheduler.py",
+        "core/holding.py",
         "the last hold is the wake time",
-        "self._hold = min(self._hold, former.held_until)",
-        "self._hold = former.held_until",
+        "self._ends = min(self._ends, until)",
+        "self._ends = until",
     ),
     M("core/scheduler.py", "what was replaced stays", "        for old in replaced:\n", "        for old in ():\n"),
     M(
@@ -289,21 +290,21 @@ MUTANTS = [
         "places = self.policy.max_batch_size - len(self.partition.residents)",
         "places = self.policy.max_batch_size",
     ),
-    M("core/forming.py", "a full batch is held", "or full or filled.passed_over", "or filled.passed_over"),
-    M("core/forming.py", "a drain holds", "if self.draining or full", "if full"),
+    M("core/holding.py", "a full batch is held", "or full or filled.passed_over", "or filled.passed_over"),
+    M("core/holding.py", "a drain holds", "if self.draining or full", "if full"),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "a hold is decided again without an input",
-        "if partition.hold_epoch != self.epoch:",
+        "if partition.hold_input != self._inputs:",
         "if True:",
     ),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "a hold costs a deadline",
         "until = min(until, tightest[0] - next_one",
         "until = min(until, tightest[0] + next_one",
     ),
-    M("core/forming.py", "urgent work is held for returns", "and heads[Priority.URGENT] is None", ""),
+    M("core/holding.py", "urgent work is held for returns", " and heads[URGENT] is None", ""),
     M(
         "core/forming.py",
         "newcomers run first when it does not pay",
@@ -354,7 +355,7 @@ MUTANTS = [
     M("core/returns.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
     M("core/returns.py", "other partitions are waited for", "if client.partition == partition:", "if True:"),
     M("core/group.py", "an answer makes no client absent", "self.returns.answered(client.key, now)", "pass"),
-    M("core/flush.py", "the target is one more", "if waiting >= self.target", "if waiting > self.target"),
+    M("core/holding.py", "the target is one more", "if waiting >= policy.target", "if waiting > policy.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
     # how much
     M("core/time_cost.py", "the budget is no ceiling", "if cost == inf or cost > limit", "if cost > limit"),
@@ -438,7 +439,7 @@ MUTANTS = [
         "self._held.pop(ticket, 0.0)",
     ),
     # the wall
-    M("processors/base.py", "repeats what must not be", "processor.repeatable and ", ""),
+    M("processors/base.py", "repeats what must not be", "len(batch) > 1 and repeatable and ", "len(batch) > 1 and "),
     # who is guilty
     M("core/isolation.py", "calls what must fail", "part.other.fails = True", "pass"),
     M("core/isolation.py", "any number shares a call", "if self.share else inf", "if False else inf"),
@@ -485,10 +486,10 @@ MUTANTS = [
         "[t for t in late if self._refused(t, chosen)]",
     ),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "only returns may hold",
-        "if not self.policy.holds and self.policy.returns <= 0.0:",
-        "if self.policy.returns <= 0.0:",
+        "if not policy.holds and policy.returns <= 0.0:",
+        "if policy.returns <= 0.0:",
     ),
     M("core/forming.py", "equals need no shares", "alike and not self.partition.residents", "alike"),
     M("core/time_cost.py", "equals pass the budget", "n < most and total + slope <= ceiling:", "n < most:"),
@@ -589,26 +590,51 @@ MUTANTS = [
         "queued_units + wants >= most",
     ),
     # company
-    M("core/flush.py", "quiet ends nothing", "if self.quiet > 0.0 and not in_flight:", "if False:"),
-    M("core/flush.py", "quiet ends what a call is out for", "self.quiet > 0.0 and not in_flight:", "self.quiet > 0.0:"),
-    M("core/flush.py", "no quiet is at once quiet", "if self.quiet > 0.0 and not in_flight:", "if not in_flight:"),
+    M("core/holding.py", "quiet ends nothing", "if policy.quiet > 0.0 and not partition.in_flight:", "if False:"),
     M(
-        "core/flush.py",
-        "quiet shortens min_hold",
-        "max(_first(heads, self.hold_min), newest + self.quiet)",
-        "newest + self.quiet",
+        "core/holding.py",
+        "quiet ends what a call is out for",
+        "policy.quiet > 0.0 and not partition.in_flight:",
+        "policy.quiet > 0.0:",
     ),
-    M("core/flush.py", "quiet lengthens max_hold", "due = min(due, max(", "due = max(due, max("),
-    M("core/flush.py", "the target is enough beside a call", " and not (in_flight and self.group_commit):", ":"),
-    M("core/flush.py", "calls always gather", "not (in_flight and self.group_commit)", "not in_flight"),
-    M("core/flush.py", "company is always free", "not (in_flight and self.group_commit)", "not self.group_commit"),
+    M(
+        "core/holding.py",
+        "no quiet is at once quiet",
+        "if policy.quiet > 0.0 and not partition.in_flight:",
+        "if not partition.in_flight:",
+    ),
+    M(
+        "core/holding.py",
+        "quiet shortens min_hold",
+        "max(_first(heads, policy.hold_min), partition.arrivals.last + policy.quiet)",
+        "partition.arrivals.last + policy.quiet",
+    ),
+    M("core/holding.py", "quiet lengthens max_hold", "due = min(due, max(", "due = max(due, max("),
+    M(
+        "core/holding.py",
+        "the target is enough beside a call",
+        " and not (partition.in_flight and policy.group_commit):",
+        ":",
+    ),
+    M(
+        "core/holding.py",
+        "calls always gather",
+        "not (partition.in_flight and policy.group_commit)",
+        "not partition.in_flight",
+    ),
+    M(
+        "core/holding.py",
+        "company is always free",
+        "not (partition.in_flight and policy.group_commit)",
+        "not policy.group_commit",
+    ),
     M("core/flush.py", "the rule by priority does not gather", "group_commit=True", "group_commit=False"),
     M("core/rate.py", "the first arrival is the newest", "+ 1.0\n        self.last = now", "+ 1.0"),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "the oldest arrival is the newest",
-        "partition.arrivals.last, partition",
-        "min(x for x in heads if x is not None), partition",
+        "partition.arrivals.last + policy.quiet",
+        "min(x for x in heads if x is not None) + policy.quiet",
     ),
     M("core/scheduler.py", "a call stays out", "        partition.in_flight -= 1\n", ""),
     M("core/group.py", "no call is ever out", "partition.in_flight += 1", "pass"),
@@ -620,11 +646,11 @@ MUTANTS = [
         "shared if room is None else min(room, shared)",
         "shared",
     ),
-    M("core/group.py", "held although the room is full", " and self.room_in(partition) is None", ""),
+    M("core/holding.py", "held although the room is full", " and group.room_in(partition) is None", ""),
     M(
-        "core/group.py",
+        "core/holding.py",
         "held although the group's room is full",
-        "self.room_in(partition) is None\n",
+        "group.room_in(partition) is None\n",
         "partition.room is None\n",
     ),
     M(
@@ -725,11 +751,11 @@ MUTANTS = [
     M("core/adapt.py", "returns are waited for as long as ends", "if kind != _RETURNS:", "if True:"),
     M("core/adapt.py", "a full message waits where steps are short", " and one.step >= 2.0 * self._hold", ""),
     M("core/adapt.py", "who is away is waited for without end", "replace(made, until=self._until(one))", "made"),
-    M("core/flush.py", "company is expected for ever", "return min(due, self.until)", "return due"),
+    M("core/holding.py", "company is expected for ever", "return min(due, policy.until)", "return due"),
     M(
-        "core/forming.py",
+        "core/holding.py",
         "beyond a full batch nobody is waited for",
-        " and self.policy.target <= self.policy.max_batch_size",
+        " and policy.target <= policy.max_batch_size",
         "",
     ),
     M(
@@ -766,9 +792,9 @@ MUTANTS = [
     M("core/returns.py", "merged into a longer cycle", "min(fixed, longest)", "longest"),
     M("core/returns.py", "a merge ends at an input", "max(best, until - now) if merging", "best if merging"),
     M("core/returns.py", "a group too many for the batch", "0 < thinkers <= places", "0 < thinkers"),
-    M("core/forming.py", "one size tells all", "if not self.group.cost.told_apart(head):", "if False:"),
+    M("core/holding.py", "one size tells all", "if not group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
-    M("core/forming.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
+    M("core/holding.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),
     # refusals
     M("core/evidence.py", "an estimate refuses for ever", "and now - of_shape >= RENEW:", "and False:"),
     M(
@@ -842,7 +868,17 @@ def run(source: Path) -> str | None:
     return found.group(1) if found else f"timeout in {timed_out.group(1)}" if timed_out else "timeout"
 
 
+def places(mutant: Mutant) -> int:
+    """How often the text of a mutant is in its file."""
+    return (ROOT / "src" / PACKAGE / mutant.file).read_text().count(mutant.old)
+
+
 def main() -> int:
+    if "--stale" in sys.argv:
+        stale = [(number, mutant) for number, mutant in enumerate(MUTANTS, 1) if places(mutant) != 1]
+        for number, mutant in stale:
+            print(f"{number:3} {mutant.file:20} {mutant.what:45} {places(mutant)} places")
+        return 1 if stale else 0
     chosen = [int(a) for a in sys.argv[1:] if a.isdigit()] or range(1, len(MUTANTS) + 1)
     rows, bad = [], 0
     for number in chosen:

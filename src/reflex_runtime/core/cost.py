@@ -99,6 +99,16 @@ class CostModel(Protocol):
         """Everything learned, for people: one mapping per key, JSON-safe."""
 
 
+def line_of(model: CostModel, ticket: Ticket) -> tuple[float, float, float]:
+    """(fixed, marginal, sigma) seconds of batches of tickets like this one."""
+    tally = model.tally()
+    tally.add(ticket, 1.0)
+    one = tally.seconds
+    tally.add(ticket, 1.0)
+    marginal = max(0.0, tally.seconds - one)
+    return max(0.0, one - marginal), marginal, tally.sigma
+
+
 class _UnitTally:
     """Counts requests. Budget is the largest count."""
 

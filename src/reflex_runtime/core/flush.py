@@ -1,13 +1,11 @@
-"""When a batch leaves, and how large it may be.
+"""How long batches may wait, and how large they may be.
 
 A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, what ends them, and two ceilings express every
-documented rule. `due_at` is the whole decision for the simple rules; the hold for clients that are due (`returns.py`)
-is the only other thing that may postpone a batch.
+documented rule. `holding` decides by it when a batch leaves, and `cause_of` names why it left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Self
@@ -21,7 +19,7 @@ _NONE: Tiers = (0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class FlushPolicy:
-    """When and how large.
+    """How long, and how large.
 
     max_batch_cost: ceiling in the cost model's unit.
     max_batch_size: most tickets in a batch, residents included.
@@ -70,9 +68,7 @@ class FlushPolicy:
     def by_cost(cls, max_batch_cost: float, batch_timeout: float, max_batch_size: int = 4096) -> Self:
         """The documented literal rule: wait out the timeout unless the summed estimate reaches the budget."""
         hold = (0.0, batch_timeout, batch_timeout)
-        return cls(
-            max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, target=1
-        )
+        return cls(max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, hold_min=hold, hold_max=hold, target=1)
 
     @classmethod
     def by_size(cls, max_batch_size: int, max_latency: float) -> Self:
@@ -111,21 +107,6 @@ class FlushPolicy:
         """Whether any tier may be kept waiting by the clock alone."""
         return self.hold_max != _NONE or self.hold_min != _NONE
 
-    def due_at(
-        self, heads: Sequence[float | None], waiting: int, newest: float = inf, in_flight: bool = False
-    ) -> float:
-        """Time at which what waits is due.
-
-        heads: arrival of each tier's oldest waiting ticket, or None. newest: the partition's last arrival. in_flight:
-        whether a batch of the partition is.
-        """
-        if waiting >= self.target and not (in_flight and self.group_commit):
-            return _first(heads, self.hold_min)
-        due = _first(heads, self.hold_max)
-        if self.quiet > 0.0 and not in_flight:
-            due = min(due, max(_first(heads, self.hold_min), newest + self.quiet))
-        return min(due, self.until)
-
 
 @dataclass(frozen=True, slots=True)
 class Fill:
@@ -161,11 +142,6 @@ def cause_of(fill: Fill, budget: float) -> Cause:
     if fill.draining:
         return Cause.DRAIN
     return Cause.TIMEOUT if fill.held else Cause.IDLE
-
-
-def _first(heads: Sequence[float | None], hold: Tiers) -> float:
-    """When the first of these has been held so long."""
-    return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
 
 
 def _check(name: str, value: float, low: float, high: float, exclusive: bool = False) -> None:

@@ -12,9 +12,10 @@ from itertools import islice, takewhile
 from math import inf
 
 from reflex_runtime.core.batch import Cause
-from reflex_runtime.core.cost import Tally
+from reflex_runtime.core.cost import Tally, line_of
 from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
+from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Part
 from reflex_runtime.core.joining import StagedRequest, join_pays
 from reflex_runtime.core.order import MAX_PASSED_OVER, Cursor, Partition
@@ -43,11 +44,8 @@ class Formed:
 class Former:
     """Forms a batch of one partition at one time."""
 
-    def __init__(
-        self, group: Group, partition: Partition, now: float, free_since: float, epoch: int, draining: bool
-    ) -> None:
-        self.group, self.partition, self.now = group, partition, now
-        self.free_since, self.epoch, self.draining = free_since, epoch, draining
+    def __init__(self, group: Group, partition: Partition, holding: Holding, now: float) -> None:
+        self.group, self.partition, self.holding, self.now = group, partition, holding, now
         self.held_until = inf
         self._line: list[Ticket] | None = None  # what waits, if all are equals: see `_equals`
         self.policy = self._policy()
@@ -57,19 +55,10 @@ class Former:
         controller = self.group.config.controller
         if controller is None or (head := self._head()) is None:
             return base
-        return controller.policy(base, lambda: self._affine(head), self.now, self.partition.key)
+        return controller.policy(base, lambda: line_of(self.group.cost, head), self.now, self.partition.key)
 
     def _head(self) -> Ticket | None:
         return next((top[1] for tier in self.partition.tiers if (top := tier.oldest.first()) is not None), None)
-
-    def _affine(self, ticket: Ticket) -> tuple[float, float, float]:
-        """(fixed, marginal, sigma) seconds of batches of tickets like this one."""
-        tally = self.group.cost.tally()
-        tally.add(ticket, 1.0)
-        one = tally.seconds
-        tally.add(ticket, 1.0)
-        marginal = max(0.0, tally.seconds - one)
-        return max(0.0, one - marginal), marginal, tally.sigma
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
@@ -124,8 +113,8 @@ class Former:
             urgent=bool(newcomers) and newcomers[0].tier is Priority.URGENT,  # tiers enter in order
             newcomers=bool(newcomers),
             residents=bool(base.grants),
-            held=self.partition.was_held,
-            draining=self.draining,
+            held=self.partition.hold_since is not None,
+            draining=self.holding.draining,
             apart=filled.apart and len(grants) == len(newcomers) == 1,
         )
         cause = cause_of(fill, self.policy.max_batch_cost)
@@ -236,6 +225,7 @@ class Former:
         """Add candidates in order, one by one, to what is filled already."""
         model, budget = self.group.cost, self.policy.max_batch_cost
         places, shares = self._places(), shares_of_places(self.group, self.partition, self.policy.max_batch_size)
+        filled.places = places
         tally, grants, offenders = filled.tally, filled.grants, self.group.offenders
         blocked: set[object] = set()
         for ticket in candidates:
@@ -277,7 +267,6 @@ class Former:
             filled.short_of = "budget" if spent else filled.short_of or ("budget" if entitled else "share")
             if spent or len(blocked) >= MAX_PASSED_OVER:
                 break
-        filled.size_reached = len(grants) >= places
         return filled
 
     def _copy(self, grants: dict[Ticket, float]) -> Tally:
@@ -314,7 +303,7 @@ class Former:
                 hopeless.remove(probe)
                 chosen = self._fill(base, [probe], inf)
             elif candidates:
-                affine = self._affine(candidates[0])
+                affine = line_of(self.group.cost, candidates[0])
                 price = self._price(candidates[0], affine)
                 alike = not base.grants and self._alike(candidates)
                 fit = self._formula(affine, len(full.grants)) if alike else self._filling(base)
@@ -408,64 +397,9 @@ class Former:
             if elder not in chosen.grants and elder.deadline < inf
         ]
 
-    # -- holding -----------------------------------------------------------------------------------------------------
-
     def _held(self, filled: Filled) -> bool:
-        """Whether to wait for company; sets `held_until`. The instant stands until the next input."""
-        full = filled.tally.cost >= self.policy.max_batch_cost * (1.0 - 1e-9)
-        if self.draining or full or filled.passed_over or filled.apart:
-            return False
-        partition = self.partition
-        if partition.hold_epoch != self.epoch:
-            if filled.size_reached and self.policy.target <= self.policy.max_batch_size:
-                return False
-            partition.hold_epoch = self.epoch
-            partition.hold_until = self._hold_until(filled)
-        if partition.hold_until <= self.now:
-            return False
-        self.held_until = partition.hold_until
-        if not partition.was_held:
-            partition.was_held, partition.free_from = True, self.free_since
-        return True
-
-    def _hold_until(self, filled: Filled) -> float:
-        """The time up to which company is worth waiting for; in the past when it is not."""
-        if not self.policy.holds and self.policy.returns <= 0.0:
-            return -inf
-        partition = self.partition
-        heads = partition.heads()
-        until = self.policy.due_at(heads, len(filled.grants), partition.arrivals.last, partition.in_flight > 0)
-        if self.policy.returns > 0.0 and heads[Priority.URGENT] is None:
-            until = max(until, self._expected_returns(filled, heads))
-        tightest = partition.deadlines.first()
-        if until > self.now and tightest is not None and filled.tally.seconds > 0.0:
-            next_one = filled.tally.seconds + self._affine(next(iter(filled.grants)))[1]
-            until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
-        return until
-
-    def _expected_returns(self, filled: Filled, heads: Sequence[float | None]) -> float:
-        """The time up to which clients that are due are worth waiting for; now when none is."""
-        seconds, partition = filled.tally.seconds, self.partition
-        queued, returns = len(filled.grants), self.group.returns
-        places = self._places() - queued
-        if not returns.worth(queued, places, seconds):  # the fixed part is not above it
-            return self.now
-        head = next(iter(filled.grants))
-        fixed, marginal, _ = self._affine(head)
-        if not self.group.cost.told_apart(head):
-            fixed = seconds  # more members are taken to cost nothing until that was tried
-        elif marginal > 0.0 and self.group.cost.unit == "seconds":
-            places = int(min(places, (self.policy.max_batch_cost - seconds) / marginal + 1e-9))
-        oldest = min(h for h in heads if h is not None)
-        # From when it could have gone first: other partitions' batches in between do not start its hold again.
-        since = partition.free_from if partition.was_held else self.free_since
-        hold = returns.hold(
-            partition.key,
-            self.now,
-            longest=max(oldest, since) + self.policy.returns - self.now,
-            queued=queued,
-            places=places,
-            fixed=fixed,
-            freed=partition.arrivals.last <= self.free_since == self.now,
-        )
-        return self.now + hold
+        """Whether the batch waits for more; sets `held_until`."""
+        until = self.holding.until(self.group, self.partition, self.policy, filled, self.now)
+        if until > self.now:
+            self.held_until = until
+        return until > self.now

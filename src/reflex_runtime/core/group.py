@@ -96,7 +96,7 @@ class Group:
         self.returns = Returns()
         self.offenders = Offenders()
         flush = config.flush
-        self._counts_only = (  # batches leave by size and time alone
+        self.counts_only = (  # batches leave by size and time alone
             (flush.returns, flush.shed, flush.max_batch_cost, flush.hold_min) == (0.0, False, inf, flush.hold_max)
             and config.controller is None
             and config.resources is None
@@ -181,24 +181,6 @@ class Group:
     def unsettled_of(self, client: Hashable) -> int:
         """The client's tickets that have not ended."""
         return self.clients.unsettled(client) + len(self.preparing.get(client, ()))
-
-    def stays_held(self, ticket: Ticket, epoch: int, now: float) -> bool:
-        """Whether the hold decided at input `epoch` stands although this ticket arrived; False: decide anew.
-
-        Answered where it costs little, which is the usual wait for a count or a time; most arrivals change nothing
-        about that, and nobody needs to be woken up for them.
-        """
-        policy = self.config.flush
-        if len(self.active) > 1 or not self._counts_only:
-            return False
-        partition = self.active[ticket.request.partition]
-        until = partition.hold_until
-        if partition.hold_epoch != epoch or until <= now or now + policy.hold_max[ticket.tier] < until:
-            return False
-        if ticket.request.client in self.offenders:
-            return False
-        most = min(policy.max_batch_size, self.offenders.limit)
-        return partition.waiting < most and not partition.residents and self.room_in(partition) is None
 
     def to_displace(self, request: Request, now: float) -> Ticket | None:
         """With the queue full: the waiting ticket that gives its place to this request, if any does."""

@@ -370,8 +370,8 @@ class Partition:
         "arrivals",
         "counter",
         "deadlines",
-        "free_from",
-        "hold_epoch",
+        "hold_input",
+        "hold_since",
         "hold_until",
         "in_flight",
         "key",
@@ -383,7 +383,6 @@ class Partition:
         "tiers",
         "unsettled",
         "usual_limit",
-        "was_held",
     )
 
     def __init__(self, key: Hashable) -> None:
@@ -401,10 +400,9 @@ class Partition:
         self.in_flight = 0  # batches
         self.arrivals = Rate()
         self.usual_limit = 0.0  # slow mean of the time limits asked for, seconds; 0 when none was
-        self.hold_until = -inf  # decided at input number `hold_epoch`; stands until the next input
-        self.hold_epoch = -1
-        self.was_held = False  # since its last batch
-        self.free_from = -inf  # then: when the device was free for it first
+        self.hold_until = -inf  # decided after input number `hold_input`; these three are `Holding`'s
+        self.hold_input = -1
+        self.hold_since: float | None = None  # when the device was free for what is held; None otherwise
 
     @property
     def waiting(self) -> int:

@@ -89,7 +89,8 @@ class ResidentStep:
             self._let_in()
         self._step_up_to(BACKGROUND)
         filled, room = self.entered, self._room
-        filled.size_reached = self._free <= 0 or (room is not None and len(filled.grants) >= room)
+        free = len(filled.grants) + self._free
+        filled.places = free if room is None else min(free, room)
         if self.preempted and not filled.short_of:
             filled.short_of = "memory" if self._memory_short else "places"
 

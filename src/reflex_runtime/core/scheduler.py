@@ -1,7 +1,7 @@
 """The scheduler: the life cycle of tickets, and nothing else.
 
 What may live here: state transitions and the order in which the parts are asked. What may not: a clock, a thread, a
-loop, I/O, randomness, or any rule about whether (`admission`), when (`flush`, `returns`), how much (`cost`) and who
+loop, I/O, randomness, or any rule about whether (`admission`), when (`holding`), how much (`cost`) and who
 (`order`, `select`); `forming` composes those into one batch. Inputs carry `now`, seconds on one monotonic clock that
 never goes back. Two questions are answered: which batch next (`next_batch`), and when to ask again (`wake_at`).
 
@@ -25,11 +25,11 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share
     (`Former._fill_waiting`, `Cursor`). Where deadlines are at risk, the set of largest value is chosen instead, and
     what can no longer be met is shed (`Former._select_for_deadlines`).
- 7. A free device may wait for more (`Former._held`): until the batch is full, the hold is over, or no client whose
-    next request is due would save more than waiting costs (`Former._hold_until`, `returns`). `wake_at` says until when.
+ 7. A free device may wait for more (`Holding.until`): until the batch is full, the hold is over, or no client whose
+    next request is due would save more than waiting costs (`returns`). `wake_at` says until when.
  8. Newcomers to a running batch with stages enter only if everybody present is answered sooner for it
     (`Former._enters`, `joining`).
- 9. A group with `gap_chance` runs only where a gap is likely to be long enough (`_gap_at`).
+ 9. A group with `gap_chance` runs only where a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).
 
 `complete` then teaches the cost model what the batch took (`_ended`), and settles, keeps or requeues its members.
@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import inf, log
+from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import admit, in_time
@@ -72,9 +72,9 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.heap import LazyHeap
+from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Origin
 from reflex_runtime.core.order import Partition
-from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import (
     PREPARING,
     RESIDENT,
@@ -108,21 +108,16 @@ class Scheduler:
         if not max_batches >= 1:
             raise ConfigError(f"Scheduler.max_batches={max_batches!r}: must be >= 1")
         self._max_batches = max_batches
-        self._yields = any(config.gap_chance for config in configs)
-        self._asked = Rate()  # of groups that others yield to
+        self._holding = Holding(configs)
         self._in_flight: dict[Batch, None] = {}
         self._unready: LazyHeap[Ticket, float] = LazyHeap()  # tickets that are prepared, by deadline
         self._abandoned: list[Ticket] = []
         self._events: list[Event] = []
         self._now = -inf
-        self._free_since = -inf
-        self._epoch = 0  # number of the last input; holds stand until the next
-        self._decided = -1  # epoch at which next_batch last found nothing
-        self._hold = inf
         self._looked: deque[float] = deque(maxlen=LOOKS)
         self._tickets = self._batches = 0
         self.settled = 0  # tickets that have ended, so that a driver can tell whether somebody waits for its events
-        self._closed = self._draining = False
+        self._closed = False
 
     # -- inputs ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +127,6 @@ class Scheduler:
         ready: False where something is to be done before it can run (a picture decoded). It has its place, counts in
         its client's cap, and its deadline runs; no batch takes it before `prepared`.
         """
-        held_since = self._epoch if self._decided == self._epoch else -1
         self._input(now)
         group = self._groups.get(request.group)
         if group is None:
@@ -159,9 +153,8 @@ class Scheduler:
             if ticket.deadline < inf:
                 self._unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
-        changed = replaced or displaced is not None or not ready
-        if held_since >= 0 and not changed and group.stays_held(ticket, held_since, now):
-            group.active[request.partition].hold_epoch = self._decided = self._epoch
+        if ready and displaced is None and not replaced:
+            self._holding.arrived(group, ticket, now)
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
@@ -238,7 +231,7 @@ class Scheduler:
     def close(self, now: float, drain: bool = True) -> None:
         """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained."""
         self._input(now)
-        self._closed, self._draining = True, drain
+        self._closed, self._holding.draining = True, drain
         if not drain:
             for ticket in self._unsettled():
                 if ticket.state is not RUNNING:  # a running one leaves at its boundary
@@ -252,7 +245,7 @@ class Scheduler:
             raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {len(outcomes)}")
         self._input(now)
         del self._in_flight[batch]
-        self._free_since = now
+        self._holding.free_since = now
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
         failed = [o for o in outcomes if isinstance(o, Failed | Apart)]
@@ -283,12 +276,12 @@ class Scheduler:
         if len(self._in_flight) >= self._max_batches:
             return None
         self._settle_abandoned()
-        self._hold = inf
+        self._holding.begin()
         for group in self._turns():
             batch = self._form(group)
             if batch is not None:
                 return batch
-        self._decided = self._epoch
+        self._holding.found_nothing()
         if any(group.unsettled for group in self._groups.values()):
             self._looked.append(self._now)
         return None
@@ -307,13 +300,13 @@ class Scheduler:
         times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
         times += [g.turns.resumes_at() for g in self._groups.values()]
         if len(self._in_flight) < self._max_batches:
-            times.append(self._hold if self._decided == self._epoch else self._now)
+            times.append(self._holding.ends_at(self._now))
         return min(times, default=inf)
 
     @property
     def decision_current(self) -> bool:
         """Whether `wake_at` still is what the last `next_batch` left: no input since could make a batch possible."""
-        return self._decided == self._epoch
+        return self._holding.stands
 
     def expires_at(self) -> float:
         """The earliest deadline of what waits or is prepared; inf when none has one."""
@@ -371,7 +364,7 @@ class Scheduler:
     def _input(self, now: float) -> None:
         if now > self._now:
             self._now = now
-        self._epoch += 1
+        self._holding.input()
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
@@ -412,27 +405,19 @@ class Scheduler:
         group.promote(self._now)
         for partition in group.turns.in_order(self._now):
             while partition.unsettled:
-                former = Former(group, partition, self._now, self._free_since, self._epoch, self._draining)
+                former = Former(group, partition, self._holding, self._now)
                 formed = former.form()
                 if formed is None:
-                    self._hold = min(self._hold, former.held_until)
+                    self._holding.put_off(former.held_until)
                     break
-                gap = self._gap_at(group, formed) if group.config.gap_chance else -inf
+                gap = self._holding.gap_at(group, formed.grants)
                 if gap > self._now:
-                    self._hold = min(self._hold, gap)
+                    self._holding.put_off(gap)
                     break
                 self._apply(group, formed)
                 if formed.grants:
                     return self._schedule(group, partition, formed)
         return None
-
-    def _gap_at(self, group: Group, formed: Formed) -> float:
-        """When a gap long enough for the batch is likely, if nobody asks until then."""
-        if self._draining or not formed.grants:
-            return -inf
-        model = group.cost
-        seconds = model.fixed(next(iter(formed.grants))) + sum(model.marginal(t, u) for t, u in formed.grants.items())
-        return self._asked.falls_to(-log(group.config.gap_chance) / seconds) if seconds > 0.0 else -inf
 
     def _apply(self, group: Group, formed: Formed) -> None:
         """Carry out what forming decided beside the batch itself."""
@@ -472,7 +457,7 @@ class Scheduler:
                 shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
-        partition.was_held = False
+        self._holding.sent(partition)
         batch = Batch(
             id=self._batches,
             group=group.name,
@@ -495,7 +480,6 @@ class Scheduler:
         self._in_flight[batch] = None
         if model.unit == "seconds":
             evidence.scheduled(batch)
-        self._decided = -1
         group.charge(partition, batch.expected)
         looked = tuple(self._looked)
         self._looked.clear()
@@ -584,7 +568,7 @@ class Scheduler:
         """Why a resident leaves at this boundary, if it does."""
         if ticket.cancel_requested or ticket.abandoned:
             return Cancelled("cancelled by the caller")
-        if self._closed and not self._draining:
+        if self._closed and not self._holding.draining:
             return Drained("the server is shutting down")
         if ticket.deadline <= self._now:
             return Expired("its deadline passed before it was answered")
@@ -644,7 +628,7 @@ class Scheduler:
                 partition.deadlines.discard(ticket)
             group.leave(ticket, partition, isinstance(outcome, Done), now)
             events.append(_event(RequestSettled, (now, ticket)))
-        partition.hold_epoch = -1  # what it held for has changed
+        self._holding.changed(partition)
 
     @staticmethod
     def _move(ticket: Ticket, state: TicketState) -> None:
@@ -663,8 +647,7 @@ class Scheduler:
         """From now on the ticket may run."""
         if not group.active:
             self._lift(group)
-        if self._yields and group.config.weight > 0.0:
-            self._asked.arrive(now)
+        self._holding.asks(group, now)
         group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:

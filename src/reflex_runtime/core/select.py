@@ -24,8 +24,9 @@ THRESHOLDS = 8  # slack thresholds tried
 
 @dataclass(slots=True)
 class Filled:
-    """A filled batch: granted units in order, its tally, and whether something did not fit the budget or the size.
+    """A filled batch: granted units in order, its tally, and whether something did not fit the budget.
 
+    places: how many may enter.
     apart: whether the one in it runs alone for what its client did.
     short_of: what ended the fill; where it went through the whole queue, what kept the first out that was passed over.
     """
@@ -33,9 +34,14 @@ class Filled:
     grants: dict[Ticket, float]
     tally: Tally
     passed_over: bool = False
-    size_reached: bool = False
     short_of: str = ""
     apart: bool = False
+    places: int = 0
+
+    @property
+    def size_reached(self) -> bool:
+        """Whether as many entered as may."""
+        return len(self.grants) >= self.places
 
 
 Fitter = Callable[[Sequence[Ticket], float], tuple[Sequence[Ticket], float]]

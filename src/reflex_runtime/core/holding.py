@@ -1,0 +1,188 @@
+"""When a batch leaves: whether a free device waits for more requests, and until when.
+
+Three things keep a batch on a free device, and `Holding.until` and `Holding.gap_at` are the only places that say so:
+
+    the clock   what the flush policy says of those that wait: `_by_clock`
+    returns     clients whose next request is due, where waiting for them pays (`returns`): `_for_returns`
+    a gap       a group with `gap_chance` runs only where no other group is likely to ask before its batch ends
+
+A full batch waits for nothing, and a deadline ends a hold in time for one request more. What was decided stands until
+the next input, so that `wake_at` is exact; an arrival that cannot change it leaves it as it is (`arrived`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf, log
+
+from reflex_runtime.core.cost import line_of
+from reflex_runtime.core.flush import FlushPolicy, Tiers
+from reflex_runtime.core.group import Group, GroupConfig
+from reflex_runtime.core.order import Partition
+from reflex_runtime.core.rate import Rate
+from reflex_runtime.core.request import URGENT, Ticket
+from reflex_runtime.core.select import Filled
+
+
+class Holding:
+    """The holds of one device. It alone writes the `hold_` fields of a `Partition`.
+
+    free_since: when the device got free last. draining: nothing is held any more.
+    """
+
+    def __init__(self, configs: Iterable[GroupConfig]) -> None:
+        self.free_since = -inf
+        self.draining = False
+        self._inputs = 0  # how many there were
+        self._idle_after = -1  # the input after which nothing was found to run
+        self._ends = inf  # then: when the first hold ends
+        self._gaps = any(config.gap_chance for config in configs)
+        self._asked = Rate()  # of groups that others yield to
+
+    # -- what happened -----------------------------------------------------------------------------------------------
+
+    def input(self) -> None:
+        """Anything may have changed: every hold is decided again."""
+        self._inputs += 1
+
+    def asks(self, group: Group, now: float) -> None:
+        """A request of the group may run from now on."""
+        if self._gaps and group.config.weight > 0.0:
+            self._asked.arrive(now)
+
+    def arrived(self, group: Group, ticket: Ticket, now: float) -> None:
+        """A ticket came while nothing could run. Where it cannot change that, what was decided stands.
+
+        Answered where it costs little, which is the usual wait for a count or a time. Most arrivals change nothing
+        about that, and the device thread need not wake up for them.
+        """
+        if self._idle_after == self._inputs - 1 and group.counts_only and len(group.active) == 1:
+            partition = group.active[ticket.request.partition]
+            if partition.hold_input == self._idle_after and self._still_holds(group, partition, ticket, now):
+                partition.hold_input = self._idle_after = self._inputs
+
+    @staticmethod
+    def _still_holds(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
+        policy, until = group.config.flush, partition.hold_until
+        if until <= now or now + policy.hold_max[ticket.tier] < until or ticket.request.client in group.offenders:
+            return False
+        most = min(policy.max_batch_size, group.offenders.limit)
+        return partition.waiting < most and not partition.residents and group.room_in(partition) is None
+
+    @staticmethod
+    def changed(partition: Partition) -> None:
+        """What the partition holds for has changed."""
+        partition.hold_input = -1
+
+    def sent(self, partition: Partition) -> None:
+        """A batch of the partition left."""
+        partition.hold_since = None
+        self._idle_after = -1
+
+    # -- when to ask again -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """`next_batch` begins."""
+        self._ends = inf
+
+    def put_off(self, until: float) -> None:
+        """A batch waits until then."""
+        self._ends = min(self._ends, until)
+
+    def found_nothing(self) -> None:
+        """`next_batch` found nothing to run."""
+        self._idle_after = self._inputs
+
+    @property
+    def stands(self) -> bool:
+        """Whether nothing was found to run, and no input since could have changed that."""
+        return self._idle_after == self._inputs
+
+    def ends_at(self, now: float) -> float:
+        """When to ask again: now after an input."""
+        return self._ends if self._idle_after == self._inputs else now
+
+    # -- the decision ------------------------------------------------------------------------------------------------
+
+    def until(self, group: Group, partition: Partition, policy: FlushPolicy, filled: Filled, now: float) -> float:
+        """The time up to which what was filled waits for more. It goes at once if that is not after `now`."""
+        full = filled.tally.cost >= policy.max_batch_cost * (1.0 - 1e-9)
+        if self.draining or full or filled.passed_over or filled.apart:
+            return -inf
+        if partition.hold_input != self._inputs:
+            if filled.size_reached and policy.target <= policy.max_batch_size:
+                return -inf
+            partition.hold_input = self._inputs
+            partition.hold_until = self._decide(group, partition, policy, filled, now)
+        if partition.hold_until > now and partition.hold_since is None:
+            partition.hold_since = self.free_since
+        return partition.hold_until
+
+    def _decide(self, group: Group, partition: Partition, policy: FlushPolicy, filled: Filled, now: float) -> float:
+        if not policy.holds and policy.returns <= 0.0:
+            return -inf
+        heads = partition.heads()
+        until = _by_clock(policy, heads, len(filled.grants), partition)
+        if policy.returns > 0.0 and heads[URGENT] is None:
+            until = max(until, now + self._for_returns(group, partition, policy, filled, heads, now))
+        tightest = partition.deadlines.first()
+        if until > now and tightest is not None and filled.tally.seconds > 0.0:
+            next_one = filled.tally.seconds + line_of(group.cost, next(iter(filled.grants)))[1]
+            until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
+        return until
+
+    def _for_returns(
+        self,
+        group: Group,
+        partition: Partition,
+        policy: FlushPolicy,
+        filled: Filled,
+        heads: Sequence[float | None],
+        now: float,
+    ) -> float:
+        """Seconds for which clients that are due are worth waiting for; 0.0 when none is."""
+        seconds, queued, returns = filled.tally.seconds, len(filled.grants), group.returns
+        places = filled.places - queued
+        if not returns.worth(queued, places, seconds):  # the fixed part is not above it
+            return 0.0
+        head = next(iter(filled.grants))
+        fixed, marginal, _ = line_of(group.cost, head)
+        if not group.cost.told_apart(head):
+            fixed = seconds  # more members are taken to cost nothing until that was tried
+        elif marginal > 0.0 and group.cost.unit == "seconds":
+            places = int(min(places, (policy.max_batch_cost - seconds) / marginal + 1e-9))
+        oldest = min(h for h in heads if h is not None)
+        # From when it could have gone first: other partitions' batches in between do not start its hold again.
+        since = self.free_since if partition.hold_since is None else partition.hold_since
+        return returns.hold(
+            partition.key,
+            now,
+            longest=max(oldest, since) + policy.returns - now,
+            queued=queued,
+            places=places,
+            fixed=fixed,
+            freed=partition.arrivals.last <= self.free_since == now,
+        )
+
+    def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
+        """When a gap long enough for these is likely, if no other group asks until then."""
+        if self.draining or not grants or not group.config.gap_chance:
+            return -inf
+        model = group.cost
+        seconds = model.fixed(next(iter(grants))) + sum(model.marginal(t, units) for t, units in grants.items())
+        return self._asked.falls_to(-log(group.config.gap_chance) / seconds) if seconds > 0.0 else -inf
+
+
+def _by_clock(policy: FlushPolicy, heads: Sequence[float | None], waiting: int, partition: Partition) -> float:
+    """When those that wait are due by the policy alone. heads: arrival of each tier's oldest waiting ticket."""
+    if waiting >= policy.target and not (partition.in_flight and policy.group_commit):
+        return _first(heads, policy.hold_min)
+    due = _first(heads, policy.hold_max)
+    if policy.quiet > 0.0 and not partition.in_flight:
+        due = min(due, max(_first(heads, policy.hold_min), partition.arrivals.last + policy.quiet))
+    return min(due, policy.until)
+
+
+def _first(heads: Sequence[float | None], hold: Tiers) -> float:
+    """When the first of these has been held so long."""
+    return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)
