@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, then open the port, then load."""
     from reflex_runtime.cli import status_of
     from reflex_runtime.web import listen
-    from reflex_runtime.web.supervisor import Form, supervise
+    from reflex_runtime.web.form import PLAIN
+    from reflex_runtime.web.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return serve()
     sock = listen.bind(config.host, config.port)
     told = ("reflex", "serve")
-    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), Form())
+    return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), PLAIN)
 
 
 def _serve(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.llm.serving.served_model import Open, ServedModel
     from reflex_runtime.llm.tokenizer import Tokenizer
+    from reflex_runtime.web.form import Refusal
     from reflex_runtime.web.supervisor import Parent
 
 BATCHER = "generate_batcher"  # the table of the configuration file that is about the way to runtime processes
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.cli import status_of
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
     from reflex_runtime.web import listen
-    from reflex_runtime.web.supervisor import Form, supervise
+    from reflex_runtime.web.form import ErrorForm
+    from reflex_runtime.web.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
@@ -86,14 +88,18 @@ def run(args: argparse.Namespace) -> int:
     if not config.supervise:
         return serve()
     sock, told = listen.bind(config.host, config.port), ("reflex", "serve")
-    form = Form(_api_error, ("X-Should-Retry: true",), echoes=True)
+    form = ErrorForm(_refuse, keeps_id=True)
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
 
 
-def _api_error(error: ReflexError, request_id: str) -> dict[str, Any]:
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    """An error in the API's form, for the supervisor, which does not import the model."""
     from reflex_runtime.web.errors import api_error
+    from reflex_runtime.web.form import Refusal
+    from reflex_runtime.web.json import encode
 
-    return api_error(error.message, "server_error", error.code)
+    body = encode(api_error(error.message, "server_error", error.code))
+    return Refusal(error.http_status, body, headers=[(b"x-should-retry", b"true")])
 
 
 def _serve(

@@ -19,7 +19,8 @@ from reflex_runtime.core.errors import Closed
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.connections import ConnectionSettings, connections_of
 from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
-from reflex_runtime.web.exchange import ErrorForm, Exchange, Route, too_large
+from reflex_runtime.web.exchange import Exchange, Route, too_large
+from reflex_runtime.web.form import ErrorForm
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.trust import Trust, check_direct
 
@@ -43,7 +44,7 @@ class App:
     """The application of one server.
 
     routes: by path; `find` is asked for the route of any other path. form: of errors. on_answer: called with each
-    exchange and its status. keeps_id: whether a caller's own X-Request-Id is told again.
+    exchange and its status.
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still coming, or that were
     not queued yet. closing: refuse what changes anything, and close connections after their next answer.
@@ -56,7 +57,6 @@ class App:
         form: ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[Exchange, int], None] | None = None,
-        keeps_id: bool = False,
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self.connections = connections_of(settings)
@@ -66,7 +66,6 @@ class App:
         self.closing = False
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
-        self._keeps_id = keeps_id
         self._prefix = secrets.token_hex(6)
         self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # told of once it is closing
 
@@ -83,8 +82,9 @@ class App:
         self.active += 1
         self.entering.add(exchange)
         exchange.number = exchange.request_id = f"{self._prefix}-{self.asked:x}"
-        if self._keeps_id and _is_plain(own := exchange.headers.get(b"x-request-id", b"")):
-            exchange.request_id = own.decode()
+        own = self.form.own_id(exchange.headers.get(b"x-request-id", b""))
+        if own is not None:
+            exchange.request_id = own
         try:
             route = exchange.route = self.routes.get(exchange.path) or self._find(exchange.path)
             self._check_caller(exchange, route)
@@ -206,10 +206,3 @@ class App:
 
 def _incomplete() -> Closed:
     return Closed("the server is shutting down, and the request was not complete", retry_after=1.0)
-
-
-def _is_plain(value: bytes) -> bool:
-    """Whether an id can be told again as it came: printable ASCII, and not too long."""
-    if not 0 < len(value) <= 256 or not value.isascii():
-        return False
-    return value.decode().isprintable() and value == value.strip()

@@ -32,7 +32,8 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.connections import Phase
 from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, ClientError, Overloaded
-from reflex_runtime.web.exchange import CLOSE, Exchange, Headers, retry_headers
+from reflex_runtime.web.exchange import CLOSE, Exchange, retry_headers
+from reflex_runtime.web.form import Headers
 
 MAX_HEAD: Final = 64 * 1024  # bytes
 MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read from
@@ -437,7 +438,7 @@ class HttpConnection(asyncio.Protocol):
             return
         if self._coming is None or self._coming.whole:  # else it has its answer
             request_id = secrets.token_hex(8)
-            told = self.app.form.whole(error, request_id, False)
+            told = self.app.form.refuse(error, request_id, False)
             headers = [
                 (b"content-type", told.content_type),
                 *told.headers,

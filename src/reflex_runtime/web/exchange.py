@@ -6,19 +6,15 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import BodyTooLarge, MethodNotAllowed, Unauthorized
-from reflex_runtime.web.json import JSON_TYPE, MSGPACK_TYPE
+from reflex_runtime.web.form import JSON, ErrorForm, Headers
 
-Headers = list[tuple[bytes, bytes]]
-
-JSON: Final = JSON_TYPE.encode()
-MSGPACK: Final = MSGPACK_TYPE.encode()
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
 CLOSE: Final = (b"connection", b"close")  # the last of the headers where it is among them
 
@@ -47,23 +43,6 @@ class Carrier(Protocol):
 
     def abort(self) -> None:
         """Close without sending what waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """An error as it is sent."""
-
-    status: int
-    body: bytes
-    content_type: bytes
-    headers: Headers = field(default_factory=list)
-
-
-class ErrorForm(Protocol):
-    """How a product tells errors."""
-
-    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
-        """As an answer. packed: in msgpack, where the product knows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +201,7 @@ class Exchange:
             self.write(self._on_error(error))
             self.end()
             return
-        told = self.app.form.whole(error, self.request_id, self.wants_msgpack)
+        told = self.app.form.refuse(error, self.request_id, self.wants_msgpack)
         headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import os
-import re
 import secrets
 import selectors
 import signal
@@ -28,9 +26,10 @@ from dataclasses import asdict, dataclass
 from random import random
 from typing import Any, Final, NoReturn
 
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.pacing import Restarts
-from reflex_runtime.web.errors import NotReady, describe_error
+from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.form import ErrorForm, Refusal
+from reflex_runtime.web.json import encode
 
 log = logging.getLogger("reflex.supervisor")
 
@@ -43,21 +42,7 @@ CALLER_LIMIT: Final = 2.0  # seconds that one of them may take
 HEAD: Final = 16_384  # bytes in which a request must name its path
 _ACCEPTS, _READY, _LEAVES = b"a", b"r", b"l"
 _PR_SET_PDEATHSIG: Final = 1
-_OWN_ID: Final = re.compile(rb"\r\nx-request-id:[ \t]*([!-~]([ -~]{0,254}[!-~])?)[ \t]*\r\n", re.IGNORECASE)
 EXIT_LOST: Final = 1  # status of a server that lost its device, and of a supervisor that gives up
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a server tells its callers of errors.
-
-    body: of the answer to a request of this id. headers: lines beside those that every server has. echoes: whether the
-    id of a request is the one that its caller gave it.
-    """
-
-    body: Callable[[ReflexError, str], dict[str, Any]] = describe_error
-    headers: tuple[str, ...] = ()
-    echoes: bool = False
 
 
 @dataclass(slots=True)
@@ -91,7 +76,7 @@ class Parent:
             os.write(self._pipe, word)
 
 
-def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: Form) -> int:
+def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: ErrorForm) -> int:
     """Run `serve` in a fork, again whenever that is lost. Returns the exit status.
 
     sock: bound; the server listens. form: of what callers are answered while there is none. A server that ends with a
@@ -113,7 +98,7 @@ class _WaitingCaller:
 
 class _Supervisor:
     def __init__(
-        self, sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: Form, restarts: Restarts
+        self, sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: ErrorForm, restarts: Restarts
     ) -> None:
         self._sock, self._backlog, self._serve, self._form, self._restarts = sock, backlog, serve, form, restarts
         self._lives = Lives()
@@ -312,26 +297,24 @@ class _Supervisor:
 
     def _answer(self, head: bytes) -> bytes:
         """/health as far as it is known here, and for everything else that it is to be asked again."""
-        own = _OWN_ID.search(head) if self._form.echoes else None
-        request_id = own[1].decode() if own else secrets.token_hex(16)
+        request_id = self._form.own_id(_header(head, b"x-request-id")) or secrets.token_hex(16)
         told: dict[str, Any] = {"state": "restarting", **asdict(self._lives)}
-        headers: tuple[str, ...] = ()
         if head.split(b" ", 2)[1:2] == [b"/health"]:
             body = {"status": "restarting", **told, "model_loaded": False, "request_id": request_id}
+            refusal = Refusal(503, encode(body))
         else:
             message = f"the server {self._lives.last_exit} and is started again"
-            body, headers = self._form.body(NotReady(message, **told), request_id), self._form.headers
-        data = json.dumps(body).encode()
-        lines = [
-            "HTTP/1.1 503 Service Unavailable",
-            "Content-Type: application/json",
-            f"Content-Length: {len(data)}",
-            "Retry-After: 1",
-            f"X-Request-Id: {request_id}",
-            "Connection: close",
-            *headers,
+            refusal = self._form.refuse(NotReady(message, **told), request_id, False)
+        headers = [
+            (b"Content-Type", refusal.content_type),
+            (b"Content-Length", b"%d" % len(refusal.body)),
+            (b"Retry-After", b"1"),
+            (b"X-Request-Id", request_id.encode()),
+            (b"Connection", b"close"),
+            *refusal.headers,
         ]
-        return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+        lines = [b"%s: %s\r\n" % header for header in headers]
+        return b"".join([b"HTTP/1.1 503 Service Unavailable\r\n", *lines, b"\r\n", refusal.body])
 
     def _close(self) -> None:
         """Let go of everything but the listening socket, which in the supervisor goes with it."""
@@ -344,6 +327,15 @@ class _Supervisor:
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
+
+
+def _header(head: bytes, name: bytes) -> bytes:
+    """The value of a header, b"" without it."""
+    for line in head.partition(b"\r\n\r\n")[0].split(b"\r\n")[1:]:
+        found, _, value = line.partition(b":")
+        if found.lower() == name:
+            return value.strip(b" \t")
+    return b""
 
 
 def _become_server(above: int) -> None:

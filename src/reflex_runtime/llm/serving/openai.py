@@ -28,7 +28,8 @@ from reflex_runtime.telemetry import metrics
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import CallerLeft
-from reflex_runtime.web.exchange import JSON, Exchange, Headers, Refusal, Route
+from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.form import JSON, ErrorForm, Headers, Refusal
 from reflex_runtime.web.json import encode, printable
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
@@ -43,13 +44,9 @@ _STREAM: Final[Headers] = [
 ]
 
 
-class OpenAIErrors:
-    """Errors as clients of the OpenAI API expect them."""
-
-    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
-        """As an answer."""
-        retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
-        return Refusal(told(error).status, error_body(error), JSON, [retry])
+def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
+    retry = (b"x-should-retry", b"true" if error.retry_safe else b"false")
+    return Refusal(told(error).status, error_body(error), JSON, [retry])
 
 
 def _error_event(error: ReflexError) -> bytes:
@@ -75,10 +72,9 @@ class OpenAI:
         self.app = App(
             model.config,
             {route.path: route for route in routes},
-            OpenAIErrors(),
+            ErrorForm(_refuse, keeps_id=True),
             find=lambda path: name if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
-            keeps_id=True,
         )
 
     def _generating(self, path: str, chat: bool) -> Route:

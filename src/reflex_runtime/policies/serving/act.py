@@ -11,7 +11,8 @@ from reflex_runtime.policies.serving.ask import ACT, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.exchange import JSON, MSGPACK, Exchange, Headers, header_text
+from reflex_runtime.web.exchange import Exchange, header_text
+from reflex_runtime.web.form import JSON, MSGPACK, Headers
 
 
 class Act:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.options import settings
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving import fields as wire
@@ -22,24 +21,14 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import NotFound, describe_error
-from reflex_runtime.web.exchange import JSON, MSGPACK, OPERATOR_BODY, Exchange, Refusal, Route
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.exchange import OPERATOR_BODY, Exchange, Route
+from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
 
 OUTCOME: Final = "/episodes/{id}/outcome"
-
-
-class PolicyErrors:
-    """Errors of a policy server: `error`, `message`, `request_id`, `retry_safe` and the error's details."""
-
-    def whole(self, error: ReflexError, request_id: str, packed: bool) -> Refusal:
-        """As an answer."""
-        body = describe_error(error, request_id)
-        if packed:
-            return Refusal(error.http_status, wire.encode_msgpack(body), MSGPACK)
-        return Refusal(error.http_status, wire.encode_json(body), JSON)
 
 
 def application(runtime: PolicyRuntime) -> App:
@@ -62,7 +51,7 @@ def application(runtime: PolicyRuntime) -> App:
         routes.append(Route(path, change, "POST", changes=True, most=operator, enter=ready))
     outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator, enter=ready)
     by_path = {route.path: route for route in routes}
-    app = App(config, by_path, PolicyErrors(), lambda path: outcome if is_outcome(path) else None)
+    app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else None)
     runtime.on_drain = admin.close
     return app
 
