@@ -35,7 +35,7 @@ from reflex_runtime.policies.serving.ask import ACT, Ask
 from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot
-from reflex_runtime.telemetry.recorder import Recorder
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 EPISODES = 32
 RATE = 2000.0  # requests a second that the recording has to keep up with
@@ -151,7 +151,7 @@ class _Calls:
         config = ServeConfig()
         slots = {"a": Slot("a", config, self.policy, ())}
         self.rollout = Rollout(("a", "b"), Breaker(("a", "b")), 50)
-        self.recorder = Recorder(directory, header_of(config, slots, []), capacity=1_000_000)
+        self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of(config, slots))
         self._body = json.dumps(STATE | {"episode_id": "episode-7"}).encode()
         self._ask = self._asked(slots["a"].version)
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)

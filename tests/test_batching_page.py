@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reflex_runtime import read_trace
+from reflex_runtime import read_journal
 from reflex_runtime.cli import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "batching.md"
@@ -28,7 +28,7 @@ def test_every_snippet_prints_what_it_says_and_the_trace_can_be_read(
         with contextlib.redirect_stdout(printed):
             exec(compile(snippet, PAGE.name, "exec"), names)
         assert printed.getvalue().splitlines() == said, snippet
-    assert sum(len(batch.members) for batch in read_trace("batches.jsonl").batches) == 40
+    assert sum(len(batch.members) for batch in read_journal("batches.jsonl").batches) == 40
     assert main(["trace", "batches.jsonl", "--no-picture"]) == 0
     assert "batches" in capsys.readouterr().out
 

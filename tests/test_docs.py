@@ -23,7 +23,7 @@ from reflex_runtime.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
-ABSTRACT = {"rejected", "dropped", "trace_unreadable", "recording_unreadable", "demo_server_failed"}
+ABSTRACT = {"rejected", "dropped", "journal_unreadable", "demo_server_failed"}
 ABSTRACT |= {"source_lost", "sink_failed", "worker_start_failed"}
 
 

@@ -33,7 +33,7 @@ def test_make_test_runs_both_passes_and_fails_if_one_does(tmp_path: Path, fails:
     passes, files = serial.split(" tests/", 1)
     assert passes == "-m pytest -m timing"
     assert f"tests/{Path(__file__).name}" not in files.split()
-    assert "telemetry/test_recorder.py" in files
+    assert "telemetry/test_journal_disk.py" in files
 
 
 def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "reflex_runtime"
 
 # The client's errors are those of the server, as its callers see them.
 MIRRORS = "client/errors.py"
-# Two formats for one stream of events: these go when a trace and a recording are one journal.
-TWO_FORMATS = {"Header", "Footer"}
 
 
 def classes() -> dict[str, list[str]]:
@@ -27,9 +25,4 @@ def classes() -> dict[str, list[str]]:
 
 def test_a_class_name_means_one_thing() -> None:
     twice = {name: files for name, files in classes().items() if len(files) > 1}
-    assert {name: files for name, files in twice.items() if name not in TWO_FORMATS} == {}
-
-
-def test_what_is_left_is_still_there() -> None:
-    found = classes()
-    assert {name for name in TWO_FORMATS if len(found[name]) < 2} == set()
+    assert twice == {}

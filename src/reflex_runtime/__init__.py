@@ -78,8 +78,8 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.processors.base import Processor as Processor
     from reflex_runtime.processors.function import FunctionProcessor as FunctionProcessor
     from reflex_runtime.processors.onnx import OnnxProcessor as OnnxProcessor
-    from reflex_runtime.telemetry.trace import TraceWriter as TraceWriter
-    from reflex_runtime.telemetry.trace import read_trace as read_trace
+    from reflex_runtime.telemetry.journal_reader import read_journal as read_journal
+    from reflex_runtime.telemetry.journal_writer import JournalWriter as JournalWriter
 
 _NAMES = {
     "core.adapt": "Controller HoldTarget Planner",
@@ -112,7 +112,8 @@ _NAMES = {
     "processors.base": "BaseProcessor Processor",
     "processors.function": "FunctionProcessor",
     "processors.onnx": "OnnxProcessor",
-    "telemetry.trace": "TraceWriter read_trace",
+    "telemetry.journal_reader": "read_journal",
+    "telemetry.journal_writer": "JournalWriter",
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

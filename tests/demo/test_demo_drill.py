@@ -16,7 +16,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.drill import Drill, Solved, even_run
 from reflex_runtime.demo.run import planned
 from reflex_runtime.policies.rollout.router import Router
-from reflex_runtime.telemetry.recording import read_recording
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 EPISODE = {"event": "episode_end"}
 
@@ -166,10 +166,10 @@ def test_demo_ab_breaks_b_and_brings_it_back(tmp_path: Path, capsys: pytest.Capt
         assert out.count(words) == 1, (words, out)
     assert "not complete" not in out
     (path,) = (tmp_path / "recordings").iterdir()
-    recording = read_recording(path)
-    assert [note.fields["action"] for note in recording.decisions] == ["fault", "drain", "mended", "return"]
-    assert len(recording.outcomes) == 54, "every robot said how every episode ended"
-    ended = [note.fields for note in recording.outcomes]
+    recording = read_journal(path)
+    assert [note.fields["action"] for note in recording.noted("decision")] == ["fault", "drain", "mended", "return"]
+    assert len(recording.noted("outcome")) == 54, "every robot said how every episode ended"
+    ended = [note.fields for note in recording.noted("outcome")]
     table = re.search(r"│ all +│ +(\d+)/(\d+) │ +(\d+)/(\d+) │ +(\d+)/(\d+) │", out)
     assert table is not None, out
     for slot, solved, played in zip(("a", "b", None), *[map(int, table.groups()[i::2]) for i in (0, 1)], strict=True):

@@ -15,7 +15,7 @@ import pytest
 from feeds.commands import LEAVING, Feeds, clean, figures, ran, refusal, results, scratch, screen, together
 from feeds.test_source import broken
 from feeds.videos import clip
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 SHORT = "a=shapes:seed=1,seconds=0.2,realtime=0"
 ENDLESS = "a=shapes:seed=1"
@@ -247,7 +247,7 @@ def test_f14_a_signal_stops_in_order(tmp_path: Path) -> None:
         seen = [figures(feeds, name) for name in "ab"]
         assert len(feeds.out) == sum(figure["answered"] for figure in seen)
         assert all(2 * figure["frames"] == sum(figure.values()) for figure in seen), "answered or dropped for a reason"
-        assert sum(batch.size for batch in read_trace(tmp_path / number.name).batches) >= len(feeds.out)
+        assert sum(batch.size for batch in read_journal(tmp_path / number.name).batches) >= len(feeds.out)
 
 
 def test_f14_a_second_signal_does_not_wait(tmp_path: Path) -> None:

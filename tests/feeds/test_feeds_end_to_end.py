@@ -19,7 +19,7 @@ from feeds.rtsp import RtspCamera
 from reflex_runtime.demo import shapes
 from reflex_runtime.demo.markers import MarkerPictures, write_marker_video
 from reflex_runtime.demo.shapes import Shapes, hits
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 READER = ("--processor", "reflex_runtime.demo.markers:MarkerReader")
 
@@ -50,7 +50,7 @@ def test_f14_eight_videos_get_every_result_once_in_order_and_their_own(tmp_path:
         assert [line["value"]["frame"] for line in lines] == numbers(lines)
         assert {line["value"]["feed"] for line in lines} == {100 + k}
         assert figures(feeds, f"v{k}") == {"frames": 40 + k, "answered": 40 + k}
-    sizes = [batch.size for batch in read_trace(tmp_path / "t.jsonl").batches]
+    sizes = [batch.size for batch in read_journal(tmp_path / "t.jsonl").batches]
     assert sum(sizes) == sum(40 + k for k in range(8))
     assert max(sizes) == 4
     assert len(sizes) < sum(sizes), "feeds shared batches"

@@ -14,7 +14,7 @@ import pytest
 from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 SIZES = ("--processor", "mine:Sizes")
 
@@ -202,7 +202,7 @@ def test_f14_annotate_and_trace_write_where_they_were_told(tmp_path: Path) -> No
     arguments = (*(f"{name}=shapes:seconds=0.2,realtime=0" for name in "ab"), "--onnx", "shapes")
     feeds = ran(*arguments, "--annotate", "out/deep", "--trace", "t.jsonl", cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "out" / "deep").iterdir()) == ["a.mp4", "b.mp4"]
-    assert sum(batch.size for batch in read_trace(tmp_path / "t.jsonl").batches) == 6
+    assert sum(batch.size for batch in read_journal(tmp_path / "t.jsonl").batches) == 6
     said = "wrote videos: out/deep/a.mp4, out/deep/b.mp4; trace: t.jsonl (reflex trace t.jsonl)"
     assert feeds.log[-1].endswith(said)
 

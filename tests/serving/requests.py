@@ -12,7 +12,8 @@ import msgpack
 import numpy as np
 import PIL.Image
 
-from reflex_runtime.telemetry.trace import TracedBatch, read_trace
+from reflex_runtime.telemetry.journal import BatchLine
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 from .exports import expected
 from .harness import STATE, Answer, Burst, Server
@@ -61,10 +62,10 @@ def queued(n: int) -> Any:
     return lambda m: m(WAITING) == n
 
 
-def traced(server: Server, file: Path) -> list[TracedBatch]:
+def traced(server: Server, file: Path) -> list[BatchLine]:
     """The batches it ran; stops it."""
     assert server.stop() == 0
-    return read_trace(file).batches
+    return read_journal(file).batches
 
 
 def marked(kind: str, rate: float, ids: list[str]) -> set[str]:

@@ -18,6 +18,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.policies import load_policy, parse_fault, served_by
+from reflex_runtime.policies.records.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.replay import (
     Changes,
@@ -27,7 +28,8 @@ from reflex_runtime.sim.replay import (
     replay_schedule,
     side_by_side,
 )
-from reflex_runtime.telemetry.recording import RanBatch, Recording, read_recording
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 Robot = Callable[[Served], Awaitable[None]]
 
@@ -62,10 +64,10 @@ def impatient(i: int) -> Robot:
 
 def recorded(
     directory: Path, kind: str, *robots: Robot, slots: tuple[str, ...] = ("prod",), **options: Any
-) -> Recording:
+) -> Journal:
     export = write_export(directory / "export", kind)
     policies = [load_policy(export, slot) for slot in slots]
-    return read_recording(serve(Served(directory / "recordings", policies, images="none", **options), *robots))
+    return read_journal(serve(Served(directory / "recordings", policies, images="none", **options), *robots))
 
 
 # -- the same again ----------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_t6_steps_that_were_spared_and_requests_that_failed_are_replayed(
     policy = load_policy(write_export(tmp_path / "export", "decomposed"), adaptive=True)
     fault = served_by(policy, faults=[parse_fault("prod:nan:0.3")])
     served = Served(tmp_path / "r", [policy], images="none", processors={"prod": fault})
-    recording = read_recording(serve(served, *(robot(i) for i in range(4))))
+    recording = read_journal(serve(served, *(robot(i) for i in range(4))))
     assert {line.denoise for line in recording.requests if line.outcome == "ok"} & {2, 3, 4}
     assert "failed" in {e.outcome for e in recording.ended}
     replay = replay_measured(recording)
@@ -104,7 +106,7 @@ def test_x3_the_same_recording_gives_the_same_replay(tmp_path: Path) -> None:
 def test_t6_two_slots_take_the_same_turns(tmp_path: Path) -> None:
     robots = [robot(i, slot="ab"[i % 2]) for i in range(6)]
     recording = recorded(tmp_path, "decomposed", *robots, slots=("a", "b"))
-    assert {b.slot for b in recording.batches} == {"a", "b"}
+    assert {b.group for b in recording.batches} == {"a", "b"}
     assert replay_measured(recording).first_difference is None
 
 
@@ -125,8 +127,8 @@ def test_t6_batches_of_requests_that_are_not_in_the_file_are_passed_over(tmp_pat
     recording = recorded(tmp_path, "monolithic", *robots, slots=("a", "b"), flush=rule)
     recording.requests[:] = [line for line in recording.requests if line.slot == "a"]
     replay = replay_measured(recording)
-    assert replay.unknown == sum(b.slot == "b" for b in recording.batches) > 0
-    assert replay.same == len(replay.batches) == sum(b.slot == "a" for b in recording.batches)
+    assert replay.unknown == sum(b.group == "b" for b in recording.batches) > 0
+    assert replay.same == len(replay.batches) == sum(b.group == "a" for b in recording.batches)
 
 
 def test_t6_with_the_looks_recorded_the_instants_and_causes_are_the_same_too(tmp_path: Path) -> None:
@@ -157,6 +159,43 @@ def test_t6_a_changed_recording_is_noticed(tmp_path: Path) -> None:
         replay_measured(recording)
 
 
+@pytest.mark.parametrize("kind", ["monolithic", "decomposed"])
+def test_t6_a_trace_is_replayed_and_reported_like_a_recording(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One journal: all that it lacks is what was asked and answered."""
+    export, file = write_export(tmp_path / "export", kind), tmp_path / "t.jsonl"
+    served = Served(tmp_path, [load_policy(export)], trace=file)
+    serve(served, *(robot(i) for i in range(6)))
+    trace = read_journal(file)
+    assert (trace.header.payloads, len(trace.requests), set(trace.warm)) == (False, 120, {"prod"})
+    asked = {name for line in trace.requests for name in ("instruction", "state", "image_sha256", "image_b64")
+             if getattr(line.request, name) is not None}  # fmt: skip
+    assert asked == set()
+    assert {line.response.actions for line in trace.requests if line.response is not None} == {None}
+    replay = replay_measured(trace)
+    assert replay.same == replay.same_cause == len(trace.batches) > 0
+    assert max(len(b.members) for b in trace.batches) > 1
+    found = report([file])
+    assert (found.slots["prod"].requests, len(found.slots["prod"].latencies)) == (120, 120)
+    capsys.readouterr()
+    assert main(["replay", str(file), "--schedule"]) == 0
+    assert main(["trace", str(file), "--no-picture"]) == 0
+    assert "120 requests" in capsys.readouterr().out
+    assert main(["replay", str(file), "--model", str(export)]) == 2
+    assert "t.jsonl: holds no payloads, as --trace writes it" in capsys.readouterr().err
+
+
+def test_t6_the_schedule_of_a_later_part_knows_the_warm_up(tmp_path: Path) -> None:
+    """Each part of a session says what its cost models had learned."""
+    policy = load_policy(write_export(tmp_path / "export", "monolithic"))
+    served = Served(tmp_path / "r", [policy], images="none", gzip=False, max_bytes=20_000)
+    serve(served, *(robot(i) for i in range(4)))
+    parts = [read_journal(path) for path in sorted((tmp_path / "r").iterdir())]
+    assert len(parts) > 1
+    assert all(set(part.warm) == {"prod"} for part in parts)
+
+
 # -- something else ----------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +203,7 @@ def test_t6_another_budget_gives_other_batches(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "monolithic", *(robot(i, 30) for i in range(8)))
     for batch in recording.batches:  # a slower device: 20 ms and 10 ms each
         batch.elapsed = 0.020 + 0.010 * len(batch.members)
-    recording.header.warm.clear()
+    recording.warm.clear()
     for i, line in enumerate(recording.requests):
         assert line.schedule is not None
         line.schedule.arrived = 0.005 * i
@@ -188,8 +227,12 @@ def test_t6_the_changes_reach_the_recorded_rule() -> None:
 
 
 def test_t6_the_device_takes_what_the_recorded_batches_took() -> None:
-    def ran(size: int, seconds: float) -> RanBatch:
-        return RanBatch(1, "a", "", "idle", 0.0, 1.0, seconds, 0.0, list(range(size)), [])
+    def ran(size: int, seconds: float) -> BatchLine:
+        return BatchLine(
+            id=1, group="a", reason="timeout", cause="idle", at=0.0, finished=1.0, elapsed=seconds, expected=None,
+            cost=None, unit=None, size=size, queued=0,
+            members=[Member(i, "", "", 1, 1, "waiting", 0) for i in range(size)],
+        )  # fmt: skip
 
     device = MeasuredDevice([ran(1, 0.010)] * 3 + [ran(2, 0.014)] * 5 + [ran(4, 0.022)])
 
@@ -207,12 +250,12 @@ def test_t6_the_device_takes_what_the_recorded_batches_took() -> None:
 
 def test_the_report_of_what_was_recorded_is_what_happened(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "decomposed", *(robot(i, 5) for i in range(3)))
-    report = recorded_report(recording)
-    assert isinstance(report, Report)
-    assert report.outcomes == {"ok": 15}
-    assert report.p99 is not None
+    summed = recorded_report(recording)
+    assert isinstance(summed, Report)
+    assert summed.outcomes == {"ok": 15}
+    assert summed.p99 is not None
     slowest = max(line.latency.total_ms for line in recording.requests) / 1e3
-    assert 0.0 < report.p99 <= slowest
+    assert 0.0 < summed.p99 <= slowest
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

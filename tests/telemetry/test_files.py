@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.feeds.sinks import JsonLines
 from reflex_runtime.telemetry import files
-from reflex_runtime.telemetry.trace import TraceWriter
+from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 
 def mode(path: Path) -> int:
@@ -110,7 +110,7 @@ def test_every_writer_keeps_what_the_run_before_left_and_follows_no_link(tmp_pat
     trace, lines = tmp_path / "t.jsonl", tmp_path / "r.jsonl"
     for path in (trace, lines):
         path.write_bytes(b"old")
-    TraceWriter(trace, [GroupConfig(name="g")]).close()
+    JournalWriter(trace, [GroupConfig(name="g")]).close()
     results = JsonLines(lines)
     results.begin()
     results.close()

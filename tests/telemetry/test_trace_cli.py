@@ -16,7 +16,7 @@ from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.telemetry.trace import TraceWriter
+from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 GROUPS = [GroupConfig(name=name, flush=FlushPolicy.by_size(2, 0.0), cost=UnitCost) for name in ("a", "b")]
 
@@ -30,7 +30,7 @@ def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 def file(tmp_path: Path) -> Path:
     """100 batches in two groups; request 30 fails, the rest is answered."""
     scheduler, now = Scheduler(GROUPS), 0.0
-    with TraceWriter(tmp_path / "run.jsonl", GROUPS, clock=lambda: 0.0) as writer:
+    with JournalWriter(tmp_path / "run.jsonl", GROUPS, clock=lambda: 0.0) as writer:
         for i in range(100):
             group = "a" if i % 4 else "b"
             for k in range(1 + i % 2):
@@ -107,16 +107,16 @@ def test_the_table_fits_a_narrow_terminal(
         ]  # fmt: skip
         made.append({
             "kind": "batch", "id": i, "group": "prod", "partition": partition, "stage": ("denoise", "prefix")[i % 2],
-            "reason": "budget_reached", "cause": "size_reached", "scheduled_at": 100.0 + i, "elapsed": 0.0123,
-            "expected": 0.0119, "cost": 0.0119, "unit": "seconds", "size": len(members), "queued": 0,
+            "reason": "budget_reached", "cause": "size_reached", "at": 100.0 + i, "finished": 100.0123 + i,
+            "elapsed": 0.0123, "expected": 0.0119, "cost": 0.0119, "unit": "seconds", "size": len(members), "queued": 0,
             "crashed": False, "left": [], "notes": {}, "members": members,
         })  # fmt: skip
     head = {
-        "kind": "header", "schema_version": 1, "started_at": "2026-01-01T00:00:00.000Z", "origin": 0.0,
+        "kind": "header", "schema_version": 2, "started_at": "2026-01-01T00:00:00.000Z", "origin": 0.0,
         "reflex_version": "0", "python_version": "3",
         "groups": {"prod": {"unit": "seconds", "budget": 0.1, "max_size": 256}},
     }  # fmt: skip
-    foot = {"kind": "footer", "ended_at": "2026-01-01T00:00:09.000Z", "batches": 60, "dropped": 0}
+    foot = {"kind": "footer", "ended_at": "2026-01-01T00:00:09.000Z", "total_requests": 0, "batches": 60, "dropped": 0}
     path = tmp_path / "n.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in [head, *made, foot]))
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -194,7 +194,7 @@ def test_a_trace_without_batches_or_footer(file: Path, capsys: pytest.CaptureFix
 def test_dropped_batches_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_bytes(file.read_bytes().replace(b'"dropped":0', b'"dropped":7'))
     assert run(file, "--no-picture") == 0
-    assert "7 batches ran and were not written" in capsys.readouterr().out
+    assert "7 lines were not written" in capsys.readouterr().out
 
 
 def test_help_is_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:

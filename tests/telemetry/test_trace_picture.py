@@ -10,8 +10,9 @@ from xml.etree import ElementTree
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.telemetry.journal import BatchLine, Footer, GroupInfo, Header, Member
+from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.telemetry.picture import BARS, NAMED, PALETTE, Colours, plain, write_pictures
-from reflex_runtime.telemetry.trace import Footer, GroupInfo, Header, Member, Trace, TracedBatch
 
 LLM = {"llm": GroupInfo("tokens", 8, 256)}
 PROD = {"prod": GroupInfo("seconds", 0.1, 256)}
@@ -23,16 +24,16 @@ def member(seq: int, units: float = 1.0, **kw: Any) -> Member:
     return Member(seq=seq, units=units, **({"outcome": "done"} | values | kw))
 
 
-def batch(number: int, members: list[Member], **kw: Any) -> TracedBatch:
+def batch(number: int, members: list[Member], **kw: Any) -> BatchLine:
     values: dict[str, Any] = {
         "group": "prod", "partition": "", "stage": "", "reason": "timeout", "cause": "idle", "elapsed": 0.02,
-        "scheduled_at": number * 0.03, "expected": 0.018, "cost": 0.018, "unit": "seconds", "queued": 0,
-        "crashed": False, "left": [], "notes": {},
+        "at": number * 0.03, "finished": number * 0.03 + 0.02, "expected": 0.018, "cost": 0.018, "unit": "seconds",
+        "queued": 0, "crashed": False, "left": [], "notes": {},
     } | kw  # fmt: skip
-    return TracedBatch(id=number, size=len(members), members=members, **values)
+    return BatchLine(id=number, size=len(members), members=members, **values)
 
 
-def tokens() -> list[TracedBatch]:
+def tokens() -> list[BatchLine]:
     made, known = [], set()
     for number, step in enumerate(L3, 1):
         members = []
@@ -44,12 +45,13 @@ def tokens() -> list[TracedBatch]:
     return made
 
 
-def trace_of(batches: list[TracedBatch], groups: dict[str, GroupInfo], dropped: int = 0) -> Trace:
-    header = Header(1, "2026-01-01T00:00:00.000Z", 0.0, "0", "3", groups)
-    return Trace(Path("t.jsonl"), header, batches, Footer("", len(batches), dropped), False)
+def trace_of(batches: list[BatchLine], groups: dict[str, GroupInfo], dropped: int = 0) -> Journal:
+    header = Header(started_at="2026-01-01T00:00:00.000Z", groups=groups)
+    footer = Footer("", 0, len(batches), dropped)
+    return Journal(Path("t.jsonl"), header, [], batches, [], [], {}, footer, False)
 
 
-def draw(tmp_path: Path, trace: Trace, batches: Sequence[TracedBatch] | None = None, units: Any = "grants") -> str:
+def draw(tmp_path: Path, trace: Journal, batches: Sequence[BatchLine] | None = None, units: Any = "grants") -> str:
     svg, png = write_pictures(trace, trace.batches if batches is None else batches, tmp_path / "p", units)
     assert (svg.name, png.name) == ("p.svg", "p.png")
     assert png.read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.cli.trace import _step_time as step_time
 from reflex_runtime.cli.trace import letters
 from reflex_runtime.sim.tokens import StepTime
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 L3 = ("--prompts", "hello world", "goodbye", "--max-num-batched-tokens", "8")
 
@@ -40,7 +40,7 @@ def rows(lines: list[str]) -> list[str]:
 
 
 def steps(file: str = "trace.jsonl") -> list[dict[str, float]]:
-    return [{m.id: m.units for m in b.members} for b in read_trace(file).batches]
+    return [{m.id: m.units for m in b.members} for b in read_journal(file).batches]
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_the_picture_marks_preemptions_and_says_who_waited(capsys: pytest.Captur
         capsys, "--prompts", *prompts, "--max-tokens", "10", "--block-size", "4", "--num-blocks", "8", pictures=True
     )
     svg = Path("trace.svg").read_text()
-    thrown = [b.id for b in read_trace("trace.jsonl").batches if b.left]
+    thrown = [b.id for b in read_journal("trace.jsonl").batches if b.left]
     assert re.findall(r'id="preempted-(\d+)"', svg) == [str(i) for i in thrown]
     for told in ("↩B", "↩ preempted before the step", "no blocks free", "preempted"):
         assert told in svg

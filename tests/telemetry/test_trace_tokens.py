@@ -12,8 +12,10 @@ import pytest
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.steps import courses, is_decode, is_tokens, who_waited, why_waiting
-from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch, TraceWriter, read_trace
 
 L3 = {"A": "hello world", "B": "goodbye"}
 
@@ -25,7 +27,7 @@ class Run:
         self.now = 0.0
         self.events: list[Event] = []
         self.engine = LLMEngine(**settings, sinks=[self.events.append], clock=lambda: self.now)
-        self.writer = TraceWriter(path, [self.engine.processor.group], clock=lambda: 0.0)
+        self.writer = JournalWriter(path, [self.engine.processor.group], clock=lambda: 0.0)
         self.path = path
 
     def add(self, name: str, prompt: str, max_tokens: int = 4, **kw: Any) -> None:
@@ -36,14 +38,14 @@ class Run:
             self.engine.step()
             self.now += 0.01
 
-    def finish(self, lag: bool = False) -> Trace:
+    def finish(self, lag: bool = False) -> Journal:
         while self.engine.unfinished:
             self.step()
             if not lag:
                 self.deliver()
         self.deliver()
         assert self.writer.close()
-        return read_trace(self.path)
+        return read_journal(self.path)
 
     def deliver(self) -> None:
         for event in self.events:
@@ -63,7 +65,7 @@ def l3(run: Callable[..., Run], **settings: Any) -> Run:
     return made
 
 
-def members(trace: Trace) -> list[dict[str, tuple[Any, ...]]]:
+def members(trace: Journal) -> list[dict[str, tuple[Any, ...]]]:
     return [{m.id: (m.computed, m.known, m.cached) for m in b.members} for b in trace.batches]
 
 
@@ -149,22 +151,19 @@ def test_a_member_whose_beginning_was_not_seen_says_nothing(run: Callable[..., R
     assert not is_tokens(trace.batches)
 
 
-def test_what_is_none_is_not_written_and_old_files_are_read(run: Callable[..., Run]) -> None:
+def test_what_is_none_is_not_written_and_read_as_unknown(run: Callable[..., Run]) -> None:
     made = l3(run)
     made.finish()
     lines = [json.loads(line) for line in made.path.read_text().splitlines()]
     for line in lines[1:-1]:
-        assert list(line)[-1] == "short_of"
         for member in line["members"]:
             assert None not in member.values()
             for key in ("computed", "known"):
                 del member[key]
-        del line["short_of"]
     made.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    old = read_trace(made.path)
-    assert members(old)[0] == {"A": (None, None, None)}
-    assert old.batches[0].short_of == ""
-    assert [w.member.id for w in who_waited(old.batches)[1]] == ["B"]
+    read = read_journal(made.path)
+    assert members(read)[0] == {"A": (None, None, None)}
+    assert [w.member.id for w in who_waited(read.batches)[1]] == ["B"]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +187,7 @@ def test_a_decode_computes_the_newest_token_and_no_other(
 # -- who waited --------------------------------------------------------------------------------------------------------
 
 
-def waiting(trace: Trace) -> list[dict[str, str]]:
+def waiting(trace: Journal) -> list[dict[str, str]]:
     found = who_waited(trace.batches)
     return [{w.member.id: w.state for w in found[b.id]} for b in trace.batches]
 
@@ -237,10 +236,10 @@ def test_a_displaced_resident_is_told_as_preempted(run: Callable[..., Run]) -> N
 
 
 def test_groups_wait_apart() -> None:
-    def batch(number: int, group: str, *members: Member) -> TracedBatch:
-        return TracedBatch(
-            number, group, "", "", "timeout", "step", 0.01 * number, 0.01, None, 1.0, "tokens", len(members), 0, False,
-            [], {}, list(members),
+    def batch(number: int, group: str, *members: Member) -> BatchLine:
+        return BatchLine(
+            id=number, group=group, reason="timeout", cause="step", at=0.01 * number, finished=0.01 * number + 0.01,
+            elapsed=0.01, expected=None, cost=1.0, unit="tokens", size=len(members), queued=0, members=list(members),
         )  # fmt: skip
 
     def member(seq: int, age: float) -> Member:

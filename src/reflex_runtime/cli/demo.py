@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reflex_runtime.demo.run import DemoResult
-    from reflex_runtime.telemetry.trace import TracedBatch
+    from reflex_runtime.telemetry.journal import BatchLine
 
-    Window = Callable[[Sequence[TracedBatch]], Sequence[TracedBatch]]
+    Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
 
 _DESCRIPTION = """\
 Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own

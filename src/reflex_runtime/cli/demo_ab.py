@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from reflex_runtime.demo.drill import Drill, Solved
     from reflex_runtime.demo.run import DemoResult
-    from reflex_runtime.telemetry.trace import TracedBatch
+    from reflex_runtime.telemetry.journal import BatchLine
 
 SPLIT: Final = 80
 COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not for demonstrations
@@ -83,7 +83,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     return 1 if result.failures else 0
 
 
-def around_the_crashes(batches: Sequence[TracedBatch]) -> Sequence[TracedBatch]:
+def around_the_crashes(batches: Sequence[BatchLine]) -> Sequence[BatchLine]:
     """From shortly before the first crash to shortly after the last, as far as single batches can be drawn."""
     from reflex_runtime.cli.demo_shared import busiest
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from reflex_runtime.demo.run import DemoResult
-    from reflex_runtime.telemetry.trace import TracedBatch
+    from reflex_runtime.telemetry.journal import BatchLine
 
-    Window = Callable[[Sequence[TracedBatch]], Sequence[TracedBatch]]
+    Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
 
 _READY = re.compile(r"ready on (http://\S+)")
 
@@ -100,10 +100,10 @@ def draw(console: Console, trace: Path, prefix: Path, window: Window | None = No
     """What batching did, from the trace, and the picture of a window of it: the busiest, if nothing else is said."""
     from collections import Counter
 
+    from reflex_runtime.telemetry.journal_reader import read_journal
     from reflex_runtime.telemetry.picture import write_pictures
-    from reflex_runtime.telemetry.trace import read_trace
 
-    found = read_trace(trace)
+    found = read_journal(trace)
     causes = Counter(batch.cause for batch in found.batches)
     steps = Counter(batch.size for batch in found.batches)
     alone = sum(batch.size for batch in found.batches)
@@ -115,7 +115,7 @@ def draw(console: Console, trace: Path, prefix: Path, window: Window | None = No
     console.print(f"trace {trace} (reflex trace {trace} --no-picture), pictures: {pictures}")
 
 
-def busiest(batches: Sequence[TracedBatch], width: int = 80) -> Sequence[TracedBatch]:
+def busiest(batches: Sequence[BatchLine], width: int = 80) -> Sequence[BatchLine]:
     """The run of `width` batches with the most members: simulators start one by one, and end so."""
     running = [0, *accumulate(batch.size for batch in batches)]
     last = max(0, len(batches) - width)

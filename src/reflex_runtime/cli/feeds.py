@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reflex_runtime.feeds.runtime import Runtime, StopReport
     from reflex_runtime.feeds.sinks import JsonLines
     from reflex_runtime.feeds.source import Source
-    from reflex_runtime.telemetry.trace import TraceWriter
+    from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 _EPILOG = """\
 sources:
@@ -126,7 +126,7 @@ class _Session:
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._results: JsonLines | None = None
-        self._trace: TraceWriter | None = None
+        self._trace: JournalWriter | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
         self._started = threading.Event()
         self._waiting = False  # the main thread looks at the news
@@ -183,11 +183,11 @@ class _Session:
     # -- building ------------------------------------------------------------------------------------------------------
 
     def _coordinator(self, closing: ExitStack) -> BatchCoordinator:
-        from reflex_runtime.telemetry.trace import TraceWriter
+        from reflex_runtime.telemetry.journal_writer import JournalWriter
 
         sinks: list[Callable[[Any], None]] = []
         if self._config.trace:
-            self._trace = TraceWriter(self._config.trace, [self._batching.group(self._processor.id)])
+            self._trace = JournalWriter(self._config.trace, [self._batching.group(self._processor.id)])
             closing.callback(self._trace.close)
             sinks.append(self._trace)
         return self._runtime.coordinator(self._processor, self._batching, sinks)

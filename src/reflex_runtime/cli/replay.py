@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import whole
 from reflex_runtime.telemetry.files import create, write_all
-from reflex_runtime.telemetry.recording import Recording, RecordingError, hardware, read_recording
+from reflex_runtime.telemetry.journal import JournalError
+from reflex_runtime.telemetry.journal_head import hardware
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.records.replay import ModelReplay
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """Replay; returns the exit code."""
     try:
         return _run(args)
-    except RecordingError as error:
+    except JournalError as error:
         print(f"reflex replay: {error.message}", file=sys.stderr)
         return 1
 
@@ -124,7 +126,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     threads = whole("--threads", args.threads, 1, 256)
     _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
     export = Export.load(args.model)
-    recording = read_recording(args.file)
+    recording = read_journal(args.file)
     _need_slot(recording, args.slot)
     _tell_other_model(recording, args.slot, export.model_hash, args.model)
     guarded = any(line.guard is not None for line in recording.requests)
@@ -164,7 +166,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tell(
-    args: argparse.Namespace, recording: Recording, replay: ModelReplay, diffs: Sequence[str], same: bool
+    args: argparse.Namespace, recording: Journal, replay: ModelReplay, diffs: Sequence[str], same: bool
 ) -> None:
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
     if not replay.items:
@@ -210,7 +212,7 @@ def _tell_latency(told: dict[str, Any], same: bool, compose: str) -> None:
         print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
 
 
-def _tell_other_model(recording: Recording, slot: str | None, found: str, model: Path) -> None:
+def _tell_other_model(recording: Journal, slot: str | None, found: str, model: Path) -> None:
     asked = [slot] if slot is not None else recording.slots
     hashes = {line.model_hash for line in recording.requests if line.slot in asked} - {""}
     recorded = (hashes or {recording.header.hash_of(name) for name in asked}) - {""}
@@ -235,7 +237,7 @@ def _schedule(args: argparse.Namespace) -> dict[str, Any]:
     cost = _milliseconds("--max-batch-cost-ms", args.max_batch_cost_ms, 10, 10_000)
     hold = _milliseconds("--batch-timeout-ms", args.batch_timeout_ms, 0, 1000)
     size = None if args.max_batch_size is None else whole("--max-batch-size", args.max_batch_size, 1, 4096)
-    recording = read_recording(args.file, images=False)
+    recording = read_journal(args.file, images=False)
     again = replay_measured(recording)
     reports = {"recorded": recorded_report(recording), "replayed": replay_schedule(recording)}
     if cost is not None or hold is not None or size is not None:
@@ -277,14 +279,14 @@ def _report(report: Any) -> dict[str, Any]:
 # -- small things ------------------------------------------------------------------------------------------------------
 
 
-def _unfinished(recording: Recording) -> str:
+def _unfinished(recording: Journal) -> str:
     if recording.footer is not None:
         dropped = recording.footer.dropped
         return f", {dropped} lines dropped" if dropped else ""
     return ", no footer: the recorder was stopped" + (" and its last line is cut off" if recording.torn else "")
 
 
-def _need_slot(recording: Recording, slot: str | None) -> None:
+def _need_slot(recording: Journal, slot: str | None) -> None:
     if slot is not None and slot not in recording.slots:
         raise ConfigError(f"--slot={slot}: not in this recording, which has {', '.join(recording.slots) or 'none'}")
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.telemetry.recording import RecordingError
+from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
 Sum up recordings of `reflex serve --record DIR`: per slot its requests, episodes, success with a 95 % Wilson interval,
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--margin={args.margin}: must be in (0, 100) percentage points")
     try:
         found = report(args.paths, margin=margin / 100.0)
-    except RecordingError as error:
+    except JournalError as error:
         print(f"reflex report: {error.message}", file=sys.stderr)
         return 1
     print(json.dumps(found.as_dict(), indent=1) if args.format == "json" else found.text())

@@ -37,8 +37,9 @@ from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.options import add_options, flag, one_line, option, validate, whole
 from reflex_runtime.sources import load
 from reflex_runtime.telemetry.colours import plain
+from reflex_runtime.telemetry.journal import BatchLine, JournalError
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.telemetry.picture import UNITS, Units, write_pictures
-from reflex_runtime.telemetry.trace import Trace, TracedBatch, TraceError, read_trace
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
@@ -175,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             prefix = args.out or Path(scratch, "prompts")
             file = prefix.with_name(prefix.name + ".jsonl")
             return _show(console, args, file, _record(setup, file))
-    except TraceError as error:
+    except JournalError as error:
         print(f"reflex trace: {error}", file=sys.stderr)
         return 1
     except ReflexError as error:
@@ -206,8 +207,8 @@ def _units(text: str) -> Units:
 
 
 def _select(
-    trace: Trace, group: str | None, first: int | None, final: int | None, last: int | None
-) -> list[TracedBatch]:
+    trace: Journal, group: str | None, first: int | None, final: int | None, last: int | None
+) -> list[BatchLine]:
     batches = trace.batches
     if group is not None:
         known = sorted({*trace.groups, *(b.group for b in batches)})
@@ -401,7 +402,7 @@ def _load(model: str, **cache: Any) -> tuple[Any, Any]:
 def _record(setup: _Setup, path: Path) -> dict[str, RequestOutput]:
     """Run the prompts and write the trace; their outputs by name."""
     from reflex_runtime.sim.tokens import drive
-    from reflex_runtime.telemetry.trace import TraceWriter
+    from reflex_runtime.telemetry.journal_writer import JournalWriter
 
     def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
         if isinstance(event, BatchScheduled) and setup.takes is not None:
@@ -410,7 +411,7 @@ def _record(setup: _Setup, path: Path) -> dict[str, RequestOutput]:
     sinks: list[Any] = []
     engine, clock = setup.engines([lambda event: [sink(event) for sink in sinks]])
     try:
-        writer = TraceWriter(path, [engine.processor.group], capacity=1 << 20, clock=clock)
+        writer = JournalWriter(path, [engine.processor.group], capacity=1 << 20, clock=clock)
     except ConfigError as error:
         raise ConfigError(f"--out={path.with_suffix('')}: {error.message.partition(': ')[2]}") from error
     with writer:
@@ -531,7 +532,7 @@ def _show(
     last, first, final = (None if text is None else whole(name, text, low) for name, text, low in limits)
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
-    trace = read_trace(file)
+    trace = read_journal(file)
     batches = _select(trace, args.group, first, final, last)
     pictures: Sequence[Path] = ()
     kept = args.out is not None or not outputs
@@ -550,7 +551,7 @@ def _show(
     return 0
 
 
-def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everything: bool, told: str) -> None:
+def _tell(console: Console, trace: Journal, batches: Sequence[BatchLine], everything: bool, told: str) -> None:
     console.print(Text(_origin(trace, told)), style="dim", soft_wrap=True)
     if not batches:
         console.print("no batches")
@@ -576,7 +577,7 @@ def _tell(console: Console, trace: Trace, batches: Sequence[TracedBatch], everyt
         console.print(line, soft_wrap=True)
 
 
-def _origin(trace: Trace, file: str) -> str:
+def _origin(trace: Journal, file: str) -> str:
     header = trace.header
     groups = []
     for name, info in header.groups.items():

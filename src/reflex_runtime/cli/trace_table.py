@@ -13,8 +13,9 @@ from rich.text import Text
 
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.telemetry.colours import Colours, client_name, ink, pale, plain, request_name
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, is_tokens, who_waited, why_waiting
-from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
@@ -32,23 +33,23 @@ NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock 
 MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
 
 
-def place_of(batch: TracedBatch) -> tuple[str, str, str]:
+def place_of(batch: BatchLine) -> tuple[str, str, str]:
     """Where a batch ran; see `PLACE`."""
     return batch.group, batch.partition, batch.stage
 
 
-def vary(batches: Sequence[TracedBatch], name: str) -> bool:
+def vary(batches: Sequence[BatchLine], name: str) -> bool:
     """Whether the batches differ in this part of their place."""
     return len({place_of(b)[PLACE.index(name)] for b in batches}) > 1
 
 
 def batch_table(
-    trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], width: int, gap_after: int = 0
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
 ) -> Table:
     """gap_after: after so many rows, say how many batches were left out."""
     colours = Colours.of(trace, batches)
     narrow = width < NARROW
-    columns = _columns(batches, rows, narrow)
+    columns = _columns(trace, batches, rows, narrow)
     gap = 1 if narrow else 2
     taken = (max(map(cell_len, [*name.split("\n"), *cells])) for name, cells in columns)
     room = max(LEAST, width - sum(n + gap for n in taken) - gap)
@@ -73,13 +74,15 @@ def batch_table(
     return table
 
 
-def _columns(batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], narrow: bool) -> list[tuple[str, list[str]]]:
+def _columns(
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], narrow: bool
+) -> list[tuple[str, list[str]]]:
     """Header and cells of every column but `who`; what is the same in each row, or zero, is no column."""
     varying = [name for name in PLACE if vary(batches, name)]
     share = (16 - len(varying) + 1) // max(1, len(varying)) if narrow else 18
     columns = [
         ("id", [str(b.id) for b in rows]),
-        ("at s", [f"{b.scheduled_at:.3f}" for b in rows]),
+        ("at s", [f"{trace.seconds(b):.3f}" for b in rows]),
     ]
     if varying:
         places = [[p for n, p in zip(PLACE, place_of(b), strict=True) if n in varying and p] for b in rows]
@@ -106,7 +109,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}" if seconds < 0.9995 else f"{seconds * 1e3:.0f}"
 
 
-def _waited(batch: TracedBatch, narrow: bool) -> list[str]:
+def _waited(batch: BatchLine, narrow: bool) -> list[str]:
     """Shortest, median and longest of those that entered; one value where one entered or there is room for one."""
     waits = sorted(m.age for m in batch.entered)
     if narrow or len(waits) < 2:
@@ -114,7 +117,7 @@ def _waited(batch: TracedBatch, narrow: bool) -> list[str]:
     return [_ms(w) for w in (waits[0], median(waits), waits[-1])]
 
 
-def _who(batch: TracedBatch, colours: Colours, room: int, narrow: bool) -> Text:
+def _who(batch: BatchLine, colours: Colours, room: int, narrow: bool) -> Text:
     """Members in their colours, with the units granted where those differ from one request."""
     clients = Counter(m.client for m in batch.members)
     counted = batch.unit != "seconds" and batch.unit != "requests"
@@ -129,7 +132,7 @@ def _who(batch: TracedBatch, colours: Colours, room: int, narrow: bool) -> Text:
     return chips(batch, face, room, len(batch.members) if narrow else NAMES)
 
 
-def chips(batch: TracedBatch, face: Callable[[Member], Text], room: int, most: int) -> Text:
+def chips(batch: BatchLine, face: Callable[[Member], Text], room: int, most: int) -> Text:
     """Each member's face and what befell it; as many as there is room for, at most `most`, and how many more."""
     text = Text(no_wrap=True)
     for number, member in enumerate(batch.members):
@@ -157,7 +160,7 @@ def member_name(member: Member, by: str, clients: Counter[str]) -> str:
     return client if clients[member.client] == 1 else f"{client}/{request_name(member)}"
 
 
-def summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
+def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     """Lines under the table."""
     reasons = Counter(b.reason for b in batches)
     lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
@@ -183,14 +186,14 @@ def summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
     return [*map(Text, lines), *whole(trace)]
 
 
-def whole(trace: Trace) -> list[Text]:
+def whole(trace: Journal) -> list[Text]:
     """Warnings about what is missing from the file."""
     shown: list[Text] = []
     if trace.footer is None:
         cut = " and its last line is cut off" if trace.torn else ""
         shown.append(Text(f"the trace has no footer{cut}: still being written, or the writer was stopped", "yellow"))
     elif trace.footer.dropped:
-        lost = f"{trace.footer.dropped:,} batches ran and were not written: the writer could not keep up"
+        lost = f"{trace.footer.dropped:,} lines were not written: the writer could not keep up"
         shown.append(Text(lost, "yellow"))
     return shown
 
@@ -198,7 +201,7 @@ def whole(trace: Trace) -> list[Text]:
 # -- steps that generate tokens ----------------------------------------------------------------------------------------
 
 
-def step_key(trace: Trace, batches: Sequence[TracedBatch]) -> str:
+def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
     """What the marks in the table mean, of those that are in it."""
     told = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
     states = {w.state for waiters in who_waited(trace.batches, {b.id for b in batches}).values() for w in waiters}
@@ -207,13 +210,13 @@ def step_key(trace: Trace, batches: Sequence[TracedBatch]) -> str:
     return "; ".join(told)
 
 
-def shows_steps(batches: Sequence[TracedBatch]) -> bool:
+def shows_steps(batches: Sequence[BatchLine]) -> bool:
     """Whether the step table has more to say about these batches than the batch table."""
     return is_tokens(batches)
 
 
 def step_table(
-    trace: Trace, batches: Sequence[TracedBatch], rows: Sequence[TracedBatch], width: int, gap_after: int = 0
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
 ) -> Table:
     """gap_after: after so many rows, say how many steps were left out."""
     colours = Colours.of(trace, batches)
@@ -237,7 +240,7 @@ _Column = tuple[str, list[Text], bool]
 
 
 def _step_columns(
-    trace: Trace, rows: Sequence[TracedBatch], colours: Colours, width: int
+    trace: Journal, rows: Sequence[BatchLine], colours: Colours, width: int
 ) -> tuple[list[_Column], list[_Column]]:
     """Name, cells and whether they stand right, of the columns around `who`. What never happens is no column."""
     before: list[_Column] = [
@@ -266,7 +269,7 @@ def _step_columns(
     return before, behind
 
 
-def _of_budget(trace: Trace, batch: TracedBatch) -> str:
+def _of_budget(trace: Journal, batch: BatchLine) -> str:
     info = trace.groups.get(batch.group)
     tokens = f"{sum(m.units for m in batch.members):g}"
     return tokens if info is None or info.budget is None else f"{tokens}/{info.budget:g}"
@@ -297,7 +300,7 @@ def _mark(m: Member) -> str:
     return "▸" if m.state == "waiting" else ""
 
 
-def _form(batch: TracedBatch, room: int) -> Callable[[Member], str]:
+def _form(batch: BatchLine, room: int) -> Callable[[Member], str]:
     """The longest way to write a chip in which the row has room for all of its members."""
     for form in (_long, _short):
         if sum(cell_len(form(m)) + 3 for m in batch.members) - 1 <= room:
@@ -305,7 +308,7 @@ def _form(batch: TracedBatch, room: int) -> Callable[[Member], str]:
     return _tiny
 
 
-def _step_who(batch: TracedBatch, colours: Colours, form: Callable[[Member], str], room: int) -> Text:
+def _step_who(batch: BatchLine, colours: Colours, form: Callable[[Member], str], room: int) -> Text:
     return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
 
 
@@ -319,7 +322,7 @@ def _style(member: Member, colours: Colours) -> str:
 # -- who not -----------------------------------------------------------------------------------------------------------
 
 
-def _waiting(waiters: Sequence[Waiter], batch: TracedBatch, colours: Colours) -> Text:
+def _waiting(waiters: Sequence[Waiter], batch: BatchLine, colours: Colours) -> Text:
     """Names, and the reason in words."""
     text = Text(no_wrap=True)
     for i, waiter in enumerate(waiters[:WAITERS]):
@@ -350,7 +353,7 @@ def _name_style(member: Member, colours: Colours) -> str:
 # -- under the table ---------------------------------------------------------------------------------------------------
 
 
-def step_summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
+def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
     """Lines under the table: how full the steps were, what was computed twice or not at all, and how long it took."""
     tokens = [sum(m.units for m in b.members) for b in batches]
     info = trace.groups.get(batches[0].group)
@@ -380,7 +383,7 @@ def step_summary(trace: Trace, batches: Sequence[TracedBatch]) -> list[Text]:
     return [*shown, *whole(trace)]
 
 
-def _pace(batches: Sequence[TracedBatch]) -> list[str]:
+def _pace(batches: Sequence[BatchLine]) -> list[str]:
     went = courses(batches)
     first = sorted(c.first_token * 1e3 for c in went if c.first_token is not None)
     gaps = sorted(gap * 1e3 for c in went for gap in c.gaps)
@@ -394,7 +397,7 @@ def _pace(batches: Sequence[TracedBatch]) -> list[str]:
     return ["; ".join(told) + by] if told else []
 
 
-def _conservation(trace: Trace) -> list[Text]:
+def _conservation(trace: Journal) -> list[Text]:
     done = [c for c in courses(trace.batches) if c.ended == "done"]
     if not done or trace.torn or (trace.footer is not None and trace.footer.dropped):
         return []
@@ -415,7 +418,7 @@ def _middle(text: str, width: int) -> str:
     return f'"{shown}"'
 
 
-def text_lines(trace: Trace, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
+def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
     """One line a request: what was asked, what it took, what came out."""
     found = {c.member.id: c for c in courses(trace.batches)}
     colours = Colours.of(trace, trace.batches)

@@ -28,8 +28,8 @@ from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
-from reflex_runtime.telemetry.recording import RanBatch, Recording, Scheduled, Warm
-from reflex_runtime.telemetry.recording import Recorded as Line
+from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, Scheduled, Warm
+from reflex_runtime.telemetry.journal_reader import Journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Changes:
 # -- the scheduler as it was -------------------------------------------------------------------------------------------
 
 
-def scheduler_of(recording: Recording, changes: Changes | None = None) -> Scheduler:
+def scheduler_of(recording: Journal, changes: Changes | None = None) -> Scheduler:
     """A scheduler with the recorded settings of every slot, its cost models taught what they knew at the first request.
 
     ConfigError when the recording does not say how its slots were scheduled.
     """
-    settings = recording.header.groups
+    settings = recording.groups
     missing = [slot for slot in recording.slots if slot not in settings]
     if missing or not settings:
         raise ConfigError(
@@ -71,28 +71,28 @@ def scheduler_of(recording: Recording, changes: Changes | None = None) -> Schedu
             "scheduled, and a schedule cannot be replayed without"
         )
     scheduler = Scheduler([_group(name, told, changes or Changes()) for name, told in settings.items()])
-    for name, warm in recording.header.warm.items():
+    for name, warm in recording.warm.items():
         if name in settings:
             _teach(scheduler.cost_model(name), name, warm)
     return scheduler
 
 
-def _group(name: str, told: Mapping[str, Any], changes: Changes) -> GroupConfig:
-    cost = told["cost"]
+def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
+    cost = told.cost
     if cost is None:
         raise ConfigError(f"slot {name}: its costs were not learned times, and cannot be replayed")
-    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told["flush"].items()}
+    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.flush.items()}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     return GroupConfig(
         name=name,
         flush=changes.of(FlushPolicy(**flush)),
-        capacity=told["capacity"],
-        max_in_flight_per_client=told["max_in_flight_per_client"],
-        weight=told["weight"],
-        latest_only=told["latest_only"],
-        promote_after=told["promote_after"],
+        capacity=told.capacity,
+        max_in_flight_per_client=told.max_in_flight_per_client,
+        weight=told.weight,
+        latest_only=told.latest_only,
+        promote_after=told.promote_after,
         cost=lambda: TimeCost(tuple(cost["stages"]), cost["affine"], tuple(cost["sizes"])),
-        controller=Planner() if told["planned"] else None,
+        controller=Planner() if told.planned else None,
     )
 
 
@@ -111,7 +111,7 @@ def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
         model.settled(done)
 
 
-def _request(line: Line) -> Request:
+def _request(line: RequestLine) -> Request:
     asked = line.schedule
     assert asked is not None
     return Request(
@@ -132,8 +132,8 @@ def _request(line: Line) -> Request:
 class _Steps:
     """What a processor of these stages answers: the next stage, or the rest of the last."""
 
-    def __init__(self, recording: Recording) -> None:
-        self._stages = {name: told["cost"]["stages"] for name, told in recording.header.groups.items()}
+    def __init__(self, recording: Journal) -> None:
+        self._stages = {name: told.cost["stages"] for name, told in recording.groups.items() if told.cost is not None}
 
     def __call__(self, ticket: Ticket, units: float) -> Outcome:
         stages = self._stages[ticket.request.group]
@@ -154,7 +154,7 @@ class Again:
     late: seconds after the recorded instant at which it would have sent it (it was still holding).
     """
 
-    recorded: RanBatch
+    recorded: BatchLine
     members: tuple[int, ...] | None
     stage: str
     cause: str
@@ -163,7 +163,7 @@ class Again:
     @property
     def same(self) -> bool:
         """Whether the same requests ran together in the same stage."""
-        return self.members == tuple(self.recorded.members) and self.stage == self.recorded.stage
+        return self.members == tuple(self.recorded.seqs) and self.stage == self.recorded.stage
 
 
 @dataclass(slots=True)
@@ -199,7 +199,7 @@ class MeasuredReplay:
         return next((b for b in self.batches if not b.same), None)
 
 
-def replay_measured(recording: Recording) -> MeasuredReplay:
+def replay_measured(recording: Journal) -> MeasuredReplay:
     """Feed the scheduler what it was fed, at the recorded instants; see what it forms.
 
     Needs the recorded settings and requests (`scheduler_of`). What is missing from the file, because it was dropped or
@@ -209,13 +209,13 @@ def replay_measured(recording: Recording) -> MeasuredReplay:
 
 
 class _Measured:
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Journal) -> None:
         self._scheduler = scheduler_of(recording)
         self._steps = _Steps(recording)
         self._batches = sorted(recording.batches, key=lambda b: b.at)
         self._tickets: dict[int, Ticket] = {}
         self._seqs: dict[Ticket, int] = {}
-        self._last = {seq: b.id for b in self._batches for seq in b.members}
+        self._last = {seq: b.id for b in self._batches for seq in b.seqs}
         self._ended = {e.ticket: e for e in recording.ended}
         self._inputs = self._in_order(recording)
         self._known = {r.schedule.ticket for r in recording.requests if r.schedule is not None}
@@ -226,7 +226,7 @@ class _Measured:
         replay = MeasuredReplay()
         draining = False
         for recorded in self._batches:
-            if not self._known.intersection(recorded.members):
+            if not self._known.intersection(recorded.seqs):
                 replay.unknown += 1
                 continue
             for at in recorded.looked:
@@ -256,7 +256,7 @@ class _Measured:
             return batch, 0.0
         return self._scheduler.next_batch(max(at, wake)), max(0.0, wake - at)
 
-    def _in_order(self, recording: Recording) -> list[tuple[float, int, float, Callable[[float, bool], None]]]:
+    def _in_order(self, recording: Journal) -> list[tuple[float, int, float, Callable[[float, bool], None]]]:
         """(time, rank, order, action): cancellations before what ends at the same instant, requests as they came."""
         found: list[tuple[float, int, float, Callable[[float, bool], None]]] = []
         for line in recording.requests:
@@ -265,6 +265,8 @@ class _Measured:
                 order = inf if asked.ticket is None else float(asked.ticket)
                 found.append((asked.arrived, 1, order, self._submitter(line, asked)))
         for end in recording.ended:
+            if end.ticket is None:
+                continue
             if end.outcome == "cancelled":
                 found.append((end.at, 0, end.ticket, self._canceller(end.ticket)))
             elif end.outcome == "expired":
@@ -272,7 +274,7 @@ class _Measured:
         found.sort(key=lambda entry: entry[:3])
         return found
 
-    def _submitter(self, line: Line, asked: Scheduled) -> Callable[[float, bool], None]:
+    def _submitter(self, line: RequestLine, asked: Scheduled) -> Callable[[float, bool], None]:
         def submit(now: float, busy: bool) -> None:
             try:
                 ticket = self._scheduler.submit(_request(line), now)
@@ -301,7 +303,7 @@ class _Measured:
             action(at, busy)
             self._done += 1
 
-    def _outcome(self, recorded: RanBatch, ticket: Ticket, units: float) -> Outcome:
+    def _outcome(self, recorded: BatchLine, ticket: Ticket, units: float) -> Outcome:
         seq = self._seqs[ticket]
         if recorded.apart:
             return Apart(ProcessorError("its call failed when it was recorded"))
@@ -323,11 +325,11 @@ class MeasuredDevice:
     """A device as fast as the recorded batches were: per slot and stage the median of a size seen at least three times,
     else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch."""
 
-    def __init__(self, batches: Sequence[RanBatch]) -> None:
+    def __init__(self, batches: Sequence[BatchLine]) -> None:
         by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch in batches:
-            if not batch.crashed and not batch.apart and batch.members:
-                by_stage[batch.slot, batch.stage][len(batch.members)].append(batch.elapsed)
+            if not batch.crashed and not batch.apart and batch.size:
+                by_stage[batch.group, batch.stage][batch.size].append(batch.elapsed)
         if not by_stage:
             raise ConfigError("the recording holds no batch to learn the device's times from")
         self._medians = {
@@ -368,7 +370,7 @@ def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     return my - slope * mx, slope
 
 
-def replay_schedule(recording: Recording, changes: Changes | None = None) -> Report:
+def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:
     """What would have come of the recorded requests under the recorded settings with `changes`, in virtual time."""
     lines = [line for line in recording.requests if line.schedule is not None]
     if not lines:
@@ -385,10 +387,10 @@ def replay_schedule(recording: Recording, changes: Changes | None = None) -> Rep
     return Report.of(run)
 
 
-def recorded_report(recording: Recording) -> Report:
+def recorded_report(recording: Journal) -> Report:
     """What did come of them, in the same words: latency counts from the scheduler's door to the last batch's end."""
     first, last = _span(recording)
-    finished = {seq: b.finished for b in recording.batches for seq in b.members}
+    finished = {seq: b.finished for b in recording.batches for seq in b.seqs}
     ended = {e.ticket: e.at for e in recording.ended}
     run = Run(0.0, last - first + 1e-9)
     for line in recording.requests:
@@ -403,11 +405,11 @@ def recorded_report(recording: Recording) -> Report:
         run.answers.append(RequestEnd(_request(line), asked.arrived - first, end - first, line.outcome, limit, device))
     for b in recording.batches:
         reason = Cause(b.cause).reason.value
-        run.batches.append(Ran(b.at - first, b.elapsed, len(b.members), b.expected, b.cause, reason))
+        run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause, reason))
     return Report.of(run)
 
 
-def _span(recording: Recording) -> tuple[float, float]:
+def _span(recording: Journal) -> tuple[float, float]:
     times = [line.schedule.arrived for line in recording.requests if line.schedule is not None]
     if not times:
         raise ConfigError(f"{recording.path}: no request in it came to the scheduler")

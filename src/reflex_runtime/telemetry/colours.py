@@ -7,7 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal
 
 # Paul Tol's "muted" scheme, safe for colour-blind readers; beyond it the colours repeat under a hatching.
 PALETTE = (
@@ -30,7 +31,7 @@ class Colours:
     _index: dict[Hashable, int]
 
     @classmethod
-    def of(cls, trace: Trace, batches: Sequence[TracedBatch]) -> Colours:
+    def of(cls, trace: Journal, batches: Sequence[BatchLine]) -> Colours:
         """In order of appearance: clients in the trace, so that a window of it shows the same colours; requests in the
         batches shown, so that few of them need no hatching."""
         by = "client" if len({m.client for b in trace.batches for m in b.members}) > 1 else "request"

@@ -1,7 +1,7 @@
-"""Files of JSON lines, written by a thread of their own and read back whatever became of them.
+"""Files of lines, written by a thread of their own.
 
-The batch trace and the recording share it: serving only appends to a bounded queue. The thread gathers what came in a
-fraction of a second and writes it at once, so that an idle process sleeps and a busy one is woken a few times a second.
+Serving only appends to a bounded queue. The thread gathers what came in a fraction of a second and writes it at once,
+so that an idle process sleeps and a busy one is woken a few times a second.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
-import msgspec
-
 from reflex_runtime.telemetry.files import create, write_all
 
 log = logging.getLogger("reflex.telemetry")
 
 T = TypeVar("T")
-H = TypeVar("H")
 
 GATHER = 0.2  # seconds the thread waits for company after the first line
 FLUSH = 0.5  # seconds of work between flushes; what a killed process loses is this old at most
 PLENTY = 256  # lines that end the wait
+_LEVEL = 1  # of compression: half the size of level 6 is not worth three times its time
 _CHUNK = 1 << 18  # bytes handed to the file at a time
 _TURN = 0.0005  # seconds of work after which the thread lets others have the interpreter: what it adds to their p99
 _BREATH = 0.0001  # seconds for which it does
@@ -41,11 +39,11 @@ class LineFile:
     path, private: see `files.create`. size: bytes written. Raises OSError where the disk does.
     """
 
-    def __init__(self, path: Path, compress: bool, level: int = 6, private: bool = False) -> None:
+    def __init__(self, path: Path, compress: bool, private: bool = False) -> None:
         self.path = path
         self.size = 0
         self._file = create(path, private)
-        self._deflate = zlib.compressobj(level, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
+        self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
 
     def write(self, lines: bytes) -> None:
         """Append whole lines."""
@@ -249,129 +247,6 @@ def turn_all() -> None:
     """Every writer of this process goes on in a new file: what a server does at SIGHUP."""
     for writer in list(_writers):
         writer.turn()
-
-
-class _AnyHeader(msgspec.Struct):
-    kind: str = ""
-    schema_version: int = 0
-
-
-class LineReader(Generic[H, T]):
-    """Reads a file of lines one after another: a header, items, a footer.
-
-    A missing footer, blank lines and a torn last line are what a crash leaves behind, and are accepted. Anything else
-    (a torn line with others after it, an empty file, another version) raises what `bad` makes of (what, line number).
-
-    header, footer: types of the first and the last line. version: the one schema that is read. decode: a line that is
-    not the first; a footer ends the file. what: the file's kind, for errors.
-    After the last item: `footer` as read, or None, and `torn`, whether the last line was cut off and left out.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        header: type[H],
-        footer: type[Any],
-        version: int,
-        decode: Callable[[bytes], Any],
-        what: str,
-        bad: Callable[[str, int | None], Exception],
-    ) -> None:
-        self.footer: Any = None
-        self.torn = False
-        self._header, self._footer = header, footer
-        self._version, self._decode, self._what, self._bad = version, decode, what, bad
-        self._lines = _read(path, bad)
-        self._number = self._torn_at = 0
-        self.header = self._first()
-
-    def __iter__(self) -> Iterator[T]:
-        """The items between header and footer."""
-        for line, _ in self._whole():
-            try:
-                item = self._decode(line)
-            except msgspec.ValidationError as error:
-                raise self._bad(f"not a line of {self._what}: {error}", self._number) from error
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self._torn_at, self.torn = self._number, True
-                continue
-            if isinstance(item, self._header):
-                raise self._bad("a second header", self._number)
-            if isinstance(item, self._footer):
-                self.footer = item
-            else:
-                yield item
-
-    def _whole(self) -> Iterator[tuple[bytes, bool]]:
-        """Lines that are not blank, none of them after a torn one or the footer."""
-        for number, line, whole in self._lines:
-            self._number = number
-            if not line.strip():
-                continue
-            if self._torn_at:
-                raise self._bad("not a whole line, and others follow it", self._torn_at)
-            if self.footer is not None:
-                raise self._bad("comes after the footer", number)
-            yield line, whole
-
-    def _first(self) -> H:
-        """The header, its version first: another version may have other keys."""
-        for line, whole in self._whole():
-            try:
-                found = msgspec.json.decode(line, type=_AnyHeader)
-                if found.kind != "header":
-                    raise msgspec.ValidationError(f"the first line is a {found.kind!r}, not a header")
-                if found.schema_version != self._version:
-                    known = f"this release reads {self._version}"
-                    raise msgspec.ValidationError(f"schema_version {found.schema_version}; {known}")
-                return msgspec.json.decode(line, type=self._header)
-            except msgspec.ValidationError as error:
-                raise self._bad(f"not a line of {self._what}: {error}", self._number) from error
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                if whole:
-                    raise self._bad(f"not JSON: {error}", self._number) from error
-                raise self._bad("no whole header", self._number) from error
-        raise self._bad("empty, not even a header", 1)
-
-
-def _read(path: Path, bad: Callable[[str, int | None], Exception]) -> Iterator[tuple[int, bytes, bool]]:
-    """(number from 1, line, whether it ended in a newline); `.gz` is decompressed.
-
-    A compressed file that was cut off just ends, after the last byte that can be had.
-    """
-    number, rest = 0, b""
-    try:
-        for part in _parts(path):
-            lines = (rest + part).split(b"\n")
-            rest = lines.pop()
-            for line in lines:
-                number += 1
-                yield number, line, True
-    except zlib.error as error:
-        raise bad(f"not readable as gzip: {error}", number + 1) from error
-    except OSError as error:
-        raise bad(error.strerror or str(error), None) from error
-    if rest:
-        yield number + 1, rest, False
-
-
-def _parts(path: Path) -> Iterator[bytes]:
-    """The file's bytes, decompressed, some at a time. Decompressed here because `gzip` reads ahead and then loses what
-    it had when a file that was cut off ends."""
-    with path.open("rb") as file:
-        compressed = path.suffix == ".gz"
-        inflate = zlib.decompressobj(31)
-        while data := file.read(_CHUNK):
-            if not compressed:
-                yield data
-                continue
-            while data:
-                yield inflate.decompress(data)
-                data = inflate.unused_data
-                if data:  # another member follows
-                    inflate = zlib.decompressobj(31)
-        if compressed:
-            yield inflate.flush()
 
 
 def utc(seconds: float | None = None, timespec: str = "milliseconds") -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.batch import Cause
 from reflex_runtime.telemetry.colours import FAINT, INK, fill, ink, plain
+from reflex_runtime.telemetry.journal import BatchLine
 from reflex_runtime.telemetry.steps import WHY_WAITING, Waiter
-from reflex_runtime.telemetry.trace import TracedBatch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ class Segment:
 class Bar:
     """One batch, or the mean of several neighbours; tallest: of them. mark: written above it."""
 
-    batches: Sequence[TracedBatch]
+    batches: Sequence[BatchLine]
     segments: list[Segment]
     tallest: float
     mark: str = ""
@@ -110,7 +110,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], unit: str, ceilings: Mapping[floa
     return marked or bool(small)
 
 
-def stage_of(batch: TracedBatch, several: bool) -> str:
+def stage_of(batch: BatchLine, several: bool) -> str:
     """Which part of a request it was; with several groups, and of which."""
     return f"{batch.group} {batch.stage}".strip() if several else batch.stage
 

@@ -31,6 +31,8 @@ from reflex_runtime.telemetry.colours import (
     request_name,
 )
 from reflex_runtime.telemetry.files import replace
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal
 from reflex_runtime.telemetry.panels import (
     Bar,
     Segment,
@@ -44,7 +46,6 @@ from reflex_runtime.telemetry.panels import (
     stage_of,
 )
 from reflex_runtime.telemetry.steps import is_decode, is_tokens, who_waited
-from reflex_runtime.telemetry.trace import Member, Trace, TracedBatch
 
 if TYPE_CHECKING:  # the import takes a second, and a table needs only the colours
     from matplotlib.figure import Figure
@@ -86,7 +87,7 @@ class _Drawing:
 
 
 def write_pictures(
-    trace: Trace, batches: Sequence[TracedBatch], prefix: Path, units: Units = "grants"
+    trace: Journal, batches: Sequence[BatchLine], prefix: Path, units: Units = "grants"
 ) -> tuple[Path, Path]:
     """Draw the batches into PREFIX.svg and PREFIX.png and return both paths.
 
@@ -142,7 +143,7 @@ def drawn(figure: Figure, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def _prepare(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> _Drawing:
+def _prepare(trace: Journal, batches: Sequence[BatchLine], units: Units) -> _Drawing:
     """Decide what is drawn; everything after this only places it."""
     unit = _axis_unit(batches, units)
     colours = Colours.of(trace, batches)
@@ -172,7 +173,7 @@ def _prepare(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> _Dra
     return _Drawing(bars, names, notes, unit, ceilings)
 
 
-def _axis_unit(batches: Sequence[TracedBatch], units: Units) -> str:
+def _axis_unit(batches: Sequence[BatchLine], units: Units) -> str:
     """What the y axis counts."""
     kinds = {b.unit for b in batches}
     if units == "requests":
@@ -191,7 +192,7 @@ def _axis_unit(batches: Sequence[TracedBatch], units: Units) -> str:
     return counted.pop()
 
 
-def _height(batch: TracedBatch, member: Member, units: Units) -> float:
+def _height(batch: BatchLine, member: Member, units: Units) -> float:
     if units == "requests":
         return 1.0
     if units == "grants":
@@ -200,12 +201,12 @@ def _height(batch: TracedBatch, member: Member, units: Units) -> float:
     return (batch.cost or 0.0) * 1e3 * member.units / granted if granted else 0.0
 
 
-def _coming_back(trace: Trace) -> dict[int, tuple[int, str]]:
+def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
     """The last batch of every request, and its name: one that leaves before it was preempted."""
     return {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
 
 
-def _single(batch: TracedBatch, colours: Colours, units: Units, back: Mapping[int, tuple[int, str]]) -> Bar:
+def _single(batch: BatchLine, colours: Colours, units: Units, back: Mapping[int, tuple[int, str]]) -> Bar:
     """One segment per grant. back: see `_coming_back`; empty where nothing is preempted."""
     segments = []
     for m in batch.members:
@@ -220,7 +221,7 @@ def _single(batch: TracedBatch, colours: Colours, units: Units, back: Mapping[in
 
 
 def _merge(
-    batches: Sequence[TracedBatch], step: int, colours: Colours, units: Units
+    batches: Sequence[BatchLine], step: int, colours: Colours, units: Units
 ) -> tuple[list[Bar], dict[int, str]]:
     """Means over `step` neighbours, one segment per colour, and the colours' names. Where the colours with a name would
     be less than half of the picture, only who entered and who stayed is told apart."""
@@ -258,7 +259,7 @@ def _merge(
     return bars, names
 
 
-def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dict[float, str]:
+def _ceilings(trace: Journal, batches: Sequence[BatchLine], units: Units) -> dict[float, str]:
     """Height of each ceiling that this axis has, and its name."""
     found: dict[float, str] = {}
     for name in dict.fromkeys(b.group for b in batches):
@@ -277,7 +278,7 @@ def _ceilings(trace: Trace, batches: Sequence[TracedBatch], units: Units) -> dic
 # -- drawing -----------------------------------------------------------------------------------------------------------
 
 
-def _draw(drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> Figure:
+def _draw(drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 6.0), facecolor="white")
@@ -334,7 +335,7 @@ def _ticks(bars: Sequence[Bar]) -> dict[int, str]:
     return ticks if len(ticks) > 1 else {0: str(ids[0][1]), len(bars) - 1: str(ids[-1][1])}
 
 
-def _draw_head(figure: Figure, drawing: _Drawing, trace: Trace, batches: Sequence[TracedBatch]) -> None:
+def _draw_head(figure: Figure, drawing: _Drawing, trace: Journal, batches: Sequence[BatchLine]) -> None:
     from matplotlib.patches import Patch
 
     requests = len({m.seq for b in batches for m in b.members})
@@ -344,7 +345,7 @@ def _draw_head(figure: Figure, drawing: _Drawing, trace: Trace, batches: Sequenc
     kind = "steps" if is_tokens(batches) else "batches"
     title = f"{counted}{requests:,} request{'s' * (requests != 1)} in {len(batches):,}{some} {kind}"
     figure.text(0.012, 0.965, title, fontsize=12.5, fontweight="bold", va="center")
-    start, end = batches[0].scheduled_at, max(b.scheduled_at + b.elapsed for b in batches)
+    start, end = trace.seconds(batches[0]), max(trace.seconds(b) + b.elapsed for b in batches)
     told = [f"{start:.3f} s to {end:.3f} s", *drawing.notes]
     figure.text(0.012, 0.927, "   ·   ".join(told), color=FAINT, va="center")
     handles = [Patch(label=name, **fill(i)) for i, name in list(drawing.names.items())[: NAMED + 1]]

@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from reflex_runtime.telemetry.trace import Member, TracedBatch
+from reflex_runtime.telemetry.journal import BatchLine, Member
 
 WHY_WAITING = {
     "budget": "budget spent",
@@ -21,12 +21,12 @@ WHY_WAITING = {
 _SAME = 1.5e-6  # seconds; times in a trace are rounded to microseconds
 
 
-def why_waiting(batch: TracedBatch) -> str:
+def why_waiting(batch: BatchLine) -> str:
     """In words, what kept the others out of the batch; empty when the trace does not say."""
     return WHY_WAITING.get(batch.short_of, batch.short_of)
 
 
-def is_tokens(batches: Sequence[TracedBatch]) -> bool:
+def is_tokens(batches: Sequence[BatchLine]) -> bool:
     """Whether all are steps over tokens whose members say what they had computed."""
     return bool(batches) and all(b.unit == "tokens" and any(m.known is not None for m in b.members) for b in batches)
 
@@ -56,10 +56,10 @@ class Waiter(NamedTuple):
     state: Literal["queued", "preempted", "resident"]
 
 
-def who_waited(batches: Sequence[TracedBatch], ids: Container[int] | None = None) -> dict[int, tuple[Waiter, ...]]:
+def who_waited(batches: Sequence[BatchLine], ids: Container[int] | None = None) -> dict[int, tuple[Waiter, ...]]:
     """By batch id, who could have been in it and was not, in order of arrival; only of `ids` if given.
 
-    From the trace alone: a request arrived at `scheduled_at` less `age` of any of its batches, and waits from then
+    From the trace alone: a request arrived at `at` less `age` of any of its batches, and waits from then
     until it enters, from `left` until it enters again, and in every batch between its own. Requests that never ran are
     in no trace, and one that is preempted and then dropped is taken for gone; `queued` counts both.
     """
@@ -69,17 +69,17 @@ def who_waited(batches: Sequence[TracedBatch], ids: Container[int] | None = None
     return found
 
 
-def _waited_in(batches: list[TracedBatch], ids: Container[int] | None, found: dict[int, tuple[Waiter, ...]]) -> None:
+def _waited_in(batches: list[BatchLine], ids: Container[int] | None, found: dict[int, tuple[Waiter, ...]]) -> None:
     first: dict[int, tuple[float, Member]] = {}
     final: dict[int, int] = {}  # seq → the last batch that has it
     for batch in batches:
         for m in batch.members:
-            first.setdefault(m.seq, (batch.scheduled_at - m.age, m))
+            first.setdefault(m.seq, (batch.at - m.age, m))
             final[m.seq] = batch.id
     arriving = sorted(first.values(), key=lambda a: (-a[0], -a[1].seq))
     live: dict[int, Waiter] = {}
     for batch in batches:
-        while arriving and arriving[-1][0] <= batch.scheduled_at + _SAME:
+        while arriving and arriving[-1][0] <= batch.at + _SAME:
             member = arriving.pop()[1]
             live[member.seq] = Waiter(member, "queued")
         for seq in batch.left:
@@ -125,14 +125,14 @@ class Course:
         return self.scheduled - self.recomputed == self.member.asked + self.outputs - 1 - self.cached
 
 
-def courses(batches: Sequence[TracedBatch]) -> list[Course]:
+def courses(batches: Sequence[BatchLine]) -> list[Course]:
     """Every request of a trace of tokens, in order of arrival. Of a part of a trace, what that part shows."""
     found: dict[int, Course] = {}
     final = {m.seq: batch.id for batch in batches for m in batch.members}
     computed: dict[int, float] = {}
     newest: dict[int, float] = {}  # seq → when its last token came
     for batch in batches:
-        end = batch.scheduled_at + batch.elapsed
+        end = batch.at + batch.elapsed
         for seq in batch.left:
             if seq in found and final[seq] >= batch.id:
                 found[seq].recomputed += computed.pop(seq, 0.0)
@@ -145,7 +145,7 @@ def courses(batches: Sequence[TracedBatch]) -> list[Course]:
             if samples(m):
                 course.outputs += 1
                 if course.first_token is None:
-                    course.first_step, course.first_token = batch.id, end - (batch.scheduled_at - m.age)
+                    course.first_step, course.first_token = batch.id, end - (batch.at - m.age)
                 else:
                     course.gaps.append(end - newest[m.seq])
                 newest[m.seq] = end

@@ -31,7 +31,7 @@ from reflex_runtime.llm.serving.served_model import Open
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_metrics import merged
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig, opened
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server
 from serving.openai_toy import Toy
 
@@ -488,4 +488,4 @@ def test_g14_at_sighup_the_trace_goes_on_in_a_new_file(workers: int, tmp_path: P
             assert time.monotonic() < until
         assert server.ask("POST", "/v1/completions", body, head).status == 200
         assert server.stop() == 0
-    assert [bool(read_trace(path).batches) for path in (kept, file)] == [True, True]
+    assert [bool(read_journal(path).batches) for path in (kept, file)] == [True, True]

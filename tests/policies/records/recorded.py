@@ -1,4 +1,4 @@
-"""Recorded runs: real policies behind a real `Batcher` on real time, written by the real `Recorder`."""
+"""Recorded runs: real policies behind a real `Batcher` on real time, written into a real journal."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import ActionChunk, Policy, served_by
 from reflex_runtime.policies.policy.observation import seed_of
-from reflex_runtime.telemetry.recorder import Recorder
-from reflex_runtime.telemetry.recording import Answered, settings_of, warmed
+from reflex_runtime.telemetry.answered import Answered
+from reflex_runtime.telemetry.journal_head import warmed
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 PATIENCE = 60.0  # seconds until a test that waits is broken
 
@@ -35,6 +36,9 @@ class Served:
         flush: FlushPolicy | None = None,
         processors: Mapping[str, Any] | None = None,
         capacity: int = 1000,
+        hardware: Mapping[str, Any] | None = None,
+        trace: Path | None = None,
+        max_bytes: int = 0,
     ) -> None:
         self.policies = {policy.slot: policy for policy in policies}
         flush = flush or FlushPolicy.window(budget)
@@ -43,12 +47,13 @@ class Served:
         header = {
             "model_hash": first.export.model_hash,
             "export_dir": str(first.export.path),
+            "hardware": hardware,
             "policies": [
                 {"slot": p.slot, "model_id": p.export.model_id, "model_hash": p.export.model_hash} for p in policies
             ],
-            "groups": {group.name: settings_of(group) for group in self.groups},
         }
-        self.recorder = Recorder(directory, header, gzip, images)
+        to = Recording(directory, gzip, images, max_bytes) if trace is None else trace
+        self.recorder = JournalWriter(to, self.groups, header=header)
         served = processors or {p.slot: served_by(p) for p in policies}
         self.batcher = Batcher(served, self.groups, [self.recorder])
 
@@ -61,11 +66,12 @@ class Served:
         assert self.recorder.close(PATIENCE), self.recorder.error
 
     def _warm(self) -> None:
-        self.recorder.header["warm"] = {}
         for slot, policy in self.policies.items():
             done = policy.warm_up((1, 2, 4))
             done.teach(self.batcher.scheduler.cost_model(slot))
-            self.recorder.header["warm"][slot] = warmed(done.batches, done.finished)
+            learned = warmed(slot, done.batches, done.finished)
+            assert learned is not None
+            self.recorder.warmed(learned)
 
     @property
     def path(self) -> Path:

@@ -22,7 +22,8 @@ from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.records.replay import ModelReplay, ReplayedRequest, distance, replay_model
 from reflex_runtime.processors.base import Processor
-from reflex_runtime.telemetry.recording import hardware, read_recording
+from reflex_runtime.telemetry.journal_head import hardware
+from reflex_runtime.telemetry.journal_reader import read_journal
 
 from .recorded import Served, serve
 
@@ -96,7 +97,7 @@ def again(path: Path, export: Path, kind: str = "plain", **options: Any) -> Mode
         policy = load_policy(export, slot)
         return policy, Company(served_by(policy)) if kind == "company" else served_by(policy)
 
-    return replay_model(read_recording(path), make, **options)
+    return replay_model(read_journal(path), make, **options)
 
 
 @pytest.fixture(scope="module", params=["monolithic", "decomposed"])
@@ -110,7 +111,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_t5_composed_as_recorded_the_answers_are_equal_to_the_last_bit(tmp_path: Path, tiny: Path) -> None:
     """The answers tell who was in every batch on the way: alone they differ, in the recorded batches not by a bit."""
     path = record(tmp_path, tiny, "company")
-    recording = read_recording(path)
+    recording = read_journal(path)
     assert max(len(b.members) for b in recording.batches) > 1
     replay = again(path, tiny, "company", compose="recorded")
     assert len(replay.items) == 6 * EACH
@@ -153,10 +154,10 @@ def test_t5_requests_that_joined_at_different_steps_are_composed_again(tmp_path:
         await asyncio.gather(*asking)
 
     path = serve(Served(tmp_path, [policy], processors={"prod": held}), first, second)
-    recording = read_recording(path)
+    recording = read_journal(path)
     joined = [
         b for b in recording.batches
-        if b.stage == "denoise" and len({_steps(recording, b, m) for m in b.members}) > 1
+        if b.stage == "denoise" and len({_steps(recording, b, m) for m in b.seqs}) > 1
     ]  # fmt: skip
     assert joined, "no request joined another between its steps: the run proves nothing"
     replay = again(path, export, "company", compose="recorded")
@@ -202,14 +203,14 @@ class Held(Processor):
 
 def _steps(recording: Any, batch: Any, member: int) -> int:
     """How many steps the member has behind it."""
-    return sum(member in b.members and b.at < batch.at and b.stage == "denoise" for b in recording.batches)
+    return sum(member in b.seqs and b.at < batch.at and b.stage == "denoise" for b in recording.batches)
 
 
 def test_t5_steps_that_were_spared_are_spared_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reflex_runtime.policies.policy.decomposed.STEADY", 0.5)
     export = write_export(tmp_path / "export", "decomposed")
     path = serve(Served(tmp_path / "r", [load_policy(export, adaptive=True)]), *callers(4))
-    assert {line.denoise for line in read_recording(path).requests} & {2, 3, 4}
+    assert {line.denoise for line in read_journal(path).requests} & {2, 3, 4}
     for compose in ("recorded", "alone"):
         assert all(item.equal for item in again(path, export, compose=compose).items), compose
 
@@ -218,7 +219,7 @@ def test_t5_a_prefix_of_the_batch_that_was_running_is_there_for_who_hit_it(tmp_p
     """The cache is filled before a batch has ended: a request may hit what a batch put there that still ran."""
     export = write_export(tmp_path / "export", "decomposed")
     path = record(tmp_path, export, "company")
-    recording = read_recording(path)
+    recording = read_journal(path)
     hit = next(line for line in recording.requests if line.cache == "hit")
     miss = next(
         line for line in recording.requests
@@ -226,7 +227,7 @@ def test_t5_a_prefix_of_the_batch_that_was_running_is_there_for_who_hit_it(tmp_p
     )  # fmt: skip
     assert miss.schedule is not None
     assert hit.schedule is not None
-    ran = next(b for b in recording.batches if miss.schedule.ticket in b.members)
+    ran = next(b for b in recording.batches if miss.schedule.ticket in b.seqs)
     assert (miss.cache, ran.stage) == ("miss", "prefix")
     hit.schedule.arrived = 0.5 * (ran.at + ran.finished)
 
@@ -249,7 +250,7 @@ def test_t5_carried_over_chunks_are_carried_over_again(tmp_path: Path) -> None:
 
     policy = load_policy(export, rtc=Rtc("LINEAR", 3))
     path = serve(Served(tmp_path / "r", [policy]), robot)
-    recording = read_recording(path)
+    recording = read_journal(path)
     assert sum(line.rtc is not None for line in recording.requests) >= 2
     for compose in ("recorded", "alone"):
         replay = again(path, export, compose=compose)
@@ -260,7 +261,7 @@ def test_t5_what_lacks_a_companion_is_told_and_not_called_equal(tmp_path: Path, 
     path = record(tmp_path, tiny, "company", gzip=False)
     lines = path.read_bytes().splitlines(keepends=True)
     batch = next(json.loads(line) for line in lines if b'"kind":"batch"' in line and json.loads(line)["members"][1:])
-    lost = batch["members"][0]
+    lost = batch["members"][0]["seq"]
     kept = [line for line in lines if f'"ticket":{lost},"arrived"'.encode() not in line]
     assert len(kept) == len(lines) - 1
     path.write_bytes(b"".join(kept))
@@ -405,10 +406,9 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
 
 def test_t5_other_hardware_is_a_warning(tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = load_policy(tiny)
-    served = Served(tmp_path, [policy])
-    served.recorder.header["hardware"] = hardware() | {"cpu": "an abacus"}
+    served = Served(tmp_path, [policy], hardware=hardware() | {"cpu": "an abacus"})
     path = serve(served, *callers(4))
-    lines = read_recording(path)
+    lines = read_journal(path)
     assert lines.header.hardware["cpu"] == "an abacus"
     call = ["replay", str(path), "--model", str(tiny), "--compose", "recorded", "--fail-on", "latency"]
     assert main([*call, "--output", str(tmp_path / "o.json")]) == 0  # whatever the ratio is

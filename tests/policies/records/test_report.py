@@ -16,9 +16,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.records.report import RolloutReport, evidence, report
 from reflex_runtime.policies.records.report_picture import _drained, _labels, draw_report
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.recorder import Recorder
-from reflex_runtime.telemetry.recording import RecordingError
-from telemetry.test_recording import Run, asked
+from reflex_runtime.telemetry.journal import JournalError
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
+from telemetry.test_journal_recording import Run, asked
 
 POLICIES = [{"slot": s, "model_id": f"arm-{s}", "model_hash": f"{s}{s}{s}{s}"} for s in ("a", "b")]
 
@@ -40,7 +40,8 @@ class Day:
     def __init__(self, directory: Path, split: int | None = 50, policies: Any = POLICIES, **changes: Any) -> None:
         self.clock = Clock(**changes)
         header = {"model_hash": "m", "policies": policies, "split": split}
-        self.recorder = Recorder(directory, header, gzip=False, clock=lambda: 1000.0, wall=self.clock)
+        to = Recording(directory, gzip=False)
+        self.recorder = JournalWriter(to, header=header, clock=lambda: 1000.0, wall=self.clock)
         self.run = Run(self.recorder)
         self.episodes = 0
 
@@ -124,10 +125,10 @@ def test_several_files_are_one_run_in_order_of_time(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecordingError, match="no recordings"):
+    with pytest.raises(JournalError, match="no recordings"):
         report([tmp_path])
     (tmp_path / "x.jsonl").write_text("{}\n")
-    with pytest.raises(RecordingError, match=r"x\.jsonl, line 1"):
+    with pytest.raises(JournalError, match=r"x\.jsonl, line 1"):
         report([tmp_path])
 
 

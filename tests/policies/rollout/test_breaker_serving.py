@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, admin, episodes, rollout, two, until, version_of
 from serving.requests import busy, numbered, queued
@@ -82,7 +82,7 @@ def test_v6_the_verdict_stands_in_headers_metrics_and_trace(pair: Pair, tmp_path
         assert admin(server, "reset", slot="b").status == 200
         assert server.metrics()("reflex_slot_drained") == 0
         assert server.stop() == 0
-    verdicts = [batch.notes.get("verdict") for batch in read_trace(file).batches]
+    verdicts = [batch.notes.get("verdict") for batch in read_journal(file).batches]
     assert verdicts == [None, "drain-b", "drain-b"]
 
 

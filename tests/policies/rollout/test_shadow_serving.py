@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.policies.rollout.shadow import Sampler
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.pair import Pair, admin, until, version_of
@@ -62,14 +62,15 @@ def test_v10_divergence_stands_in_the_trace(pair: Pair, tmp_path: Path) -> None:
         ask(server, 4)
         until(lambda: told(server)["compared"] == 4)
         assert server.stop() == 0
-    trace = read_trace(file)
+    trace = read_journal(file)
     assert trace.footer is not None
     assert trace.footer.batches == len(trace.batches) == 8
-    assert len(trace.divergences) == 4
-    for i, found in enumerate(sorted(trace.divergences, key=lambda d: d.request_id)):
+    divergences = [note.fields for note in trace.noted("shadow")]
+    assert len(divergences) == 4
+    for i, found in enumerate(sorted(divergences, key=lambda d: d["request_id"])):
         apart = np.abs(_answer(i, "v1") - _answer(i, "v2"))
-        assert (found.slot, found.mean) == ("prod", pytest.approx(apart.mean(), abs=1e-5))
-        assert found.per_joint == pytest.approx(apart.mean(axis=0), abs=1e-5)
+        assert (found["slot"], found["mean"]) == ("prod", pytest.approx(apart.mean(), abs=1e-5))
+        assert found["per_joint"] == pytest.approx(apart.mean(axis=0), abs=1e-5)
 
 
 def _answer(i: int, version: str) -> Any:
@@ -110,7 +111,7 @@ def test_v10_served_requests_go_first_and_what_finds_no_room_is_dropped(pair: Pa
         assert metrics("reflex_requests_total", policy_slot="shadow", outcome="rejected") == found["dropped"]
         assert metrics("reflex_requests_total", policy_slot="prod", outcome="ok") == 160
         assert server.stop() == 0
-    batches = read_trace(trace).batches
+    batches = read_journal(trace).batches
     shadows = [b for b in batches if b.group == "shadow"]
     assert {b.size for b in shadows} == {1}  # one request at a time
 
@@ -123,7 +124,7 @@ def test_v10_as_long_as_anybody_served_waits_no_shadow_runs(pair: Pair, tmp_path
             assert right(answer, i)
         until(lambda: (t := told(server))["compared"] + t["dropped"] == 16)
         assert server.stop() == 0
-    groups = [b.group for b in read_trace(trace).batches]
+    groups = [b.group for b in read_journal(trace).batches]
     last = len(groups) - 1 - groups[::-1].index("prod")
     assert groups[: last + 1].count("shadow") <= 2  # where one had come and the others not yet
     assert groups.count("shadow") > 2

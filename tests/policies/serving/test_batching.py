@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from reflex_runtime.demo.exports import export_dir
-from reflex_runtime.telemetry.trace import TracedBatch
+from reflex_runtime.telemetry.journal import BatchLine
 from serving.exports import expected, write_tiny
 from serving.harness import STATE, Server, encode
 from serving.requests import busy, marked, numbered, observe, queued, right, traced
 
 
-def members(batches: list[TracedBatch]) -> list[str]:
+def members(batches: list[BatchLine]) -> list[str]:
     return [m.id for b in batches for m in b.entered]
 
 

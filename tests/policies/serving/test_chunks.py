@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from policies.policy.test_chunks import _steady_export
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.demo.exports import export_dir
-from reflex_runtime.telemetry.trace import TracedBatch
+from reflex_runtime.telemetry.journal import BatchLine
 from serving.exports import write_tiny
 from serving.harness import STATE, Server, refusal
 from serving.requests import busy, marked, observe, traced
@@ -40,7 +40,7 @@ def actions(answer: Any) -> NDArray[np.float32]:
     return np.array(answer["actions"], np.float32)
 
 
-def noted(batches: list[TracedBatch], name: str) -> float:
+def noted(batches: list[BatchLine], name: str) -> float:
     """The sum of a note over all batches."""
     return sum(batch.notes.get(name, 0) for batch in batches)
 

@@ -25,10 +25,10 @@ from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.policies.serving.runtime import PolicyRuntime, _Verdict
+from reflex_runtime.telemetry.answered import Answered
+from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.recorder import Recorder
-from reflex_runtime.telemetry.recording import Answered
-from reflex_runtime.telemetry.trace import TraceWriter, read_trace
 from reflex_runtime.web.app import App
 from serving.harness import STATE
 from serving.in_process import Caller, nothing
@@ -64,10 +64,10 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
     metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0)
     header = {"session_id": "s", "model_hash": "m", "config_hash": "c", "export_dir": "/v1", "model_type": "flow",
               "export_kind": "monolithic", "embodiment": "arm", "hardware": {}, "providers": []}  # fmt: skip
-    recorder = Recorder(
-        folder, header, gzip=False, clock=lambda: 0.0, wall=lambda: 1000.0, notes=verdict.notes
+    recorder = JournalWriter(
+        Recording(folder, gzip=False), header=header, clock=lambda: 0.0, wall=lambda: 1000.0, notes=verdict.notes
     )
-    trace = TraceWriter(folder / "trace", clock=lambda: 0.0, notes=verdict.notes)
+    trace = JournalWriter(folder / "trace", clock=lambda: 0.0, notes=verdict.notes)
     sinks = [metrics, verdict, slo, FailureLog(), recorder, trace]
     if order is not None:
         order.shuffle(sinks)
@@ -77,7 +77,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
     assert recorder.path is not None
     page = [line for line in metrics.render().decode().splitlines() if "_created" not in line]
     logged = sorted(caplog.messages)
-    batches = read_trace(trace.path).batches
+    batches = read_journal(trace.path).batches
     recorded, breaker = recorder.path.read_text(), rollout.breaker.snapshot()
     return [page, batches, recorded, changes, breaker, slo.value, slo.factor, logged]
 

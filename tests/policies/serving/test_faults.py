@@ -12,7 +12,7 @@ import pytest
 
 from policies.tiny import write_export
 from reflex_runtime.demo.exports import export_dir
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import expected
 from serving.harness import STATE, Server
 from serving.requests import busy, grey, marked, numbered, observe, queued, right, strike
@@ -246,7 +246,7 @@ def test_the_trace_of_a_run_is_whole(tiny: Path, tmp_path: Path) -> None:
         for i in range(5):
             server.act(request_id=f"r{i}")
         assert server.stop() == 0
-    trace = read_trace(file)
+    trace = read_journal(file)
     assert trace.footer is not None
     assert trace.footer.batches == len(trace.batches) == 5
     assert trace.groups["prod"].budget == pytest.approx(0.1)

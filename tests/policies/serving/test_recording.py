@@ -28,8 +28,8 @@ import pytest
 from policies.tiny import EMBODIMENT, picture, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.policies import Export, seed_of
-from reflex_runtime.telemetry.recording import Recorded, Recording, RecordingError, read_recording
-from reflex_runtime.telemetry.trace import read_trace
+from reflex_runtime.telemetry.journal import JournalError, RequestLine
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 from reflex_runtime.version import __version__
 from serving.exports import WEIGHTS, write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Server
@@ -71,9 +71,11 @@ def test_t3_at_sighup_trace_and_recording_go_on_in_new_files(there: Path, tmp_pa
         wait(lambda: Path(f"{trace}.1").exists() and '"footer"' in Path(f"{trace}.1").read_text())
         assert server.act(request_id="two").status == 200
         assert server.stop() == 0
-    traced = [[m.id for b in read_trace(path).batches for m in b.members] for path in (Path(f"{trace}.1"), trace)]
+    traced = [[m.id for b in read_journal(path).batches for m in b.members] for path in (Path(f"{trace}.1"), trace)]
     assert traced == [["one"], ["two"]]
-    parts = sorted(map(read_recording, there.iterdir()), key=lambda found: found.header.part)
+    asked = [[r.request.request_id for r in read_journal(path).requests] for path in (Path(f"{trace}.1"), trace)]
+    assert asked == [["one"], ["two"]]
+    parts = sorted(map(read_journal, there.iterdir()), key=lambda found: found.header.part)
     assert [[line.request.request_id for line in part.requests] for part in parts] == [["one"], ["two"]]
 
 
@@ -93,10 +95,10 @@ def only(directory: Path) -> Path:
     return found
 
 
-def recording(server: Server, directory: Path) -> Recording:
+def recording(server: Server, directory: Path) -> Journal:
     """Stop the server and read what it wrote."""
     assert server.stop() == 0
-    return read_recording(only(directory))
+    return read_journal(only(directory))
 
 
 def raw(file: Path) -> list[dict[str, Any]]:
@@ -106,7 +108,7 @@ def raw(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def line_of(found: Recording, request_id: str) -> Recorded:
+def line_of(found: Journal, request_id: str) -> RequestLine:
     (line,) = [r for r in found.requests if r.request.request_id == request_id]
     return line
 
@@ -186,9 +188,9 @@ def test_t1_the_header_says_what_was_served(seeing: Path, there: Path) -> None:
         server.stop()
     lines = raw(only(there))
     assert only(there).suffix == ".jsonl"
-    assert [line["kind"] for line in lines] == ["header", "request", "footer"]
+    assert [line["kind"] for line in lines] == ["header", "warm", "request", "footer"]
     header, export = lines[0], Export.load(seeing)
-    assert header["schema_version"] == 1
+    assert header["schema_version"] == 2
     told = {key: header[key] for key in ("model_hash", "config_hash", "model_type", "export_kind", "embodiment")}
     assert told == {
         "model_hash": export.model_hash, "config_hash": export.config_hash, "model_type": "flow_matching",
@@ -202,8 +204,8 @@ def test_t1_the_header_says_what_was_served(seeing: Path, there: Path) -> None:
     assert header["policies"] is None
     age = datetime.now(UTC) - datetime.fromisoformat(header["started_at"])
     assert timedelta() < age < timedelta(minutes=5)
-    assert lines[2]["total_requests"] == 1
-    assert datetime.fromisoformat(lines[2]["ended_at"]) >= datetime.fromisoformat(header["started_at"])
+    assert lines[3]["total_requests"] == 1
+    assert datetime.fromisoformat(lines[3]["ended_at"]) >= datetime.fromisoformat(header["started_at"])
 
 
 def test_t1_two_policies_are_both_named(versions: tuple[Path, Path], there: Path) -> None:
@@ -217,7 +219,7 @@ def test_t1_two_policies_are_both_named(versions: tuple[Path, Path], there: Path
         ("b", "two", exports[1].model_hash),
     ]
     assert found.header.split == 70
-    assert set(found.header.groups) == set(found.header.warm) == {"a", "b"}
+    assert set(found.groups) == set(found.warm) == {"a", "b"}
 
 
 def test_t1_a_directory_that_cannot_be_made_is_told_at_start_up(tiny: Path, tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ def test_t2_errors_stand_with_their_slug_and_message(tiny: Path, there: Path) ->
     refused = line_of(found, fine[2]).schedule
     assert refused is not None
     assert refused.ticket is None
-    assert sorted(e.outcome for e in found.ended) == ["cancelled", "expired", "failed"]
+    assert sorted(e.outcome for e in found.ended) == ["cancelled", "expired", "failed", "rejected"]
 
 
 def test_t2_what_msgpack_sent_wrong_is_refused_and_recorded(seeing: Path, there: Path) -> None:
@@ -461,7 +463,7 @@ def test_t3_a_disk_error_ends_the_recording_and_nothing_else(tiny: Path, there: 
         assert server.metrics()("reflex_requests_total", outcome="ok") == asked + 10
         assert server.stop() == 0
     if how == "full":
-        kept = read_recording(only(there))  # what had been written is still a recording
+        kept = read_journal(only(there))  # what had been written is still a recording
         assert kept.footer is None
 
 
@@ -471,27 +473,27 @@ def test_t4_after_kill_9_all_but_the_torn_line_is_read(tiny: Path, there: Path, 
     with Server(tiny, "--record", str(there), *plain) as server:
         for i in range(200):
             assert server.act(request_id=f"r{i}").status == 200
-        wait(lambda: len(read_recording(only(there)).requests) == 200)  # while it is being written
+        wait(lambda: len(read_journal(only(there)).requests) == 200)  # while it is being written
         with beside(server):
-            wait(lambda: len(read_recording(only(there)).requests) > 300)
+            wait(lambda: len(read_journal(only(there)).requests) > 300)
             server.kill()
             server.process.wait()
     file = only(there)
     assert file.name.endswith(suffix)
-    found = read_recording(file)
+    found = read_journal(file)
     assert found.footer is None
     assert [r.seq for r in found.requests] == list(range(len(found.requests)))
     assert len(found.requests) > 300
     file.write_bytes(file.read_bytes()[:-25])
-    cut = read_recording(file)
+    cut = read_journal(file)
     assert cut.torn
     lines = [len(f.requests) + len(f.batches) for f in (found, cut)]
     assert lines[0] - (1 if suffix == ".jsonl" else 60) <= lines[1] < lines[0]
     if suffix == ".jsonl":
         with file.open("ab") as more:
             more.write(b"\n{}\n")
-        with pytest.raises(RecordingError, match=r", line \d+: "):
-            read_recording(file)
+        with pytest.raises(JournalError, match=r", line \d+: "):
+            read_journal(file)
 
 
 @contextmanager
@@ -522,7 +524,7 @@ def test_t1_after_sigterm_the_footer_counts_every_request(tiny: Path, there: Pat
             server.process.terminate()  # what is queued is answered, and recorded
             assert {a.status for a in burst.answers()} == {200}
         assert server.wait() == 0
-    found = read_recording(only(there))
+    found = read_journal(only(there))
     assert found.footer is not None
     assert (found.footer.total_requests, found.footer.dropped, found.torn) == (40, 0, False)
     assert {r.request.request_id for r in found.requests} == {f"r{i}" for i in range(40)}
@@ -556,7 +558,7 @@ def test_t5_a_run_with_images_replayed_in_its_batches_is_equal_to_the_last_bit(
         assert {a.status for a in answers} == {200}
         server.stop()
     file, out = only(there), tmp_path / "out.json"
-    assert max(len(b.members) for b in read_recording(file).batches) > 1
+    assert max(len(b.members) for b in read_journal(file).batches) > 1
     done = reflex(
         "replay", file, "--model", seeing, "--compose", "recorded", "--diff", "actions", "--fail-on", "actions",
         "--output", out,
@@ -602,8 +604,8 @@ def test_t6_the_schedule_of_two_slots_with_holds_is_the_same_again(
         answers = robots(server, [stated(i, 60) for i in range(8)])
         assert {a.status for a in answers} == {200}
         server.stop()
-    found = read_recording(only(there))
-    assert {b.slot for b in found.batches} == {"a", "b"}
+    found = read_journal(only(there))
+    assert {b.group for b in found.batches} == {"a", "b"}
     assert sum(len(b.looked) for b in found.batches) > 0  # it did hold
     out = tmp_path / "out.json"
     done = reflex("replay", only(there), "--schedule", "--max-batch-cost-ms", "50", "--output", out)
@@ -629,7 +631,7 @@ def test_t6_denoise_steps_deadlines_and_hang_ups_are_the_same_again(
             robots(server, [pictured(i, 6) for i in range(4)] + late)
             leaving.answers([1, 2, 3])
         server.stop()
-    found = read_recording(only(there))
+    found = read_journal(only(there))
     outcomes = {r.outcome for r in found.requests}
     assert outcomes >= {"ok", "cancelled"}
     assert outcomes & {"expired", "shed", "rejected"}

@@ -20,9 +20,9 @@ from reflex_runtime.llm.series import EngineSeries
 from reflex_runtime.llm.serving.generation import GenerationRuntime
 from reflex_runtime.llm.serving.served_model import Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.series import Counter
-from reflex_runtime.telemetry.trace import TraceWriter
 
 T = TypeVar("T")
 
@@ -34,14 +34,14 @@ class LocalModel:
 
     def __init__(self, runtime: GenerationRuntime, opening: Opening) -> None:
         self.generator = runtime
-        self.trace: TraceWriter | None = None
+        self.trace: JournalWriter | None = None
         processor, config = runtime.processor, opening.config
         self._holds = Counter(
             "reflex_stream_holds_total", "Times a stream was held for its slow reader", (), registry=opening.registry
         ).labels()
         runtime.batcher.add_sink(EngineSeries(processor, lambda: runtime.waiting, opening.registry))
         if config.trace:
-            self.trace = TraceWriter(config.trace, [processor.group])
+            self.trace = JournalWriter(config.trace, [processor.group])
             runtime.batcher.add_sink(self.trace)
 
     @property

@@ -1,4 +1,4 @@
-"""Recorded requests, run again through a model: does it still answer the same, as fast, and from the same cache?
+"""RequestLine requests, run again through a model: does it still answer the same, as fast, and from the same cache?
 
 Either each request alone, or in the recorded batches (`compose="recorded"`): every step runs with the very companions
 it had, because kernels may round differently in a batch of another size. On the machine of the recording the actions
@@ -26,7 +26,8 @@ from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.observation import ActionChunk
 from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.processors.base import Processor, run_batch
-from reflex_runtime.telemetry.recording import RanBatch, Recorded, Recording
+from reflex_runtime.telemetry.journal import BatchLine, RequestLine
+from reflex_runtime.telemetry.journal_reader import Journal
 
 COSINE = 0.999  # at least, of recorded and replayed actions
 MAX_ABS = 1e-3  # at most, in the robot's units
@@ -135,7 +136,7 @@ class ModelReplay:
 
 
 def replay_model(
-    recording: Recording,
+    recording: Journal,
     make: Make,
     *,
     compose: Compose = "alone",
@@ -157,6 +158,11 @@ def replay_model(
     """
     if compose not in get_args(Compose):
         raise ConfigError(f"--compose={compose}: must be one of {', '.join(get_args(Compose))}")
+    if not recording.header.payloads:
+        raise ConfigError(
+            f"{recording.path}: holds no payloads, as --trace writes it, and only what was recorded with --record DIR "
+            "can go through a model"
+        )
     wanted = [line for line in recording.requests if not slots or line.slot in slots]
     answered = [line for line in wanted if line.response is not None]
     replay = ModelReplay(compose)
@@ -178,7 +184,7 @@ def replay_model(
     return replay
 
 
-def _one_model(recording: Recording, slot: str, model_hash: str) -> str:
+def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
     """Whose answers to compare with; "" where all of the slot are one model's."""
     hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
     if len(hashes) < 2:
@@ -192,7 +198,7 @@ def _one_model(recording: Recording, slot: str, model_hash: str) -> str:
     )
 
 
-def _need_images(recording: Recording, policy: Policy, lines: Iterable[Recorded]) -> None:
+def _need_images(recording: Journal, policy: Policy, lines: Iterable[RequestLine]) -> None:
     if policy.export.images and not any(line.request.image_b64 for line in lines):
         raise ConfigError(
             f"{recording.path}: holds no images, and {policy.export.path} cannot be replayed without; record with "
@@ -221,7 +227,7 @@ class _Tails(ChunkTails):
         return int(report["executed"])
 
 
-def _as_recorded(policy: Policy, lines: Sequence[Recorded]) -> None:
+def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
     """Switch on what these answers show was on: chunks carried over, steps spared."""
     if not isinstance(policy, DecomposedPolicy):
         return
@@ -237,7 +243,7 @@ class _Runner:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: Journal,
         models: dict[str, tuple[Policy, Processor]],
         replay: ModelReplay,
         clock: Callable[[], float],
@@ -248,16 +254,16 @@ class _Runner:
         self._items: dict[int, ReplayedRequest] = {}
         for slot, (policy, _) in models.items():
             _as_recorded(policy, [line for line in recording.requests if line.slot == slot])
-        self._batches_of: dict[int, list[RanBatch]] = {}
+        self._batches_of: dict[int, list[BatchLine]] = {}
         for batch in recording.batches:
-            for seq in batch.members:
+            for seq in batch.seqs:
                 self._batches_of.setdefault(seq, []).append(batch)
 
-    def run(self, answered: Sequence[Recorded]) -> None:
+    def run(self, answered: Sequence[RequestLine]) -> None:
         """Replay these."""
         raise NotImplementedError
 
-    def _request(self, line: Recorded) -> Request:
+    def _request(self, line: RequestLine) -> Request:
         """The request as it was submitted; InvalidRequest when the model does not take it."""
         asked, (policy, _) = line.request, self._models[line.slot]
         state = None if asked.state is None else [float(v) for v in asked.state]
@@ -282,7 +288,7 @@ class _Runner:
         for policy, _ in self._models.values():
             policy.warm_up(some or (1,), repeats=1)
 
-    def _item(self, line: Recorded) -> ReplayedRequest:
+    def _item(self, line: RequestLine) -> ReplayedRequest:
         item = self._items.get(line.seq)
         if item is None:
             item = ReplayedRequest(line.seq, line.request.request_id, line.slot, recorded_cache=line.cache)
@@ -290,7 +296,7 @@ class _Runner:
             self._replay.items.append(item)
         return item
 
-    def _compare(self, item: ReplayedRequest, line: Recorded, outcome: Done | Failed) -> None:
+    def _compare(self, item: ReplayedRequest, line: RequestLine, outcome: Done | Failed) -> None:
         if isinstance(outcome, Failed):
             error = outcome.error
             item.error = f"{error.code}: {error.message}" if isinstance(error, ReflexError) else repr(error)
@@ -307,7 +313,7 @@ class _Runner:
 class _Alone(_Runner):
     """Every request by itself, in the order they were answered."""
 
-    def run(self, answered: Sequence[Recorded]) -> None:
+    def run(self, answered: Sequence[RequestLine]) -> None:
         self._warm((1,))
         for done, line in enumerate(answered):
             self._progress(done, len(answered))
@@ -335,11 +341,11 @@ class _Alone(_Runner):
                 return outcome, times
             _advance(ticket, outcome)
 
-    def _time(self, line: Recorded, times: Sequence[tuple[str, float]]) -> None:
+    def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
         """Batches are compared where the request was alone in all of its own when it was recorded, too."""
         ticket = None if line.schedule is None else line.schedule.ticket
         ran = [] if ticket is None else self._batches_of.get(ticket, [])
-        if [b.stage for b in ran] == [stage for stage, _ in times] and all(len(b.members) == 1 for b in ran):
+        if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
             self._replay.timed += [
                 Timed(line.slot, stage, 1, b.elapsed, seconds)
                 for b, (stage, seconds) in zip(ran, times, strict=True)
@@ -354,15 +360,15 @@ class _Composed(_Runner):
     were in it `composed = False`. Calls that failed are left out; their members ran again in batches of their own.
     """
 
-    def run(self, answered: Sequence[Recorded]) -> None:
+    def run(self, answered: Sequence[RequestLine]) -> None:
         self._tickets: dict[int, Ticket] = {}
-        self._line_of: dict[int, Recorded] = {}
+        self._line_of: dict[int, RequestLine] = {}
         self._broken: set[int] = set()  # tickets that did not run in the recorded company
         self._wanted = {line.seq for line in answered}
         self._arrivals = self._in_order(answered)
         batches = self._needed(answered)
-        self._last = {seq: b.id for b in batches for seq in b.members}
-        self._warm(len(b.members) for b in batches)
+        self._last = {seq: b.id for b in batches for seq in b.seqs}
+        self._warm(b.size for b in batches)
         done = 0
         for batch in batches:
             self._progress(done, len(answered))
@@ -372,7 +378,7 @@ class _Composed(_Runner):
             self._leave_out(line)
         self._progress(len(answered), len(answered))
 
-    def _in_order(self, answered: Sequence[Recorded]) -> list[Recorded]:
+    def _in_order(self, answered: Sequence[RequestLine]) -> list[RequestLine]:
         """All requests that may share a batch with these, last arrival first."""
         slots = {line.slot for line in answered}
         hashes = {line.model_hash for line in answered}
@@ -387,15 +393,15 @@ class _Composed(_Runner):
             self._line_of[line.schedule.ticket] = line
         return sorted(mine, key=lambda r: (r.schedule.arrived, r.schedule.ticket), reverse=True)  # type: ignore[union-attr]
 
-    def _needed(self, answered: Sequence[Recorded]) -> list[RanBatch]:
+    def _needed(self, answered: Sequence[RequestLine]) -> list[BatchLine]:
         """The batches up to the last that answered one of these."""
         slots = {line.slot for line in answered}
         tickets = {line.schedule.ticket for line in answered if line.schedule is not None}
-        until = max((b.finished for b in self._recording.batches if tickets & set(b.members)), default=-inf)
-        found = [b for b in self._recording.batches if b.slot in slots and b.finished <= until]
+        until = max((b.finished for b in self._recording.batches if tickets.intersection(b.seqs)), default=-inf)
+        found = [b for b in self._recording.batches if b.group in slots and b.finished <= until]
         return sorted(found, key=lambda b: b.at)
 
-    def _arrive(self, batch: RanBatch) -> None:
+    def _arrive(self, batch: BatchLine) -> None:
         """Make the requests that had arrived when the batch was formed, and those that came while it ran and missed
         what it put into the cache. One that hit waits until the batch has run."""
         later = []
@@ -408,7 +414,7 @@ class _Composed(_Runner):
                 self._make(line)
         self._arrivals += reversed(later)
 
-    def _make(self, line: Recorded) -> None:
+    def _make(self, line: RequestLine) -> None:
         assert line.schedule is not None
         assert line.schedule.ticket is not None
         seq, item = line.schedule.ticket, self._item(line) if line.seq in self._wanted else None
@@ -426,7 +432,7 @@ class _Composed(_Runner):
         if request.stage == line.schedule.stage:
             self._tickets[seq] = Ticket(request, seq, line.schedule.arrived)
 
-    def _forced(self, line: Recorded, request: Request) -> Request:
+    def _forced(self, line: RequestLine, request: Request) -> Request:
         """A prefix that was computed is computed again, whatever this cache holds. The other way round there is nothing
         to run the recorded steps on."""
         policy = self._models[line.slot][0]
@@ -436,37 +442,37 @@ class _Composed(_Runner):
         cache.forget(policy.slot, line.request.episode_id or "")
         return self._request(line)
 
-    def _run_batch(self, recorded: RanBatch) -> int:
+    def _run_batch(self, recorded: BatchLine) -> int:
         """Run a batch; returns how many requests it answered."""
-        present = [seq for seq in recorded.members if seq in self._tickets]
-        if len(present) < len(recorded.members):
+        present = [seq for seq in recorded.seqs if seq in self._tickets]
+        if len(present) < recorded.size:
             self._broken.update(present)
         if recorded.apart or (recorded.crashed and recorded.cause != Cause.APART) or not present:
             return 0
         grants = {self._tickets[seq]: 1.0 for seq in present}
-        entered = tuple(self._tickets[seq] for seq in recorded.entered if seq in self._tickets)
+        entered = tuple(self._tickets[m.seq] for m in recorded.entered if m.seq in self._tickets)
         cause = Cause(recorded.cause)
-        batch = Batch(recorded.id, recorded.slot, "", recorded.stage, cause, recorded.at, 0.0, 0.0, grants, entered)
+        batch = Batch(recorded.id, recorded.group, "", recorded.stage, cause, recorded.at, 0.0, 0.0, grants, entered)
         began = self._clock()
-        outcomes = run_batch(self._models[recorded.slot][1], batch)
+        outcomes = run_batch(self._models[recorded.group][1], batch)
         elapsed = self._clock() - began
-        if len(present) == len(recorded.members):
+        if len(present) == recorded.size:
             self._replay.timed.append(
-                Timed(recorded.slot, recorded.stage, len(present), recorded.elapsed, elapsed)
+                Timed(recorded.group, recorded.stage, len(present), recorded.elapsed, elapsed)
             )
         answered = 0
         for seq, outcome in zip(present, outcomes, strict=True):
             answered += self._settle(recorded, seq, Failed(outcome.error) if isinstance(outcome, Apart) else outcome)
         return answered
 
-    def _settle(self, recorded: RanBatch, seq: int, outcome: Done | More | Failed) -> bool:
+    def _settle(self, recorded: BatchLine, seq: int, outcome: Done | More | Failed) -> bool:
         ticket, line = self._tickets[seq], self._line_of[seq]
         ended = self._last[seq] == recorded.id
         if isinstance(outcome, More):
             _advance(ticket, outcome)
             if not ended:
                 return False
-            self._models[recorded.slot][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
+            self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
             outcome = Failed(ReflexError("the recorded model had answered after fewer steps"))
         del self._tickets[seq]
         if line.seq not in self._wanted:
@@ -476,7 +482,7 @@ class _Composed(_Runner):
         item.composed = ended and seq not in self._broken
         return True
 
-    def _leave_out(self, line: Recorded) -> None:
+    def _leave_out(self, line: RequestLine) -> None:
         item = self._item(line)
         ticket = None if line.schedule is None else line.schedule.ticket
         if not item.error and (item.max_abs == inf and not item.composed):

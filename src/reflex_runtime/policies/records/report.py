@@ -16,7 +16,8 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.recording import Header, Note, Recorded, RecordingError, RecordingReader
+from reflex_runtime.telemetry.journal import Header, JournalError, Note, RequestLine
+from reflex_runtime.telemetry.journal_reader import JournalReader
 
 WIDTH = 80
 _SLOT = 24  # columns of a slot in the table
@@ -44,7 +45,7 @@ class SlotReport:
     errors: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, line: Recorded) -> None:
+    def add(self, line: RequestLine) -> None:
         """One request."""
         self.requests += 1
         self.outcomes[line.outcome] += 1
@@ -222,12 +223,12 @@ class RolloutReport:
 def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> RolloutReport:
     """Sum up recordings: files, or directories of them, in order of time.
 
-    alpha, margin: of the `Comparison`. Raises RecordingError for a file that is no recording, or when there is none.
+    alpha, margin: of the `Comparison`. Raises JournalError for a file that is no recording, or when there is none.
     """
     files = list(_files(paths))
     if not files:
-        raise RecordingError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
-    headers = {path: RecordingReader(path).header for path in files}
+        raise JournalError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
+    headers = {path: JournalReader(path).header for path in files}
     files.sort(key=lambda path: (headers[path].started_at, headers[path].session_id, headers[path].part))
     found = RolloutReport(files)
     notes: list[Note] = []
@@ -255,12 +256,12 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
 
 def _read(path: Path, found: RolloutReport) -> list[Note]:
     """Count a file's requests; returns its notes."""
-    reader = RecordingReader(path)
+    reader = JournalReader(path)
     notes = []
     begun = _seconds(reader.header.started_at)
     found.started = min(found.started or begun, begun)
     for line in reader:
-        if isinstance(line, Recorded):
+        if isinstance(line, RequestLine):
             slot = found.slots.setdefault(line.slot, SlotReport(line.slot))
             slot.add(line)
             found.ended = max(found.ended, line.timestamp.timestamp() + line.latency.total_ms / 1e3)

@@ -172,9 +172,9 @@ class Admin:
         told = self.runtime.rollout.outcome(episode, asked.success)
         if told["counted"]:
             self.runtime.metrics.ended(told["slot"], asked.success)
-        if self.runtime.recorder is not None and not told["repeated"]:
+        if not told["repeated"]:
             fields = {"reward": asked.reward} if asked.reward is not None else {}
-            self.runtime.recorder.note("outcome", **told, **fields)
+            self.runtime.note("outcome", **told, **fields)
         _answer(exchange, told)
 
 

@@ -244,7 +244,7 @@ class Asking:
         runtime, placement = self.runtime, ask.placement
         slot = runtime.served[0] if placement is None else placement.slot
         detail = None
-        if runtime.recorder is not None and ask.question is not None:
+        if ask.question is not None and runtime.journals:
             try:
                 detail = asked_and_answered(ask, slot, now, answer, chunk, error, self.config.deadline_ms)
             except Exception:  # the caller gets the answer all the same

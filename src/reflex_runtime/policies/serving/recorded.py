@@ -1,20 +1,20 @@
-"""What the recorder gets: references to what was asked and answered, made on the event loop, and the header."""
+"""What the journal gets: references to what was asked and answered, made on the event loop, and the header."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.policies.serving.slots import Slot
-from reflex_runtime.telemetry.recording import Answered, SentImage, hardware, settings_of
+from reflex_runtime.telemetry.answered import Answered, SentImage
+from reflex_runtime.telemetry.journal_head import hardware
 
 
 def asked_and_answered(
@@ -68,8 +68,8 @@ def asked_and_answered(
     return found
 
 
-def header_of(config: ServeConfig, slots: Mapping[str, Slot], groups: Sequence[GroupConfig]) -> dict[str, Any]:
-    """The recording's first line."""
+def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
+    """What a policy server adds to the first line of a journal."""
     first = next(iter(slots.values())).policy
     export = first.export
     policies = [
@@ -87,8 +87,6 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot], groups: Sequence[G
         "providers": [first.describe()["provider"]],
         "policies": policies if len(slots) > 1 else None,
         "split": config.split if "b" in slots else None,
-        "groups": {group.name: settings_of(group) for group in groups},
-        "warm": {},
     }
 
 

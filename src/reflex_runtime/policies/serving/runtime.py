@@ -44,11 +44,10 @@ from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.sources import environment
+from reflex_runtime.telemetry.journal_head import warmed
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.telemetry.recorder import Recorder
-from reflex_runtime.telemetry.recording import warmed
-from reflex_runtime.telemetry.trace import Divergence, TraceWriter
 from reflex_runtime.web.errors import Conflict, NotFound, NotReady, SloViolated
 from reflex_runtime.web.supervisor import Lives
 
@@ -91,8 +90,8 @@ class PolicyRuntime:
         self.unusable = False  # an export itself is wrong: there is nothing to wait for
         self.metrics = Metrics()
         self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
-        self.trace: TraceWriter | None = None
-        self.recorder: Recorder | None = None
+        self.trace: JournalWriter | None = None
+        self.recorder: JournalWriter | None = None
         self.preparing = Preparing()
         self.cameras = cameras_of(exports.values())  # also of what was exchanged: callers follow one by one
         self.rollout = self._rollout()
@@ -184,10 +183,8 @@ class PolicyRuntime:
             left = max(0.0, until - asyncio.get_running_loop().time())
             ended = await self.batcher.close(drain=True, timeout=left)
             self._clean = ended and not self.batcher.device.hung and not self._loading
-        if self.trace is not None:
-            self.trace.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        for journal in self.journals:
+            journal.close()
         self.preparing.close()
         return self._clean
 
@@ -198,6 +195,16 @@ class PolicyRuntime:
         if self.shadow is not None:
             self.shadow.close()
         self.on_drain()
+
+    @property
+    def journals(self) -> list[JournalWriter]:
+        """What it writes: a trace, a recording, both or neither."""
+        return [journal for journal in (self.trace, self.recorder) if journal is not None]
+
+    def note(self, kind: str, **fields: object) -> None:
+        """Write a note into every journal."""
+        for journal in self.journals:
+            journal.note(kind, **fields)
 
     @property
     def writes_files(self) -> bool:
@@ -328,20 +335,18 @@ class PolicyRuntime:
         batcher = Batcher(
             processors, groups, self.audience, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW}
         )
+        journal = partial(
+            JournalWriter, groups=groups, header=header_of(config, self.slots), notes=self._verdict.notes
+        )
         if config.trace:
-            self.trace = TraceWriter(config.trace, groups, notes=self._verdict.notes)
-            self.audience.add(self.trace)
+            self.trace = journal(config.trace)
         if config.record:
-            recorder = self.recorder = Recorder(
-                config.record,
-                header_of(config, self.slots, groups),
-                gzip=not config.record_no_gzip,
-                images=config.record_images,  # type: ignore[arg-type]
-                max_bytes=config.record_max_mb << 20,
-                notes=self._verdict.notes,
-            )
-            self.audience.add(recorder)
+            images, gzip = config.record_images, not config.record_no_gzip
+            to = Recording(config.record, gzip, images, config.record_max_mb << 20)  # type: ignore[arg-type]
+            recorder = self.recorder = journal(to)
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
+        for one in self.journals:
+            self.audience.add(one)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
@@ -360,9 +365,10 @@ class PolicyRuntime:
         for slot, holder in self.slots.items():
             ran = holder.policy.warm_up(WARM_SIZES)
             ran.teach(self.batcher.scheduler.cost_model(slot))
-            learned = warmed(ran.batches, ran.finished)
-            if self.recorder is not None and learned is not None:
-                self.recorder.header["warm"][slot] = learned
+            learned = warmed(slot, ran.batches, ran.finished)
+            if learned is not None:
+                for journal in self.journals:
+                    journal.warmed(learned)
 
     def _tick(self) -> None:
         """Once a second, whatever happens."""
@@ -399,14 +405,10 @@ class PolicyRuntime:
         return found
 
     def _changed(self, change: Change) -> None:
-        if self.recorder is not None:
-            self.recorder.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
+        self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
 
     def _compared(self, request_id: str, slot: str, found: Difference) -> None:
-        if self.recorder is not None:
-            self.recorder.note("shadow", request_id=request_id, slot=slot, **asdict(found))
-        if self.trace is not None:
-            self.trace.diverged(Divergence(request_id, slot, **asdict(found)))
+        self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
 
     def _moved(self, episodes: Sequence[str]) -> None:
         """They go on elsewhere: what they had carried over would be a jump there."""

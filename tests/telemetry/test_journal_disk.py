@@ -1,4 +1,4 @@
-"""The recorder while serving: it never waits, never raises, and loses little to whatever befalls disk and process."""
+"""The journal while serving: it never waits, never raises, and loses little to whatever befalls disk and process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ import pytest
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.policies.policy.observation import decode_image
 from reflex_runtime.policies.records.report import report
-from reflex_runtime.telemetry import recorder as recorder_module
+from reflex_runtime.telemetry import journal_writer as module
+from reflex_runtime.telemetry.journal import JournalError, RequestLine
+from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.lines import turn_all
-from reflex_runtime.telemetry.recording import Recorded, RecordingError, read_recording
 
-from .test_recording import Run, asked, record, recorder
+from .test_journal_recording import Run, asked, record, recorder
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 8, 3), np.uint8)
 
@@ -37,8 +38,8 @@ def encoded(kind: str) -> bytes:
     return out.getvalue()
 
 
-def written(directory: Path, images: dict[str, Any], mode: str) -> Recorded:
-    (line,) = read_recording(record(directory, [asked(0, images=images)], images=mode)).requests
+def written(directory: Path, images: dict[str, Any], mode: str) -> RequestLine:
+    (line,) = read_journal(record(directory, [asked(0, images=images)], images=mode)).requests
     return line
 
 
@@ -85,7 +86,7 @@ def test_t3_images_that_were_refused_are_recorded_all_the_same(tmp_path: Path) -
 
 def test_text_that_is_not_unicode_does_not_end_a_recording(tmp_path: Path) -> None:
     path = record(tmp_path, [asked(0, instruction="open \ud800"), asked(1)])
-    first, second = read_recording(path).requests
+    first, second = read_journal(path).requests
     assert first.request.instruction == "open \\ud800"
     assert second.request.instruction == "open the door"
 
@@ -115,7 +116,7 @@ def test_t3_a_recording_goes_on_in_another_file_when_one_is_full(tmp_path: Path)
     for i in range(100):
         run.batch(asked(i))
     assert made.close()
-    parts = sorted(map(read_recording, tmp_path.iterdir()), key=lambda found: found.header.part)
+    parts = sorted(map(read_journal, tmp_path.iterdir()), key=lambda found: found.header.part)
     assert [part.header.part for part in parts] == list(range(1, len(parts) + 1))
     assert len(parts) > 2
     assert len({part.header.session_id for part in parts}) == len({part.header.origin for part in parts}) == 1
@@ -150,11 +151,11 @@ def test_t3_turning_a_recording_begins_another_file_with_what_comes_next(tmp_pat
         pass
     first = made.path
     assert first is not None
-    assert read_recording(first).footer is not None
+    assert read_journal(first).footer is not None
     run.batch(asked(1))
     assert made.close()
     assert made.path != first
-    assert [len(read_recording(path).requests) for path in (first, made.path or first)] == [1, 1]
+    assert [len(read_journal(path).requests) for path in (first, made.path or first)] == [1, 1]
 
 
 @pytest.mark.parametrize(("images", "mode"), [("full", 0o600), ("hash_only", 0o644)])
@@ -186,7 +187,7 @@ FULL = """
     import resource, signal, sys
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from telemetry.test_recording import Run, asked, recorder
+    from telemetry.test_journal_recording import Run, asked, recorder
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     made = recorder(Path({directory!r}), gzip={gzip})
     run = Run(made)
@@ -215,15 +216,15 @@ def test_t3_a_full_disk_stops_the_recording_and_leaves_it_readable(tmp_path: Pat
     )
     closed, kind, errno, path = ran.stdout.split()
     assert (closed, kind, int(errno)) == ("False", "OSError", 27)  # EFBIG
-    read = read_recording(path)
+    read = read_journal(path)
     assert 0 < len(read.requests) < 2000
     assert read.footer is None
 
 
 def test_t3_lines_beyond_the_queue_are_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    encode = recorder_module.Recorder._line
-    monkeypatch.setattr(recorder_module.Recorder, "_line", lambda self, item: gate.wait(20) and encode(self, item))
+    encode = module.JournalWriter._line
+    monkeypatch.setattr(module.JournalWriter, "_line", lambda self, item: gate.wait(20) and encode(self, item))
     made = recorder(tmp_path, capacity=5)
     run = Run(made)
     for i in range(50):
@@ -233,7 +234,7 @@ def test_t3_lines_beyond_the_queue_are_dropped_and_counted(tmp_path: Path, monke
     gate.set()
     assert made.close()
     assert made.path is not None
-    read = read_recording(made.path)
+    read = read_journal(made.path)
     assert read.footer is not None
     assert read.footer.dropped == dropped
     assert [r.seq for r in read.requests] == list(range(made.recorded))
@@ -243,7 +244,7 @@ def test_t3_lines_beyond_the_queue_are_dropped_and_counted(tmp_path: Path, monke
 def test_t3_images_beyond_the_memory_bound_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "IMAGE_BYTES", 1000)
+    monkeypatch.setattr(module, "IMAGE_BYTES", 1000)
     made = recorder(tmp_path)
     run = Run(made)
     run.batch(asked(0, images={"image": b"x" * 900}))
@@ -259,7 +260,7 @@ ENDLESS = """
     import sys, time
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from telemetry.test_recording import Run, asked, recorder
+    from telemetry.test_journal_recording import Run, asked, recorder
     made = recorder(Path({directory!r}), gzip={gzip}, capacity=1_000_000)
     run = Run(made)
     i = 0
@@ -286,7 +287,7 @@ def test_t3_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path, 
     process.wait(20)
     process.stdout.close()
     (path,) = tmp_path.iterdir()
-    read = read_recording(path)
+    read = read_journal(path)
     assert read.footer is None
     assert [r.seq for r in read.requests] == list(range(len(read.requests)))
     a_second_ago = max(recorded for at, recorded in told if at <= told[-1][0] - 1.0)
@@ -296,8 +297,8 @@ def test_t3_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path, 
 def seen(directory: Path) -> int:
     """Requests a reader finds now."""
     try:
-        return sum(len(read_recording(path).requests) for path in directory.iterdir())
-    except RecordingError:  # not even the header is whole yet
+        return sum(len(read_journal(path).requests) for path in directory.iterdir())
+    except JournalError:  # not even the header is whole yet
         return 0
 
 

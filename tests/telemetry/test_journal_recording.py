@@ -1,11 +1,11 @@
-"""The recording's format and its reader: what a crash leaves behind is read, what is no recording is refused."""
+"""A journal with payloads, as --record writes it: the format of its lines."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,10 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAns
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Admission, Priority, Request, Ticket
-from reflex_runtime.telemetry.recorder import Recorder
-from reflex_runtime.telemetry.recording import (
-    Answered,
-    RecordingError,
-    RecordingReader,
-    hardware,
-    read_recording,
-    settings_of,
-    short,
-)
+from reflex_runtime.telemetry.answered import Answered, short
+from reflex_runtime.telemetry.journal_head import hardware, info_of
+from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 HEADER = {
     "model_hash": "0123456789abcdef",
@@ -45,7 +39,7 @@ HEADER = {
 class Run:
     """Batches of requests, as the scheduler and a server tell of them, on a clock of its own."""
 
-    def __init__(self, recorder: Recorder, now: float = 1000.0) -> None:
+    def __init__(self, recorder: JournalWriter, now: float = 1000.0) -> None:
         self.recorder, self.now = recorder, now
         self.tickets = self.batches = 0
 
@@ -71,7 +65,7 @@ class Run:
             admission = Admission(batch.id, len(batch), "timeout", "idle", 0.02)
             answered.batch = admission._replace(cost=0.020)
             status = 200 if outcome == "ok" else 499
-            self.recorder(RequestAnswered(self.now, slot, outcome, status, 0.021, ticket, answered))
+            self.recorder(RequestAnswered(self.now, slot, outcome, status, 0.021, ticket, answered, wire="http"))
 
 
 def asked(i: int, **changes: Any) -> Answered:
@@ -92,9 +86,15 @@ def asked(i: int, **changes: Any) -> Answered:
     return Answered(**fields | changes)
 
 
-def recorder(directory: Path, **changes: Any) -> Recorder:
+PLACE = frozenset({"gzip", "images", "max_bytes"})
+
+
+def recorder(directory: Path, **changes: Any) -> JournalWriter:
+    """changes: of the `Recording`, and of the writer."""
+    to = Recording(directory, **{name: value for name, value in changes.items() if name in PLACE})
     clock: Callable[[], float] = lambda: 999.0  # noqa: E731
-    return Recorder(directory, **{"header": HEADER, "clock": clock, "wall": lambda: 1_700_000_000.25} | changes)
+    told: dict[str, Any] = {"header": HEADER, "clock": clock, "wall": lambda: 1_700_000_000.25}
+    return JournalWriter(to, **told | {name: value for name, value in changes.items() if name not in PLACE})
 
 
 def record(directory: Path, *batches: list[Answered], **changes: Any) -> Path:
@@ -132,15 +132,18 @@ def test_t1_header_and_footer_have_the_contracts_fields(tmp_path: Path) -> None:
     first, *_, last = raw(path)
     assert {k: first[k] for k in HEADER} == HEADER
     assert first["kind"] == "header"
-    assert first["schema_version"] == 1
+    assert first["schema_version"] == 2
+    assert first["payloads"] is True
     assert first["session_id"] in path.name
     assert first["started_at"] == "2023-11-14T22:13:20.250000Z"
     assert first["redaction"] == {"images": "hash_only"}
     assert first["reflex_version"]
     assert first["policies"] == policies
     assert first["split"] == 80
-    assert last == {"kind": "footer", "ended_at": "2023-11-14T22:13:20.250000Z", "total_requests": 3, "dropped": 0}
-    read = read_recording(path)
+    assert last == {
+        "kind": "footer", "ended_at": "2023-11-14T22:13:20.250000Z", "total_requests": 3, "batches": 2, "dropped": 0,
+    }  # fmt: skip
+    read = read_journal(path)
     assert (read.header.hash_of("b"), read.header.hash_of("prod")) == ("hb", HEADER["model_hash"])
     assert read.footer is not None
     assert read.footer.total_requests == 3
@@ -168,6 +171,7 @@ def test_t2_a_request_line_has_the_contracts_fields(tmp_path: Path) -> None:
     members = ["request-0", "request-1"]
     assert line["batch"] == {"id": 1, "size": 2, "reason": "timeout", "cause": "idle", "members": members}
     assert line["cost"] == {"estimate_ms": 20.0, "measured_ms": 9.75}
+    assert line["wire"] == "http"
     assert lines[2]["error"] == {"slug": "queue_full", "message": "no room"}
     assert lines[2]["response"] is None
 
@@ -181,7 +185,7 @@ def test_t2_the_schedule_is_recorded_as_the_scheduler_saw_it(tmp_path: Path) -> 
     run.batch(asked(0), outcome="cancelled")
     assert made.close()
     assert made.path is not None
-    read = read_recording(made.path)
+    read = read_journal(made.path)
     rejected, cancelled = read.requests
     assert rejected.schedule is not None
     assert (rejected.schedule.ticket, rejected.schedule.arrived, rejected.outcome) == (None, 1000.125, "rejected")
@@ -189,9 +193,10 @@ def test_t2_the_schedule_is_recorded_as_the_scheduler_saw_it(tmp_path: Path) -> 
     assert cancelled.schedule is not None
     assert cancelled.schedule.arrived == 1000.1 + 1e-10  # to the last bit
     (batch,) = read.batches
-    assert (batch.members, batch.entered, batch.at) == ([0], [0], 1000.1 + 1e-10)
+    assert (batch.seqs, [m.seq for m in batch.entered], batch.at) == ([0], [0], 1000.1 + 1e-10)
     assert (batch.elapsed, batch.expected, batch.cause) == (0.0195, 0.018, "idle")
-    assert [(e.ticket, e.outcome, e.at) for e in read.ended] == [(0, "cancelled", run.now)]
+    ended = [(None, "rejected", 1000.125), (0, "cancelled", run.now)]
+    assert [(e.ticket, e.outcome, e.at) for e in read.ended] == ended
 
 
 def test_t2_actions_come_back_to_the_last_bit_whatever_they_are(tmp_path: Path) -> None:
@@ -204,7 +209,7 @@ def test_t2_actions_come_back_to_the_last_bit_whatever_they_are(tmp_path: Path) 
     path = record(tmp_path, [asked(i, actions=a, state=[1.5, float("nan")]) for i, a in enumerate(sent)])
     text = gzip.decompress(path.read_bytes()).decode()
     assert text.count("NaN") == text.count('"NaN"') > 0
-    read = read_recording(path)
+    read = read_journal(path)
     for actions, line in zip(sent, read.requests, strict=True):
         assert line.response is not None
         assert line.response.array().tobytes() == actions.tobytes()
@@ -212,93 +217,17 @@ def test_t2_actions_come_back_to_the_last_bit_whatever_they_are(tmp_path: Path) 
     assert len(json.dumps(short(plain))) < 0.7 * len(json.dumps(plain.astype(float).tolist()))
 
 
-def test_settings_say_how_a_group_was_scheduled() -> None:
-    told = settings_of(GroupConfig("a", FlushPolicy.by_size(4, 0.01), capacity=7, weight=2.0))
-    assert told["flush"]["max_batch_cost"] is None  # infinite
-    assert told["flush"]["hold_max"] == (0.0, 0.01, 0.01)
-    assert (told["capacity"], told["weight"], told["cost"]["stages"]) == (7, 2.0, [""])
+def test_the_header_says_how_a_group_was_scheduled() -> None:
+    told = info_of(GroupConfig("a", FlushPolicy.by_size(4, 0.01), capacity=7, weight=2.0))
+    assert (told.unit, told.budget, told.max_size) == ("seconds", None, 4)
+    assert told.flush["max_batch_cost"] is None  # infinite
+    assert told.flush["hold_max"] == (0.0, 0.01, 0.01)
+    assert told.cost is not None
+    assert (told.capacity, told.weight, told.cost["stages"]) == (7, 2.0, [""])
     assert hardware()["cores"] >= 1
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> list[bytes]:
-    """header, (batch, request) three times, footer."""
-    path = record(tmp_path / "whole", *([asked(i)] for i in range(3)), gzip=False)
-    return path.read_bytes().splitlines(keepends=True)
-
-
-def put(tmp_path: Path, lines: Iterable[bytes]) -> Path:
-    path = tmp_path / "r.jsonl"
-    path.write_bytes(b"".join(lines))
-    return path
-
-
-def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_read(tmp_path: Path, lines: list[bytes]) -> None:
-    read = read_recording(put(tmp_path, lines[:-1]))
-    assert (len(read.requests), read.footer, read.torn) == (3, None, False)
-    read = read_recording(put(tmp_path, [lines[0], b"\n", lines[1], b" \n", *lines[2:]]))
-    assert (len(read.requests), read.torn) == (3, False)
-    last = next(i for i in range(len(lines) - 1, 0, -1) if b'"kind":"request"' in lines[i])
-    for cut in (1, 25, len(lines[last]) - 2):
-        read = read_recording(put(tmp_path, [*lines[:last], lines[last][:cut]]))
-        assert (len(read.requests), read.footer, read.torn) == (2, None, True)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda x: [], r"r\.jsonl, line 1: empty, not even a header"),
-        (lambda x: [x[0][:30]], "line 1: no whole header"),
-        (lambda x: [x[1], x[0]], "line 1: .*not a header"),
-        (lambda x: [b"hello\n", *x], "line 1: not JSON"),
-        (lambda x: [x[0].replace(b'version":1', b'version":7'), *x[1:]], "line 1: .*schema_version 7; .* reads 1"),
-        (lambda x: [x[0], x[1][:40] + b"\n", *x[2:]], "line 2: not a whole line, and others follow it"),
-        (lambda x: [x[0], b"\n", x[1], x[2][:-20] + b"\n", *x[3:]], "line 4: not a whole line"),
-        (lambda x: [x[0], *x], "line 2: a second header"),
-        (lambda x: [*x, x[1]], "line 9: comes after the footer"),
-        (lambda x: [x[0], b"[1]\n", *x[1:]], "line 2: not a line of a recording"),
-        (lambda x: [x[0], x[1], x[2].replace(b'"seq":0', b'"seq":"x"'), *x[3:]], r"line 3: .*\$\.seq"),
-    ],
-)
-def test_t4_what_is_no_recording_is_refused_with_its_line(
-    tmp_path: Path, lines: list[bytes], make: Callable[[list[bytes]], list[bytes]], says: str
-) -> None:
-    with pytest.raises(RecordingError, match=says):
-        read_recording(put(tmp_path, make(lines)))
-
-
-def test_t4_a_gz_that_was_cut_off_gives_what_it_holds(tmp_path: Path) -> None:
-    whole = record(tmp_path, *([asked(i)] for i in range(600))).read_bytes()
-    cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(whole[: len(whole) * 2 // 3])
-    read = read_recording(cut)
-    assert 200 < len(read.requests) < 600
-    assert read.footer is None
-    cut.write_bytes(b"\x1f\x8b nonsense")
-    with pytest.raises(RecordingError, match="line 1: not readable as gzip"):
-        read_recording(cut)
-    with pytest.raises(RecordingError, match=r"gone\.jsonl: No such file"):
-        read_recording(tmp_path / "gone.jsonl")
-
-
-def test_lines_and_keys_of_later_versions_are_passed_over(tmp_path: Path, lines: list[bytes]) -> None:
-    later = [line.replace(b'{"kind"', b'{"later":[1],"kind"') for line in lines]
-    read = read_recording(put(tmp_path, [*later[:2], b'{"kind":"telepathy","who":"robot"}\n', *later[2:]]))
-    assert len(read.requests) == 3
-    assert [(n.kind, n.fields) for n in read.others] == [("telepathy", {"who": "robot"})]
-
-
-def test_a_recording_is_read_line_by_line(tmp_path: Path, lines: list[bytes]) -> None:
-    """The reader has not looked at the end when it yields the beginning: a broken end is met only there."""
-    path = put(tmp_path, [*lines[:-1], b"{\n", b"{\n"])
-    reader = RecordingReader(path)
-    found = iter(reader)
-    assert len([next(found) for _ in range(6)]) == 6
-    with pytest.raises(RecordingError, match="line 8: not a whole line"):
-        next(found)
+# -- notes and arguments ----------------------------------------------------------------------------------------------
 
 
 def test_notes_are_kept_apart(tmp_path: Path) -> None:
@@ -307,23 +236,23 @@ def test_notes_are_kept_apart(tmp_path: Path) -> None:
     Run(made).batch(asked(0))
     made.note("outcome", episode_id="ep_7", slot="a", success=True, reward=0.5)
     made.note("shadow", mean=0.25)
-    with pytest.raises(ValueError, match="'request' is written by the recorder"):
+    with pytest.raises(ValueError, match="'request' is written by the journal"):
         made.note("request")
     assert made.close()
     assert made.path is not None
-    read = read_recording(made.path)
+    read = read_journal(made.path)
     assert len(read.requests) == 1
-    (decision,), (outcome,), (other,) = read.decisions, read.outcomes, read.others
+    (decision,), (outcome,), (other,) = (read.noted(kind) for kind in ("decision", "outcome", "shadow"))
     assert decision.fields == {"timestamp": "2023-11-14T22:13:20.250000Z", "action": "split", "split": 20}
     assert (outcome.fields["episode_id"], outcome.fields["success"], outcome.fields["reward"]) == ("ep_7", True, 0.5)
-    assert other.kind == "shadow"
+    assert other.fields["mean"] == 0.25
 
 
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Recorder\.images='some': must be one of full, hash_only, none"):
+    with pytest.raises(ConfigError, match=r"Recording\.images='some': must be one of full, hash_only, none"):
         recorder(tmp_path, images="some")
-    with pytest.raises(ConfigError, match=r"Recorder\.capacity=0: must be >= 1"):
+    with pytest.raises(ConfigError, match=r"JournalWriter\.capacity=0: must be >= 1"):
         recorder(tmp_path, capacity=0)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"Recorder\.directory='.*file/x': cannot be made"):
+    with pytest.raises(ConfigError, match=r"Recording\.directory='.*file/x': cannot be made"):
         recorder(tmp_path / "file" / "x")

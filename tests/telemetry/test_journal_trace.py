@@ -1,4 +1,4 @@
-"""The trace file: what the real scheduler did must be read back exactly, whatever befalls the file."""
+"""A journal without payloads, as --trace writes it: what the real scheduler did is read back exactly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,15 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.processors.function import FunctionProcessor
-from reflex_runtime.telemetry.trace import TraceError, TraceWriter, read_trace
+from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 TOKENS = GroupConfig(name="llm", flush=FlushPolicy.every_step(8), cost=TokenCost)
 ROBOTS = GroupConfig(name="prod", flush=FlushPolicy.by_cost(0.1, 0.0), cost=TimeCost)
 
 
-def writer(path: Path, *groups: GroupConfig, capacity: int = 1024) -> TraceWriter:
-    return TraceWriter(path, groups, capacity, clock=lambda: 0.0)
+def writer(path: Path, *groups: GroupConfig, capacity: int = 1024) -> JournalWriter:
+    return JournalWriter(path, groups, capacity, clock=lambda: 0.0)
 
 
 class Loop:
@@ -64,7 +65,7 @@ class Loop:
                 sink(event)
 
 
-def run_of(n: int, trace: TraceWriter, **kw: Any) -> None:
+def run_of(n: int, trace: JournalWriter, **kw: Any) -> None:
     """n batches of one request each."""
     loop = Loop(ROBOTS, trace)
     for i in range(n):
@@ -98,7 +99,7 @@ def test_l3_the_token_schedule_reads_back_exactly(tmp_path: Path) -> None:
         loop.submit(id="A", wants=11)
         loop.submit(id="B", wants=7)
         loop.run(Toy({"A": 11, "B": 7}, outputs=4))
-    read = read_trace(tmp_path / "t.jsonl")
+    read = read_journal(tmp_path / "t.jsonl")
     steps = [{m.id: m.units for m in b.members} for b in read.batches]
     assert steps == [{"A": 8}, {"A": 3, "B": 5}, {"A": 1, "B": 2}, {"A": 1, "B": 1}, {"A": 1, "B": 1}, {"B": 1}]
     assert [b.unit for b in read.batches] == ["tokens"] * 6
@@ -131,12 +132,12 @@ def test_t2_every_value_of_a_batch_is_the_schedulers(tmp_path: Path) -> None:
             loop.submit(id=f"act_{i}", client=f"robot_{i % 5}", partition=("pi", 224), shape="224")
             loop.now += 0.001
         loop.run(lambda t, u: Done(t.id), notes={"fanout": "sequential", "bisect_calls": 3})
-    batches = read_trace(tmp_path / "t.jsonl").batches
+    batches = read_journal(tmp_path / "t.jsonl").batches
     assert len(batches) == len(seen) > 3
     for read, (batch, elapsed, behind) in zip(batches, seen, strict=True):
         assert (read.id, read.group, read.partition, read.stage) == (batch.id, "prod", "('pi', 224)", "")
         assert (read.reason, read.cause) == (batch.reason.value, batch.cause.value)
-        assert read.scheduled_at == pytest.approx(batch.scheduled_at, abs=1e-6)
+        assert (read.at, read.finished) == (batch.scheduled_at, batch.scheduled_at + elapsed)
         assert (read.elapsed, read.queued, read.size, read.crashed) == (elapsed, behind, len(batch), False)
         assert read.cost == pytest.approx(batch.cost, abs=1e-6)
         assert (read.expected or 0.0) == pytest.approx(batch.expected, abs=1e-6)
@@ -156,7 +157,7 @@ def test_ids_that_repeat_or_are_empty_stay_apart(tmp_path: Path) -> None:
         for name in ("same", "same", "", ""):
             loop.submit(id=name, client=7)
         loop.run(lambda t, u: Done())
-    members = [m for b in read_trace(tmp_path / "t.jsonl").batches for m in b.members]
+    members = [m for b in read_journal(tmp_path / "t.jsonl").batches for m in b.members]
     assert [(m.seq, m.id) for m in members] == [(0, "same"), (1, "same"), (2, ""), (3, "")]
     assert {m.client for m in members} == {"7"}
 
@@ -174,7 +175,7 @@ def test_outcomes_tell_how_each_member_fared(tmp_path: Path) -> None:
         outcomes: list[Done | More | Failed] = [Done(), Failed(ProcessorError("bad")), More(), Done(), More()]
         loop.scheduler.complete(batch, outcomes, 0.01, 0.01)
         loop.run(lambda t, u: Failed(ValueError("not one of ours")))
-    first, second = read_trace(tmp_path / "t.jsonl").batches
+    first, second = read_journal(tmp_path / "t.jsonl").batches
     assert [(m.id, m.outcome) for m in first.members] == [
         ("ends", "done"), ("fails", "failed"), ("leaves", "more"), ("quits", "cancelled"), ("stays", "more"),
     ]  # fmt: skip
@@ -188,7 +189,7 @@ def test_outcomes_nobody_told_are_unknown(tmp_path: Path) -> None:
         loop = Loop(ROBOTS, lambda e: None if isinstance(e, RequestSettled) else trace(e))
         loop.submit()
         loop.run(lambda t, u: Done())
-    [batch] = read_trace(tmp_path / "t.jsonl").batches
+    [batch] = read_journal(tmp_path / "t.jsonl").batches
     assert [m.outcome for m in batch.members] == [None]
 
 
@@ -211,7 +212,7 @@ def test_the_writer_keeps_no_payload(tmp_path: Path) -> None:
 def test_a_file_without_groups_says_that_units_are_unknown(tmp_path: Path) -> None:
     with writer(tmp_path / "t.jsonl") as trace:
         run_of(1, trace)
-    read = read_trace(tmp_path / "t.jsonl")
+    read = read_journal(tmp_path / "t.jsonl")
     assert read.groups == {}
     assert [b.unit for b in read.batches] == [None]
 
@@ -232,9 +233,9 @@ def test_what_json_cannot_say_does_not_end_the_trace(tmp_path: Path) -> None:
         loop.scheduler.complete(batch, [Done()], 0.01, loop.now)
         loop.emit()
     assert trace.error is None
-    first, second = read_trace(tmp_path / "t.jsonl").batches
+    first, second = read_journal(tmp_path / "t.jsonl").batches
     assert first.members[0].id == "lone \\ud800"
-    assert "unwritable" in first.notes
+    assert first.notes == {"odd": "unwritable: ValueError: no name"}
     assert second.cost is None
 
 
@@ -252,10 +253,10 @@ def test_a_full_disk_is_remembered_and_touches_nobody() -> None:
 
 
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"TraceWriter\.path='.*/no/t\.jsonl': cannot be written: No such file"):
-        TraceWriter(tmp_path / "no" / "t.jsonl")
+    with pytest.raises(ConfigError, match=r"JournalWriter\.to='.*/no/t\.jsonl': cannot be written: No such file"):
+        JournalWriter(tmp_path / "no" / "t.jsonl")
     with pytest.raises(ConfigError, match=r"capacity=0: must be >= 1"):
-        TraceWriter(tmp_path / "t.jsonl", capacity=0)
+        JournalWriter(tmp_path / "t.jsonl", capacity=0)
 
 
 def test_batches_beyond_the_queue_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -303,13 +304,13 @@ def test_a_batch_is_written_without_waiting_for_the_next(tmp_path: Path) -> None
 
 def test_the_asyncio_driver_feeds_it(tmp_path: Path) -> None:
     async def serve() -> None:
-        with TraceWriter(tmp_path / "t.jsonl", [ROBOTS]) as trace:
+        with JournalWriter(tmp_path / "t.jsonl", [ROBOTS]) as trace:
             batcher = Batcher({"prod": FunctionProcessor(lambda items: items)}, [ROBOTS], sinks=[trace])
             async with batcher:
                 await asyncio.gather(*(batcher.run(Request(i, id=str(i), group="prod")) for i in range(200)))
 
     asyncio.run(serve())
-    members = [m for b in read_trace(tmp_path / "t.jsonl").batches for m in b.members]
+    members = [m for b in read_journal(tmp_path / "t.jsonl").batches for m in b.members]
     assert sorted(int(m.id) for m in members) == list(range(200))
     assert {m.outcome for m in members} == {"done"}
 
@@ -320,93 +321,14 @@ def test_a_closed_writer_takes_nothing_more(tmp_path: Path) -> None:
     assert trace.close()
     run_of(2, trace)
     assert trace.close()
-    assert len(read_trace(tmp_path / "t.jsonl").batches) == 2
+    assert len(read_journal(tmp_path / "t.jsonl").batches) == 2
 
 
 def test_gz_is_written_and_read_by_suffix(tmp_path: Path) -> None:
     with writer(tmp_path / "t.jsonl.gz", ROBOTS) as trace:
         run_of(30, trace)
     assert gzip.decompress((tmp_path / "t.jsonl.gz").read_bytes()).startswith(b'{"kind":"header"')
-    assert len(read_trace(tmp_path / "t.jsonl.gz").batches) == 30
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def lines(tmp_path: Path) -> list[bytes]:
-    """header, three batches, footer."""
-    with writer(tmp_path / "whole.jsonl", ROBOTS) as trace:
-        run_of(3, trace)
-    return (tmp_path / "whole.jsonl").read_bytes().splitlines(keepends=True)
-
-
-def put(tmp_path: Path, lines: Iterable[bytes]) -> Path:
-    path = tmp_path / "t.jsonl"
-    path.write_bytes(b"".join(lines))
-    return path
-
-
-def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_accepted(tmp_path: Path, lines: list[bytes]) -> None:
-    read = read_trace(put(tmp_path, lines[:4]))
-    assert (len(read.batches), read.footer, read.torn) == (3, None, False)
-    read = read_trace(put(tmp_path, [lines[0], b"\n", lines[1], b"  \n", *lines[2:]]))
-    assert (len(read.batches), read.torn) == (3, False)
-    for cut in (1, 20, len(lines[3]) - 2):
-        read = read_trace(put(tmp_path, [*lines[:3], lines[3][:cut]]))
-        assert (len(read.batches), read.footer, read.torn) == (2, None, True)
-
-
-def test_t4_a_torn_middle_line_is_refused_with_its_number(tmp_path: Path, lines: list[bytes]) -> None:
-    path = put(tmp_path, [*lines[:2], lines[2][:40] + b"\n", *lines[3:]])
-    with pytest.raises(TraceError, match=r"t\.jsonl, line 3: not a whole line, and others follow it") as caught:
-        read_trace(path)
-    assert caught.value.details["line"] == 3
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda x: [], "line 1: empty, not even a header"),
-        (lambda x: [b"\n"], "line 1: empty"),
-        (lambda x: [x[0][:30]], "line 1: no whole header"),
-        (lambda x: [x[1], x[0]], "line 1: .*'batch', not a header"),
-        (lambda x: [b"hello\n", *x], "line 1: not JSON"),
-        (lambda x: [b'{"some": "json"}\n', *x], "line 1: not a line of a batch trace"),
-        (lambda x: [x[0].replace(b'version":1', b'version":2'), *x[1:]], "line 1: .*schema_version 2; .* reads 1"),
-        (lambda x: [x[0], *x], "line 2: a second header"),
-        (lambda x: [x[0], x[-1], x[1]], "line 3: comes after the footer"),
-        (lambda x: [*x[:2], x[2].replace(b'"seq":1', b'"seq":"x"'), *x[3:]], r"line 3: .*\$\.members\[0\]\.seq"),
-    ],
-)
-def test_t4_what_is_no_trace_is_refused(
-    tmp_path: Path, lines: list[bytes], make: Callable[[list[bytes]], list[bytes]], says: str
-) -> None:
-    with pytest.raises(TraceError, match=says):
-        read_trace(put(tmp_path, make(lines)))
-
-
-def test_files_that_are_not_there_or_not_gzip_are_refused(tmp_path: Path, lines: list[bytes]) -> None:
-    with pytest.raises(TraceError, match=r"gone\.jsonl: No such file"):
-        read_trace(tmp_path / "gone.jsonl")
-    (tmp_path / "t.jsonl.gz").write_bytes(b"".join(lines))
-    with pytest.raises(TraceError, match="line 1: not readable as gzip"):
-        read_trace(tmp_path / "t.jsonl.gz")
-
-
-def test_t4_a_gz_that_was_cut_off_gives_what_it_holds(tmp_path: Path) -> None:
-    with writer(tmp_path / "whole.jsonl.gz", ROBOTS) as trace:
-        run_of(400, trace)
-    whole = (tmp_path / "whole.jsonl.gz").read_bytes()
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) * 2 // 3])
-    read = read_trace(tmp_path / "cut.jsonl.gz")
-    assert 100 < len(read.batches) < 400
-    assert read.footer is None
-
-
-def test_newer_keys_are_passed_over(tmp_path: Path, lines: list[bytes]) -> None:
-    path = put(tmp_path, [*lines[:1], *(line.replace(b'"crashed"', b'"later":{},"crashed"') for line in lines[1:])])
-    assert len(read_trace(path).batches) == 3
+    assert len(read_journal(tmp_path / "t.jsonl.gz").batches) == 30
 
 
 def test_every_cause_is_written_with_its_reason(tmp_path: Path) -> None:
@@ -419,5 +341,5 @@ def test_every_cause_is_written_with_its_reason(tmp_path: Path) -> None:
             batch.cause = cause
             loop.scheduler.complete(batch, [Done()], 0.01, 0.01)
             loop.emit()
-    read = read_trace(tmp_path / "t.jsonl").batches
+    read = read_journal(tmp_path / "t.jsonl").batches
     assert [(b.reason, b.cause) for b in read] == [(c.reason.value, c.value) for c in Cause]

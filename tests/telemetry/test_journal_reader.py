@@ -1,0 +1,111 @@
+"""The reader of journals: what a crash leaves behind is read, what is no journal is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from reflex_runtime.telemetry.journal import JournalError
+from reflex_runtime.telemetry.journal_reader import JournalReader, read_journal
+
+from .test_journal_recording import asked, record
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[bytes]:
+    """header, (batch, request) three times, footer."""
+    path = record(tmp_path / "whole", *([asked(i)] for i in range(3)), gzip=False)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def put(tmp_path: Path, lines: Iterable[bytes]) -> Path:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b"".join(lines))
+    return path
+
+
+def test_t4_a_missing_footer_blank_lines_and_a_torn_last_line_are_read(tmp_path: Path, lines: list[bytes]) -> None:
+    read = read_journal(put(tmp_path, lines[:-1]))
+    assert (len(read.requests), read.footer, read.torn) == (3, None, False)
+    read = read_journal(put(tmp_path, [lines[0], b"\n", lines[1], b" \n", *lines[2:]]))
+    assert (len(read.requests), read.torn) == (3, False)
+    last = next(i for i in range(len(lines) - 1, 0, -1) if b'"kind":"request"' in lines[i])
+    for cut in (1, 25, len(lines[last]) - 2):
+        read = read_journal(put(tmp_path, [*lines[:last], lines[last][:cut]]))
+        assert (len(read.requests), read.footer, read.torn) == (2, None, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda x: [], r"r\.jsonl, line 1: empty, not even a header"),
+        (lambda x: [x[0][:30]], "line 1: no whole header"),
+        (lambda x: [x[1], x[0]], "line 1: .*not a header"),
+        (lambda x: [b"hello\n", *x], "line 1: not JSON"),
+        (lambda x: [b"\n"], "line 1: empty"),
+        (lambda x: [b'{"some": "json"}\n', *x], "line 1: not a line of a journal"),
+        (lambda x: [x[0], x[-1], x[1]], "line 3: comes after the footer"),
+        (lambda x: [x[0], x[1][:40] + b"\n", *x[2:]], "line 2: not a whole line, and others follow it"),
+        (lambda x: [x[0], b"\n", x[1], x[2][:-20] + b"\n", *x[3:]], "line 4: not a whole line"),
+        (lambda x: [x[0], *x], "line 2: a second header"),
+        (lambda x: [*x, x[1]], "line 9: comes after the footer"),
+        (lambda x: [x[0], b"[1]\n", *x[1:]], "line 2: not a line of a journal"),
+        (lambda x: [x[0], x[1], x[2].replace(b'"seq":0', b'"seq":"x"'), *x[3:]], r"line 3: .*\$\.seq"),
+    ],
+)
+def test_t4_what_is_no_journal_is_refused_with_its_line(
+    tmp_path: Path, lines: list[bytes], make: Callable[[list[bytes]], list[bytes]], says: str
+) -> None:
+    with pytest.raises(JournalError, match=says):
+        read_journal(put(tmp_path, make(lines)))
+
+
+def test_t4_a_gz_that_was_cut_off_gives_what_it_holds(tmp_path: Path) -> None:
+    whole = record(tmp_path, *([asked(i)] for i in range(600))).read_bytes()
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(whole[: len(whole) * 2 // 3])
+    read = read_journal(cut)
+    assert 200 < len(read.requests) < 600
+    assert read.footer is None
+    cut.write_bytes(b"\x1f\x8b nonsense")
+    with pytest.raises(JournalError, match="line 1: not readable as gzip"):
+        read_journal(cut)
+    with pytest.raises(JournalError, match=r"gone\.jsonl: No such file"):
+        read_journal(tmp_path / "gone.jsonl")
+
+
+def test_lines_and_keys_of_later_versions_are_passed_over(tmp_path: Path, lines: list[bytes]) -> None:
+    later = [line.replace(b'{"kind"', b'{"later":[1],"kind"') for line in lines]
+    read = read_journal(put(tmp_path, [*later[:2], b'{"kind":"telepathy","who":"robot"}\n', *later[2:]]))
+    assert len(read.requests) == 3
+    assert [(n.kind, n.fields) for n in read.notes] == [("telepathy", {"who": "robot"})]
+
+
+def test_a_recording_is_read_line_by_line(tmp_path: Path, lines: list[bytes]) -> None:
+    """The reader has not looked at the end when it yields the beginning: a broken end is met only there."""
+    path = put(tmp_path, [*lines[:-1], b"{\n", b"{\n"])
+    reader = JournalReader(path)
+    found = iter(reader)
+    assert len([next(found) for _ in range(6)]) == 6
+    with pytest.raises(JournalError, match="line 8: not a whole line"):
+        next(found)
+
+
+def test_a_file_of_another_version_is_refused_in_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    """Traces and recordings were two formats of version 1."""
+    old = b'{"kind":"header","schema_version":1,"started_at":"","origin":0.0,"reflex_version":"0.1.0","groups":{}}\n'
+    path = put(tmp_path, [old, b'{"kind":"batch","id":1}\n'])
+    with pytest.raises(JournalError) as caught:
+        read_journal(path)
+    assert str(caught.value) == (
+        f"{path}, line 1: schema_version 1, by reflex 0.1.0; this release reads 2: read the file with the release that "
+        "wrote it, or write it again with this one"
+    )
+
+
+def test_newer_keys_are_passed_over_in_every_line(tmp_path: Path, lines: list[bytes]) -> None:
+    path = put(tmp_path, [line.replace(b'{"kind"', b'{"wire":"zmq","later":{},"kind"') for line in lines])
+    read = read_journal(path)
+    assert (len(read.requests), len(read.batches), read.footer is not None) == (3, 3, True)
