@@ -63,7 +63,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument(
         "model", type=model_directory, metavar="MODEL_DIR",
-        help="Hugging Face directory: config.json, safetensors, tokenizer.json; scribe is the bundled model",
+        help="directory: config.json, tokenizer.json, and safetensors or an export to OpenVINO (openvino_model.xml); "
+        "scribe is the bundled model",
     )  # fmt: skip
     tables = "TOML file with a table [serve], and [generate_batcher] for --workers"
     parser.add_argument("--config", type=Path, metavar="FILE", help=tables)
@@ -110,7 +111,7 @@ def _serve(
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.llm.checkpoint import Checkpoint
+    from reflex_runtime.llm.load import describe
     from reflex_runtime.llm.serving.local_model import opened
     from reflex_runtime.llm.serving.openai import serving
     from reflex_runtime.llm.tokenizer import HFTokenizer
@@ -119,7 +120,7 @@ def _serve(
 
     for path in _traces(config):
         check_trace(path)
-    check_model(config, Checkpoint.open(directory).config)
+    check_model(config, describe(directory))
     tokenizer = HFTokenizer.load(directory)
     if config.workers:
         config, batcher = _one_bound(config, batcher)

@@ -13,6 +13,7 @@ from reflex_runtime.options import flag
 
 if TYPE_CHECKING:
     from reflex_runtime.llm.checkpoint import ModelConfig
+    from reflex_runtime.llm.openvino_export import OpenVinoExport
     from reflex_runtime.llm.runner import Runner
     from reflex_runtime.llm.tokenizer import Tokenizer
 
@@ -32,7 +33,7 @@ def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokeniz
         raise _as_flag(config, error) from error
 
 
-def check_model(config: LLMServeConfig, model: ModelConfig) -> None:
+def check_model(config: LLMServeConfig, model: ModelConfig | OpenVinoExport) -> None:
     """Check what can be checked without loading the model; errors name flags."""
     from reflex_runtime.llm.load import check
 

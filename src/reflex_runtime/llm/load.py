@@ -1,6 +1,7 @@
 """From a model directory to what runs it: the one place that knows which runner suits which device.
 
 OpenVINO's paged attention on a CPU, PyTorch on a GPU; either can be asked for. Each is imported only when it is chosen.
+An export to OpenVINO runs on OpenVINO alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.checkpoint import ModelConfig
+from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
+from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
 
@@ -25,7 +27,7 @@ DTYPES = ("auto", "float32", "bfloat16", "int8")
 def load(
     directory: str | Path, *, device: str = "auto", runner: str = "auto", dtype: str = "auto", **options: Any
 ) -> tuple[Runner, Tokenizer]:
-    """A runner and the tokenizer of a Hugging Face directory.
+    """A runner and the tokenizer of a directory: a Hugging Face checkpoint, or an export to OpenVINO.
 
     device: `cpu`, `cuda`, or `auto` (a GPU when PyTorch sees one). runner: `openvino`, `torch`, or `auto`. dtype: what
     the model computes in (`float32`, `bfloat16`; `auto` is what the checkpoint is stored in where the machine is fast
@@ -33,7 +35,7 @@ def load(
     max_model_len, threads; None leaves the runner's own. Raises ConfigError that names the file and what is wrong.
     """
     given = {name: value for name, value in options.items() if value is not None}
-    device, runner = choose(device, runner, dtype, given.get("block_size"))
+    device, runner = choose(device, runner, dtype, given.get("block_size"), is_export(directory))
     tokenizer = HFTokenizer.load(directory)
     if runner == "openvino":
         from reflex_runtime.llm.openvino_runner import OpenVinoRunner
@@ -46,14 +48,26 @@ def load(
     return TorchRunner(directory, device=device, dtype=dtype, **given), tokenizer
 
 
-def choose(device: str, runner: str, dtype: str, block_size: int | None = None) -> tuple[str, str]:
-    """The device and the runner that `load` uses. Loads nothing.
+def describe(directory: str | Path) -> ModelConfig | OpenVinoExport:
+    """What is in a directory, read and checked without its weights. ConfigError for what cannot be served."""
+    return OpenVinoExport.open(directory) if is_export(directory) else Checkpoint.open(directory).config
+
+
+def choose(
+    device: str, runner: str, dtype: str, block_size: int | None = None, export: bool = False
+) -> tuple[str, str]:
+    """The device and the runner that `load` uses. Loads nothing. export: the model is OpenVINO's own.
 
     ConfigError for options that no runner takes together, or that nothing here can run; `field` names one of them.
     """
     _one_of("device", device, DEVICES)
     _one_of("runner", runner, RUNNERS)
     _one_of("dtype", dtype, DTYPES)
+    if export:
+        for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch"), ("dtype", dtype, "int8")):
+            if value == refused:
+                raise _wrong(name, value, "the model was exported to OpenVINO, and runs on a CPU as it was exported")
+        device, runner = "cpu", "openvino"
     if device == "auto":
         device = "cuda" if runner != "openvino" and _sees_cuda() else "cpu"
     elif device == "cuda" and not _sees_cuda():
@@ -74,7 +88,7 @@ def choose(device: str, runner: str, dtype: str, block_size: int | None = None) 
 
 
 def check(
-    model: ModelConfig,
+    model: ModelConfig | OpenVinoExport,
     *,
     device: str = "auto",
     runner: str = "auto",
@@ -90,7 +104,7 @@ def check(
     copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. Memory that
     the weights will take is not counted: whether both fit, loading tells.
     """
-    device, runner = choose(device, runner, dtype, block_size)
+    device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport))
     if max_model_len is not None and max_model_len > model.max_position_embeddings:
         most = model.max_position_embeddings
         raise _wrong("max_model_len", max_model_len, f"must be at most {most}, what the model was made for")

@@ -1,7 +1,7 @@
-"""Steps on the CPU: a checkpoint compiled by OpenVINO with paged attention, its key-value blocks owned here.
+"""Steps on the CPU: a model compiled by OpenVINO with paged attention, its key-value blocks owned here.
 
-The vendor's kernels run under our scheduler: OpenVINO sees one flat batch per call and a table of blocks, and knows
-nothing of requests. The size of a block and what it stores come from the compiled model, not from us.
+OpenVINO sees one flat batch per call and a table of blocks, and knows nothing of requests. The size of a block and what
+it stores come from the compiled model. The graph is built from a checkpoint, or is that of an export.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,29 +21,33 @@ import numpy.typing as npt
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, Checkpoint
 from reflex_runtime.llm.memory import GIB, blocks_in, free_bytes
+from reflex_runtime.llm.model_config import ModelConfig
+from reflex_runtime.llm.openvino_export import MODEL_FILE, OpenVinoExport, is_export, last_line, read_graph
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.processors.quiet import telemetry_off
 
 CACHE_DIR: Final = ".reflex"
-MODEL_FILE: Final = "openvino_model.xml"  # the name other tools look for
 _HINTS: Final = {"float32": "f32", "bfloat16": "bf16"}
 _WINDOW: Final = 10  # the place of the sliding window among the inputs of a paged layer
+_ROW_BY_ROW: Final = {"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"}  # what may follow the last product
+_PROBE: Final = 24  # tokens that an export is compared on, within one block
+_NEAR: Final = {"f32": 0.01, "bf16": 0.05}  # share of the spread of logits that paging may change, by what computes
 log = logging.getLogger("reflex.llm")
 
 
 class OpenVinoRunner:
     """A `Runner` on the CPU.
 
-    directory: a checkpoint. dtype: what products are computed in and blocks hold, "float32" or "bfloat16"; "auto" is
-    the checkpoint's own where it is bfloat16 and the processor has such instructions, else float32. num_blocks: how
-    many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to OpenVINO.
-    max_model_len: None is the checkpoint's. cache: keep the converted graph in `.reflex` beside the checkpoint, where
-    the next start finds it; where nothing can be written there, each start converts anew. weights: "int8" stores
-    matrices in 8 bits with a scale per output channel, for speed; answers then differ a little from the checkpoint's.
+    directory: a checkpoint, or an export to OpenVINO. dtype: what products are computed in and blocks hold, "float32"
+    or "bfloat16"; "auto" is the model's own where it is bfloat16 and the processor has such instructions, else float32.
+    num_blocks: how many blocks there are; None takes as many as fit kv_cache_bytes. threads: None leaves the choice to
+    OpenVINO. max_model_len: None is the model's. cache: keep the converted graph in `.reflex` beside the checkpoint,
+    where the next start finds it; where nothing can be written there, each start converts anew. weights: "int8" stores
+    a checkpoint's matrices in 8 bits with a scale per output channel, for speed; answers then differ a little.
     kv_dtype: "uint8" stores keys and values in 8 bits, so that more blocks fit, and answers come to depend on how
     prompts are cut up; "auto" stores them in `dtype`.
 
-    ConfigError: an unusable checkpoint, a value out of range, more blocks than memory, a missing library.
+    ConfigError: an unusable directory, a value out of range, more blocks than memory, a missing library.
     """
 
     vocab_size: int
@@ -71,20 +76,22 @@ class OpenVinoRunner:
         if kv_dtype not in ("auto", "uint8"):
             raise ConfigError(f"OpenVinoRunner.kv_dtype={kv_dtype!r}: must be 'auto' or 'uint8'")
         ov = _library()
-        checkpoint = Checkpoint.open(directory)
-        core = ov.Core()
-        dtype = _dtype(dtype, checkpoint, core)
-        self.max_model_len = _length(max_model_len, checkpoint)
+        core, root = ov.Core(), Path(directory)
         # a graph that was not read from the cache has its weights in the checkpoint's mapped files
-        self._checkpoint: Checkpoint | None = checkpoint
-        model = _graph(core, checkpoint, cache, weights == "int8")
-        _page(model, checkpoint)
+        self._checkpoint = checkpoint = None if is_export(root) else Checkpoint.open(root)
+        config = OpenVinoExport.open(root) if checkpoint is None else checkpoint.config
+        dtype = _dtype(dtype, config, core)
+        self.max_model_len = _length(max_model_len, config, root)
+        model = read_graph(root) if checkpoint is None else _graph(core, checkpoint, cache, weights == "int8")
         stored = "u8" if kv_dtype == "uint8" else _HINTS[dtype]
         settings = {"INFERENCE_PRECISION_HINT": _HINTS[dtype], "KV_CACHE_PRECISION": stored, "NUM_STREAMS": 1}
         if threads is not None:
             settings["INFERENCE_NUM_THREADS"] = threads
+        probe = np.arange(_PROBE, dtype=np.int64) * 7 % config.vocab_size
+        unpaged = _unpaged(core, model, settings, probe) if checkpoint is None else None
+        _page(model, root, config.windows, self.max_model_len)
         compiled = core.compile_model(model, "CPU", settings)
-        self.vocab_size = checkpoint.config.vocab_size
+        self.vocab_size = config.vocab_size
         self.name = f"openvino {_HINTS[dtype]}" + (" int8 weights" if weights == "int8" else "")
         self.name += " uint8 cache" if kv_dtype == "uint8" else ""
         caches = [port for port in compiled.inputs if "_cache." in port.get_any_name()]
@@ -97,6 +104,8 @@ class OpenVinoRunner:
         self._places = {port.get_any_name(): place for place, port in enumerate(compiled.inputs)}
         for port in caches:
             self._request.set_tensor(port.get_any_name(), self._cache(port))
+        if unpaged is not None:
+            self._compare(probe, unpaged, _NEAR[_HINTS[dtype]], root)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         ends = step.begins[1:]
@@ -134,6 +143,18 @@ class OpenVinoRunner:
         if int(step.token_ids.min()) < 0 or int(step.token_ids.max()) >= self.vocab_size:
             raise ProcessorError(f"{self.name}: step holds a token id outside 0 to {self.vocab_size - 1}")
 
+    def _compare(self, ids: npt.NDArray[np.int64], unpaged: npt.NDArray[np.float32], most: float, root: Path) -> None:
+        """Refuse a graph whose logits change with paged attention: OpenVINO drops what it does not recognise."""
+        zero, cut = np.zeros(1, np.int32), len(ids) // 2
+        for past, end in ((0, cut), (cut, len(ids))):
+            begins = np.array([0, end - past], np.int32)
+            step = Step(ids[past:end], np.arange(past, end), zero + past, begins, zero, np.array([0, 1], np.int32))
+            paged = self.forward(step)[0]
+        off = float(np.abs(paged - unpaged).max() / max(np.ptp(unpaged), 1e-9))
+        if not off <= most:
+            told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
+            raise ConfigError(f"{root / MODEL_FILE}: {told}; OpenVINO loses a part of this architecture")
+
     def _cache(self, port: Any) -> Any:
         shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]
         return self._tensor(port.get_element_type(), shape)
@@ -162,9 +183,9 @@ def _library() -> Any:
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-def _dtype(dtype: str, checkpoint: Checkpoint, core: Any) -> str:
+def _dtype(dtype: str, config: ModelConfig | OpenVinoExport, core: Any) -> str:
     if dtype == "auto":
-        fast = checkpoint.config.torch_dtype == "bfloat16" and _has_bfloat16(core)
+        fast = config.torch_dtype == "bfloat16" and _has_bfloat16(core)
         return "bfloat16" if fast else "float32"
     if dtype not in _HINTS:
         raise ConfigError(f"OpenVinoRunner.dtype={dtype!r}: must be 'float32', 'bfloat16' or 'auto'")
@@ -173,10 +194,10 @@ def _dtype(dtype: str, checkpoint: Checkpoint, core: Any) -> str:
     return dtype
 
 
-def _length(wanted: int | None, checkpoint: Checkpoint) -> int:
-    most = checkpoint.config.max_position_embeddings
+def _length(wanted: int | None, config: ModelConfig | OpenVinoExport, root: Path) -> int:
+    most = config.max_position_embeddings
     if wanted is not None and not 1 <= wanted <= most:
-        file = checkpoint.path / CONFIG_FILE
+        file = root / CONFIG_FILE
         raise ConfigError(f"OpenVinoRunner.max_model_len={wanted}: must be from 1 to {most}, the positions in {file}")
     return wanted or most
 
@@ -259,23 +280,64 @@ def _has_window(layer: Any) -> bool:
     return window.get_type_name() != "Constant" or bool(np.any(window.get_data()))
 
 
-def _page(model: Any, checkpoint: Checkpoint) -> None:
-    """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`."""
+def _unpaged(core: Any, model: Any, settings: dict[str, Any], ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """The logits after the last of these tokens, from the graph as it was exported."""
+    given = {
+        "input_ids": ids[None],
+        "attention_mask": np.ones((1, len(ids)), np.int64),
+        "position_ids": np.arange(len(ids))[None],
+        "beam_idx": np.zeros(1, np.int32),
+    }
+    names = {port.get_any_name() for port in model.inputs}
+    request = core.compile_model(model, "CPU", settings).create_infer_request()
+    request.infer({name: array for name, array in given.items() if name in names})
+    logits: npt.NDArray[np.float32] = request.get_tensor("logits").data[0, -1].copy()
+    return logits
+
+
+def _page(model: Any, root: Path, windows: Sequence[int | None], length: int) -> None:
+    """Turn the stateful graph into the paged one, with logits only for the rows in `sampled_tokens_indices`.
+
+    windows: of each layer. length: tokens of the longest sequence; no window matters that is not shorter.
+    """
     import openvino as ov
     from openvino import opset15 as ops
     from openvino._offline_transformations import paged_attention_transformation
 
-    paged_attention_transformation(model)
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{root}: OpenVINO {ov.__version__} makes no paged attention of it: {last_line(error)}"
+        ) from error
     layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
-    found = len(layers), sum(_has_window(layer) for layer in layers)
-    windows = checkpoint.config.windows
-    if found != (len(windows), len(windows) - windows.count(None)):  # anything lost here would be lost silently
-        told = f"OpenVINO {ov.__version__} made {found[0]} paged layers of {len(windows)}, {found[1]} with windows"
-        raise ConfigError(f"{checkpoint.path}: {told}; use another version, or the torch runner")
-    product = model.output("logits").get_node().input_value(0).get_node()
+    found, needed = sum(map(_has_window, layers)), [window for window in windows if window and window < length]
+    if len(layers) != len(windows) or found < len(needed):  # anything lost here would be lost silently
+        told = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
+        limit = f", or a max_model_len of {min(needed)}" if found < len(needed) else ""
+        raise ConfigError(f"{root}: {told}; use another version, or the torch runner for a checkpoint{limit}")
     rows = ops.parameter([-1], ov.Type.i64, name="sampled_tokens_indices")
     rows.output(0).set_names({"sampled_tokens_indices"})
-    picked = ops.gather(product.input_value(0), rows, ops.constant(np.array(0, np.int64)))
-    product.input(0).replace_source_output(picked.output(0))
+    place = _last_product(model)
+    picked = ops.gather(place.get_source_output(), rows, ops.constant(np.array(0, np.int64)))
+    place.replace_source_output(picked.output(0))
     model.add_parameters([rows])
     model.validate_nodes_and_infer_types()
+
+
+def _last_product(model: Any) -> Any:
+    """The input of the product that makes logits, or of the result where that is not found: rows are picked there."""
+    place = result = model.output("logits").get_node().input(0)
+    while (node := place.get_source_output().get_node()).get_type_name() in _ROW_BY_ROW:
+        place = next((one for one in node.inputs() if not _is_constant(one)), None)
+        if place is None:
+            return result
+    return node.input(0) if node.get_type_name() == "MatMul" else result
+
+
+def _is_constant(place: Any) -> bool:
+    """Whether a value is a weight, converted or not."""
+    node = place.get_source_output().get_node()
+    while node.get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape") and node.get_input_size():
+        node = node.input_value(0).get_node()
+    return bool(node.get_type_name() == "Constant")

@@ -455,3 +455,32 @@ def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path)
         assert server.stop() == 0
     assert any("--max-num-batched-tokens" in line for line in server.log)
     assert any("loading" in line for line in server.log)
+
+
+def test_l9_the_command_serves_an_export_to_openvino(tmp_path: Path) -> None:
+    import openai
+
+    from llm.gpt2 import exported
+    from reflex_runtime.llm import LLMEngine, SamplingParams
+
+    directory = tmp_path / "tiny-gpt2"
+    exported(directory)
+    byte_tokenizer(directory)
+    prompts = ["Robots that", "Cameras that look at robots"]
+    engine = LLMEngine(directory)
+    alone = [engine.generate([prompt], SamplingParams.greedy(8, ignore_eos=True))[0].text for prompt in prompts]
+    engine.close()
+    with Server(directory, "--kv-cache-gb", "0.05") as server:
+        assert server.get("/health").json["runner"] == "openvino f32"
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
+            answer = client.completions.create(
+                model="tiny-gpt2", prompt=prompts, temperature=0, max_tokens=8, extra_body={"ignore_eos": True}
+            )
+        assert [choice.text for choice in answer.choices] == alone
+        assert server.stop() == 0
+
+
+def test_an_export_that_cannot_be_served_is_refused_before_the_port_opens(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "config.json").write_text('{"n_positions": 64}')
+    (tmp_path / "openvino_model.xml").write_text("<net>")
+    assert "openvino_model.xml: cannot be read" in said(capsys, str(tmp_path))
