@@ -212,11 +212,12 @@ def test_hangup_is_passed_on_and_is_no_end(tiny: Path, tmp_path: Path) -> None:
         assert server.act().status == 200
         below(server).send_signal(signal.SIGKILL)
         assert ready_again(server, 2).json["restarts"] == 1
-        assert server.stop() == 0
+        assert server.stop() == 0, "\n".join(server.log)
 
 
 def test_without_a_supervisor_the_process_is_the_server(tiny: Path) -> None:
-    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0.3") as server:
+    options = ("--inject-fault", "prod:hang:1", "--watchdog-s", "0.3")
+    with Server(tiny, "--no-supervise", *options, supervised=True) as server:
         assert psutil.Process(server.process.pid).children() == []
         assert "restarts" not in server.get("/health").json
         for _ in range(2):
@@ -356,6 +357,6 @@ def test_b2_what_is_wrong_with_a_model_ends_both_with_2_and_one_line(tmp_path: P
 
 
 def test_without_a_supervisor_the_process_is_the_model_server() -> None:
-    with Server("scribe", *SMALL) as server:
+    with Server("scribe", "--no-supervise", *SMALL, supervised=True) as server:
         assert psutil.Process(server.process.pid).children() == []
         assert "restarts" not in server.get("/health").json
