@@ -40,7 +40,7 @@ from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.ipc.client import RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import LOAD
+from reflex_runtime.ipc.messages import LOAD, GenerateParams
 from reflex_runtime.ipc.peer import RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 from reflex_runtime.ipc.spawn import spawned
@@ -126,8 +126,9 @@ class Front:
     async def ask(self, max_tokens: int = 1, priority: str = "default", model: str = "toy") -> None:
         """One request, to its end."""
         handle = self._registry.register()
-        params = {"stream_id": handle.id, "model_id": model, "prompt_token_ids": [1, 2, 3], "temperature": 0}
-        params |= {"max_tokens": max_tokens}
+        params = GenerateParams(
+            stream_id=handle.id, model_id=model, prompt_token_ids=[1, 2, 3], temperature=0, max_tokens=max_tokens
+        )
         asked = time.perf_counter()
         await self.batcher.enqueue(params, priority)
         await handle.read()

@@ -4,7 +4,14 @@ import asyncio
 import sys
 
 from reflex_runtime.demo.scribe import model_directory
-from reflex_runtime.ipc import GenerateBatcher, GenerateBatcherConfig, RuntimeClient, StreamRegistry, spawned
+from reflex_runtime.ipc import (
+    GenerateBatcher,
+    GenerateBatcherConfig,
+    GenerateParams,
+    RuntimeClient,
+    StreamRegistry,
+    spawned,
+)
 
 
 async def main() -> None:
@@ -19,7 +26,7 @@ async def main() -> None:
 
     async def ask(prompt: str) -> str:
         handle = registry.register()
-        params = {"stream_id": handle.id, "model_id": "scribe", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+        params = GenerateParams(stream_id=handle.id, model_id="scribe", prompt=prompt, max_tokens=12, temperature=0)
         await batcher.enqueue(params, priority="default", timeout_ms=2000)
         return prompt + "".join([token.text async for token in handle])
 

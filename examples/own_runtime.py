@@ -36,7 +36,7 @@ def runtime() -> None:
 
 
 async def main() -> None:
-    from reflex_runtime.ipc import GenerateBatcher, RuntimeClient, StreamRegistry, spawned
+    from reflex_runtime.ipc import GenerateBatcher, GenerateParams, RuntimeClient, StreamRegistry, spawned
 
     registry = StreamRegistry()
     command = [sys.executable, __file__, "runtime"]
@@ -44,7 +44,7 @@ async def main() -> None:
     batcher = GenerateBatcher(client, registry)
     await client.start()
     handle = registry.register()
-    await batcher.enqueue({"stream_id": handle.id, "prompt": "a runtime of one's own"})
+    await batcher.enqueue(GenerateParams(stream_id=handle.id, prompt="a runtime of one's own"))
     print("".join([token.text async for token in handle]))
     await client.close()
 

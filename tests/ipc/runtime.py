@@ -18,7 +18,7 @@ from reflex_runtime.core.errors import Cancelled, ReflexError, Rejected
 from reflex_runtime.ipc.frames import Codec, Notification, RpcError, RpcRequest
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS
+from reflex_runtime.ipc.messages import CANCEL, CHUNK, CREDIT, EVENT, STATS, GenerateParams
 from reflex_runtime.ipc.peer import ConnectionLost, Peer, RawAnswer
 from reflex_runtime.ipc.registry import StreamRegistry
 
@@ -252,9 +252,7 @@ class World:
     def ask(self, id: str | None = None, priority: str = "default", **options: Any) -> asyncio.Task[dict[str, Any]]:
         """A caller. options: of `enqueue`, and of the request."""
         own = {name: options.pop(name) for name in ("cancel", "timeout_ms", "telemetry") if name in options}
-        params = {"prompt": "hello", **options}
-        if id is not None:
-            params["stream_id"] = id
+        params = GenerateParams(**{"prompt": "hello", "stream_id": id or "", **options})
         return asyncio.ensure_future(self.batcher.enqueue(params, priority, **own))
 
     async def end(self) -> None:

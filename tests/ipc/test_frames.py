@@ -322,10 +322,12 @@ def test_params_that_are_wrong_name_the_field(codec: Codec) -> None:
     reader = Reader(GenerateParams)
     [note] = decoded(encode([Notification("x", {"stream_id": "s", "max_tokens": 3, "newer": 1})], codec))
     assert note.params["max_tokens"] == 3
-    wrong = msgspec.Raw(encode([Notification("x")], codec)[5:])  # an object, but not that one
-    with pytest.raises(ProtocolError, match="stream_id") as caught:
-        reader.read(wrong, codec)
+    write = msgspec.json.encode if codec is Codec.JSON else msgspec.msgpack.encode
+    with pytest.raises(ProtocolError, match="max_tokens") as caught:
+        reader.read(msgspec.Raw(write({"max_tokens": "3"})), codec)
     assert caught.value.rpc_code == INVALID_PARAMS
+    with pytest.raises(ConfigError, match="top_p=7"):  # of the type, and out of its range
+        reader.read(msgspec.Raw(write({"top_p": 7.0})), codec)
 
 
 @BOTH

@@ -103,7 +103,7 @@ class Operations:
         if random.random() < 0.015:
             await self.world.round()
         if random.random() < 0.002:
-            await asyncio.sleep(0.001)
+            await self.world.later(random.choice((0.001, 0.001, 0.1)))
         self.check()
 
     def check(self) -> None:
@@ -311,7 +311,7 @@ def check_reach(batcher: GenerateBatcher, outcomes: Counter[str]) -> None:
     kinds = (ConnectionLost, ProtocolError, ProcessorHung, Unavailable)
     wanted = {kind.__name__ for kind in kinds} | {"QueueFull", "Displaced", "Cancelled", "Expired", "started"}
     missing = {name for name in wanted if not outcomes[name]}
-    assert not missing - {"ProcessorHung"}, f"{missing} of {outcomes}"  # a fast machine may leave no call out so long
+    assert not missing, f"{missing} of {outcomes}"
     assert issubclass(Unavailable, Rejected)
     stats: dict[str, Any] = batcher.get_stats()
     assert stats["fallbacks"]["options"] > 100

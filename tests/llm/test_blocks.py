@@ -10,8 +10,9 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
-from reflex_runtime.llm.sequence import SamplingParams, Sequence
+from reflex_runtime.llm.sequence import Sequence
 from reflex_runtime.llm.toy import ByteTokenizer
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.sampler import sample, uniform
-from reflex_runtime.llm.sequence import Choice, SamplingParams, Sequence
+from reflex_runtime.llm.sequence import Choice, Sequence
 
 VOCAB = 300
 

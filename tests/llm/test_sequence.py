@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm.sequence import Choice, SamplingParams, Sequence
+from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.sequence import Choice, Sequence
 from reflex_runtime.llm.toy import ByteTokenizer
 
 

@@ -233,7 +233,7 @@ def _prefix(file: Path) -> Path:
 
 
 def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
-    from reflex_runtime.llm.sequence import SamplingParams
+    from reflex_runtime.ipc.sampling import SamplingParams
     from reflex_runtime.sim.tokens import Prompt
 
     texts = [text for one in given for text in (_lines(one[1:]) if one.startswith("@") else [one])]

@@ -1,4 +1,4 @@
-"""Runtime processes: what runs models for a server in another process, and the way to it.
+"""Runtime processes: models in another process, and the way to it.
 
     client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)   a process, and calls to it
     batcher = GenerateBatcher(client, registry)                                    many generate calls, few messages
@@ -7,28 +7,45 @@
 `Worker` and `serve` are the other side. The page docs/workers.md has the protocol.
 """
 
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, WorkerUnavailable
-from reflex_runtime.ipc.frames import Codec, ProtocolError
-from reflex_runtime.ipc.generate_batcher import GenerateBatcher
-from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
-from reflex_runtime.ipc.spawn import from_socket, spawned
-from reflex_runtime.ipc.worker import Worker, serve
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ClientConfig",
-    "Codec",
-    "ConnectionLost",
-    "GenerateBatcher",
-    "GenerateBatcherConfig",
-    "ProtocolError",
-    "RuntimeClient",
-    "StreamHandle",
-    "StreamRegistry",
-    "Worker",
-    "WorkerUnavailable",
-    "from_socket",
-    "serve",
-    "spawned",
-]
+if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
+    from reflex_runtime.ipc.client import ClientConfig as ClientConfig
+    from reflex_runtime.ipc.client import RuntimeClient as RuntimeClient
+    from reflex_runtime.ipc.client import WorkerUnavailable as WorkerUnavailable
+    from reflex_runtime.ipc.frames import Codec as Codec
+    from reflex_runtime.ipc.frames import ProtocolError as ProtocolError
+    from reflex_runtime.ipc.generate_batcher import GenerateBatcher as GenerateBatcher
+    from reflex_runtime.ipc.generate_config import GenerateBatcherConfig as GenerateBatcherConfig
+    from reflex_runtime.ipc.messages import GenerateParams as GenerateParams
+    from reflex_runtime.ipc.peer import ConnectionLost as ConnectionLost
+    from reflex_runtime.ipc.registry import StreamHandle as StreamHandle
+    from reflex_runtime.ipc.registry import StreamRegistry as StreamRegistry
+    from reflex_runtime.ipc.spawn import from_socket as from_socket
+    from reflex_runtime.ipc.spawn import spawned as spawned
+    from reflex_runtime.ipc.worker import Worker as Worker
+    from reflex_runtime.ipc.worker import serve as serve
+
+_NAMES = {
+    "client": "ClientConfig RuntimeClient WorkerUnavailable",
+    "frames": "Codec ProtocolError",
+    "generate_batcher": "GenerateBatcher",
+    "generate_config": "GenerateBatcherConfig",
+    "messages": "GenerateParams",
+    "peer": "ConnectionLost",
+    "registry": "StreamHandle StreamRegistry",
+    "spawn": "from_socket spawned",
+    "worker": "Worker serve",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are asked for: a runtime process needs nothing of the front."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found

@@ -1,21 +1,31 @@
-"""What the generate batcher did, in numbers: for `get_stats`, for Prometheus, and for who asks to be told."""
+"""What the generate batcher did, in numbers: a fold over its scheduler's events."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.request import Priority
+from reflex_runtime.core.batch import Batch, Cause, Failed
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestQueued,
+    RequestSettled,
+    SchedulerPaused,
+)
+from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.telemetry import series
 
 MOST_PARTITIONS = 256  # remembered; the least recently used goes
-PRIORITIES = tuple(priority.name.lower() for priority in Priority)
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
+UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
+FALLBACK: Final = "fallback"  # why each of its requests went by itself although they were to share a message
 
 _SIZES = (1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 64)
 _WAITS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 50.0, 100.0, 1000.0)
@@ -23,10 +33,10 @@ _WAITS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.5, 10.0, 20.0, 5
 
 @dataclass(frozen=True, slots=True)
 class BatchDispatched:
-    """What became of one message, once its answer came or could come no more.
+    """One message and its answer, or the failure of both.
 
-    hold_ms: from the oldest request's arrival to the write. priority_mix: requests by priority. duration_ms: from the
-    write to the answer. rejections: requests that did not start.
+    hold_ms: from the oldest request's arrival to the message. priority_mix: requests by priority. duration_ms: from
+    the message to its answer. rejections: requests that did not start.
     """
 
     size: int
@@ -44,7 +54,7 @@ class Series:
             "reflex_generate_batcher_batch_size", "Requests per generate message", (), _SIZES, registry
         ).labels()
         self.wait = series.Histogram(
-            "reflex_generate_batcher_queue_wait_ms", "From arrival to the write of the message", (), _WAITS, registry
+            "reflex_generate_batcher_queue_wait_ms", "From arrival to its message", (), _WAITS, registry
         ).labels()
         mix = series.Counter(
             "reflex_generate_batcher_priority_mix", "Requests in generate messages", ("priority",), registry
@@ -60,7 +70,7 @@ _SERIES: WeakKeyDictionary[CollectorRegistry, Series] = WeakKeyDictionary()
 
 
 def series_in(registry: CollectorRegistry | None) -> Series:
-    """Those of a registry, made when nobody has; None: in one that nobody collects."""
+    """Those of a registry, made once; None: in a registry that is not collected."""
     if registry is None:
         return Series(CollectorRegistry())
     found = _SERIES.get(registry)
@@ -82,55 +92,79 @@ class _PartitionStats:
 
 
 class BatcherStats:
-    """Counters of one batcher, by partition and in all."""
+    """A sink: counters of one batcher, by partition and in all. The payload of a request has its `priority` by name.
 
-    def __init__(self, registry: CollectorRegistry | None) -> None:
+    told: called with a `BatchDispatched` for every message.
+    """
+
+    events = frozenset({RequestQueued, RequestSettled, BatchScheduled, BatchFinished, SchedulerPaused})
+
+    def __init__(self, registry: CollectorRegistry | None, told: Callable[[BatchDispatched], None] | None) -> None:
         self.enqueued = dict.fromkeys(PRIORITIES, 0)
         self.fallbacks: Counter[str] = Counter()
-        self.batches = self.urgent_flushes = self.aborted = self.expired = 0
-        self.pauses = self.rejections = self.refused = 0  # refused: not admitted here
+        self.batches = self.urgent_flushes = self.pauses = self.rejections = 0
+        self._told = told
         self._series = series_in(registry)
         self._lanes: OrderedDict[Hashable, _PartitionStats] = OrderedDict()
 
-    def queued(self, partition: Hashable, priority: str) -> None:
-        """A request was admitted."""
-        self.enqueued[priority] += 1
-        self._lane(partition).pending[priority] += 1
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            request = event.ticket.request
+            self.enqueued[request.payload.priority] += 1
+            self._lane(request.partition).pending[request.payload.priority] += 1
+            if reason := alone(request.partition):
+                self._fell_back(request.partition, reason, 1)
+        elif isinstance(event, RequestSettled):
+            if event.ticket.started is None:
+                request = event.ticket.request
+                self._lane(request.partition).pending[request.payload.priority] -= 1
+        elif isinstance(event, BatchScheduled):
+            self._scheduled(event.batch)
+        elif isinstance(event, BatchFinished):
+            self._finished(event)
+        else:
+            self.pauses += 1
 
-    def left(self, partition: Hashable, priority: str) -> None:
-        """It waits no more."""
-        self._lane(partition).pending[priority] -= 1
-
-    def fell_back(self, partition: Hashable, reason: str) -> None:
-        """A request goes by itself."""
-        self.fallbacks[reason] += 1
-        self._lane(partition).fallbacks[reason] += 1
-        self._series.fallback[reason].inc()
-
-    def written(self, partition: Hashable, priorities: Sequence[str], waits: Sequence[float], urgent: bool) -> None:
-        """A message was written. waits: seconds, of each request in it."""
-        lane = self._lane(partition)
+    def _scheduled(self, batch: Batch) -> None:
+        lane = self._lane(batch.partition)
+        for ticket in batch.grants:
+            lane.pending[ticket.request.payload.priority] -= 1
+        if batch.notes.get(UNSENT):
+            return
         self.batches += 1
-        self.urgent_flushes += urgent
+        self.urgent_flushes += batch.cause is Cause.URGENT
         lane.batches += 1
-        lane.last = len(priorities)
-        lane.requests += len(priorities)
-        self._series.size.observe(len(priorities))
-        for priority, wait in zip(priorities, waits, strict=True):
+        lane.last = len(batch)
+        lane.requests += len(batch)
+        self._series.size.observe(len(batch))
+        for ticket in batch.grants:
+            priority = ticket.request.payload.priority
             lane.mix[priority] += 1
             self._series.mix[priority].inc()
-            self._series.wait.observe(1000.0 * wait)
+            self._series.wait.observe(1000.0 * (batch.scheduled_at - ticket.arrived))
+
+    def _finished(self, event: BatchFinished) -> None:
+        batch = event.batch
+        if reason := batch.notes.get(FALLBACK):
+            self._fell_back(batch.partition, reason, len(batch))
+        rejections = sum(isinstance(ticket.outcome, Failed) for ticket in batch.grants)
+        self.rejections += rejections
+        if self._told is not None and not batch.notes.get(UNSENT):
+            hold = 1000.0 * (batch.scheduled_at - min(ticket.arrived for ticket in batch.grants))
+            mix = dict(Counter[str](ticket.request.payload.priority for ticket in batch.grants))
+            self._told(BatchDispatched(len(batch), hold, mix, 1000.0 * event.elapsed, rejections))
+
+    def _fell_back(self, partition: Hashable, reason: str, requests: int) -> None:
+        self.fallbacks[reason] += requests
+        self._lane(partition).fallbacks[reason] += requests
+        self._series.fallback[reason].inc(requests)
 
     def lanes(self, target: Callable[[Hashable], int], waits: Callable[[Hashable], Any]) -> list[dict[str, Any]]:
-        """What is known of every partition. target, waits: as the controller has them."""
-        return [self._told(key, lane, target(key), waits(key)) for key, lane in self._lanes.items()]
-
-    def pending(self) -> int:
-        """Requests that wait."""
-        return sum(sum(lane.pending.values()) for lane in self._lanes.values())
+        """Every partition. target, waits: of the controller."""
+        return [self._shown(key, lane, target(key), waits(key)) for key, lane in self._lanes.items()]
 
     @staticmethod
-    def _told(key: Any, lane: _PartitionStats, target: int, waits: tuple[float, float] | None) -> dict[str, Any]:
+    def _shown(key: Any, lane: _PartitionStats, target: int, waits: tuple[float, float] | None) -> dict[str, Any]:
         model, draft, guidance, *single = key
         p50, p95 = waits or (None, None)
         return {
@@ -160,6 +194,11 @@ class BatcherStats:
         else:
             self._lanes.move_to_end(key)
         return lane
+
+
+def alone(partition: Hashable) -> str:
+    """Why requests of a partition go by themselves; "" where they share messages."""
+    return str(partition[3]) if isinstance(partition, tuple) and len(partition) == 4 else ""
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -278,6 +278,8 @@ class Reader:
         try:
             return self._decode[codec](raw or _EMPTY[codec])
         except _NOT_IT as error:
+            if isinstance(error.__cause__, ReflexError):  # a value out of its range
+                raise error.__cause__ from None
             raise ProtocolError(str(error), INVALID_PARAMS) from None
 
 

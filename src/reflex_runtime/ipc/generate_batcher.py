@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import inf, isfinite
@@ -25,7 +23,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from reflex_runtime.core.adapt import Affine, HoldTarget
-from reflex_runtime.core.batch import Batch, Cause, Done, Failed, Outcome
+from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import (
     Cancelled,
@@ -35,26 +33,22 @@ from reflex_runtime.core.errors import (
 )
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import WAITING, Priority, Request, Ticket
+from reflex_runtime.core.request import PRIORITIES, WAITING, Priority, Request, Ticket
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.dispatcher import Dispatcher
-from reflex_runtime.ipc.batcher_stats import PRIORITIES, BatchDispatched, BatcherStats
+from reflex_runtime.ipc.batcher_stats import UNSENT, BatchDispatched, BatcherStats, alone
 from reflex_runtime.ipc.generate_calls import Call, RuntimeConnection, RuntimeMessages, SentBatch
 from reflex_runtime.ipc.generate_config import OPTIONS, GenerateBatcherConfig
-from reflex_runtime.ipc.messages import BATCH_GENERATE, GenerateParams
+from reflex_runtime.ipc.messages import BATCH_GENERATE, WINDOW, GenerateParams
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
-
-log = logging.getLogger("reflex.ipc")
 
 GROUP = "generate"
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
 CROWDED = 0.8  # of the places taken: no time to wait for more company
 
-_SPENT = GenerateParams("")
-_TOO_SOON = "it was cancelled before it came"
+_SPENT = GenerateParams()
 _PLAIN = GenerateBatcherConfig()
 _NONE = (0.0, 0.0, 0.0)
-_TIERS = {priority.name.lower(): priority for priority in Priority}
 
 
 class _Targets(HoldTarget):
@@ -74,7 +68,7 @@ class _Targets(HoldTarget):
         return self._registry.left(partition)
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        if _alone(partition):
+        if alone(partition):
             if self._single is None:
                 self._single = replace(base, max_batch_size=1, hold_min=_NONE, hold_max=_NONE)
             return self._single
@@ -102,12 +96,13 @@ class GenerateBatcher:
     ) -> None:
         self.config = config
         self._client, self._registry, self._clock = client, registry, clock
-        self._told = on_batch_dispatched
-        self._stats = BatcherStats(registry_of_series)
+        self._stats = BatcherStats(registry_of_series, on_batch_dispatched)
+        self._refused = self._aborted = self._expired = 0  # not admitted; taken back; their time was over
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._targets = _Targets(registry, config)
+        sinks = [self._stats, *sinks]
         self._dispatcher = Dispatcher([_group(config, self._targets)], self._send, sinks, registry.limit + 64, clock)
-        self._exchange = RuntimeMessages(client, config.call_timeout_ms / 1000.0, self._fell_back)
+        self._exchange = RuntimeMessages(client, config.call_timeout_ms / 1000.0)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reserving = False
         registry.say = client.notify
@@ -119,7 +114,7 @@ class GenerateBatcher:
 
     async def enqueue(
         self,
-        params: Mapping[str, Any],
+        params: GenerateParams,
         priority: str = "default",
         cancel: asyncio.Event | None = None,
         timeout_ms: float | None = None,
@@ -127,24 +122,30 @@ class GenerateBatcher:
     ) -> dict[str, Any]:
         """Start one stream: its own response, a `Started` as a dict.
 
-        params: fields of `GenerateParams`. The stream of `stream_id` was registered before, or is registered now, and
-        `StreamRegistry.get` finds it. priority: tier it is served in, here and at the runtime. cancel: set, at any
-        time before the stream ends, takes it back, as does cancelling this task or closing the stream's handle.
-        timeout_ms: for this response; by default that of params, which is until the first token. telemetry: its
-        `request_id` goes along.
+        params: without `stream_id`, or with one that is not registered, a stream is registered now, and
+        `StreamRegistry.get` finds it; `credits` are the registry's window unless they are set. priority: tier it is
+        served in, here and at the runtime. cancel: set, at any time before the stream ends, takes it back, as does
+        cancelling this task or closing the stream's handle. timeout_ms: for this response; by default that of params,
+        which is until the first token. telemetry: its `request_id` goes along.
 
         Raises ConfigError for wrong params, `Rejected` for what was not admitted (a retry is safe), `Dropped` for what
-        never reached the runtime or was taken back, and what befell the message or this request at the runtime. Its
-        stream has ended then.
+        never reached the runtime or was taken back, and the error of the message or of this request at the runtime.
+        Its stream has ended then.
         """
         loop = self._started()
-        request, tier, limit = self._read(params, priority, timeout_ms, telemetry)
+        handle = self._handle(params.stream_id)
         answer: asyncio.Future[dict[str, Any]] = loop.create_future()
-        call = Call(request, self._handle(request), answer)
+        try:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled("it was cancelled before it came")
+            call = Call(self._completed(params, handle, priority, telemetry), handle, answer)
+            self._submit(call, timeout_ms)
+        except ReflexError as error:
+            self._registry.release(handle, copy.copy(error))
+            raise
         try:
             if cancel is not None:
-                self._watch(cancel, call)
-            self._submit(call, tier, limit, "timeout_ms" if timeout_ms is not None else "")
+                handle.on_end = loop.create_task(self._watch(cancel, call)).cancel
             return await answer
         except asyncio.CancelledError:
             self._abort(call, Cancelled("its caller was cancelled"))
@@ -159,7 +160,7 @@ class GenerateBatcher:
         return {
             "enabled": not self._off,
             "batching": not self._off and BATCH_GENERATE in self._client.capabilities,
-            "pending": stats.pending(),
+            "pending": self._dispatcher.scheduler.queued(GROUP),
             "messages_out": self._dispatcher.scheduler.snapshot()["in_flight_batches"],
             "active_streams": active,
             "stream_limit": self._registry.limit,
@@ -167,9 +168,9 @@ class GenerateBatcher:
             "enqueued_by_priority": dict(stats.enqueued),
             "promoted_background": group["promoted"],
             "urgent_flushes": stats.urgent_flushes,
-            "aborted_requests": stats.aborted,
-            "expired_requests": stats.expired,
-            "refused": stats.refused,
+            "aborted_requests": self._aborted,
+            "expired_requests": self._expired,
+            "refused": self._refused,
             "rejections": stats.rejections,
             "fallbacks": dict(stats.fallbacks),
             "transport_errors": self._exchange.errors,
@@ -192,72 +193,59 @@ class GenerateBatcher:
             self._room_changed()
         return self._loop
 
-    def _read(
-        self, params: Mapping[str, Any], priority: str, timeout_ms: float | None, telemetry: Mapping[str, Any] | None
-    ) -> tuple[GenerateParams, Priority, float | None]:
-        """The request, its tier, and seconds for its answer."""
-        given = {"credits": self._registry.window, **params, "priority": priority}
-        id = given.get("stream_id")
-        handle = self._registry.find(id) if isinstance(id, str) else None
-        if id is None:
-            handle = self._registry.register(kept=True)
-            given["stream_id"] = handle.id
-        try:
-            if priority not in _TIERS:
-                raise ConfigError(f"priority={priority!r}: must be one of {', '.join(PRIORITIES)}")
-            if telemetry and not given.get("request_id"):
-                given["request_id"] = str(telemetry.get("request_id", ""))
-            request = _params(given)
-            limit = request.timeout_ms if timeout_ms is None else timeout_ms
-            if limit is not None and not (limit >= 0.0 and isfinite(limit)):
-                raise ConfigError(f"timeout_ms={limit!r}: must be finite and >= 0")
-        except ConfigError as error:
-            if handle is not None and handle.on_left is None and not handle.reserved:  # it is nobody else's
-                self._registry.release(handle, copy.copy(error))
-            raise
-        urgent = limit is not None and limit <= self.config.max_hold_ms
-        return request, Priority.URGENT if urgent else _TIERS[priority], None if limit is None else limit / 1000.0
-
-    def _handle(self, request: GenerateParams) -> StreamHandle:
-        handle = self._registry.find(request.stream_id)
+    def _handle(self, stream_id: str) -> StreamHandle:
+        """The stream of that name, which no other request has; registered unless it is."""
+        handle = self._registry.find(stream_id) if stream_id else None
         if handle is None:
-            handle = self._registry.register(request.stream_id, kept=True)
+            handle = self._registry.register(stream_id or None, kept=True)
         if handle.on_left is not None or handle.reserved or handle.closed:
-            raise ConfigError(f"stream_id={request.stream_id!r}: in use by a stream that has not ended")
-        handle.window, handle.most = request.credits, request.max_tokens
+            raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
         return handle
 
-    def _submit(self, call: Call, tier: Priority, limit: float | None, also: str) -> None:
-        """Into the queue. also: an option in use beside those of the params."""
+    @staticmethod
+    def _completed(
+        params: GenerateParams, handle: StreamHandle, priority: str, telemetry: Mapping[str, Any] | None
+    ) -> GenerateParams:
+        """With what the batcher knows of a request."""
+        if params.credits != WINDOW:
+            handle.window = params.credits
+        handle.most = params.max_tokens
+        id = params.request_id or str((telemetry or {}).get("request_id", ""))
+        return msgspec.structs.replace(
+            params, stream_id=handle.id, priority=priority, request_id=id, credits=handle.window
+        )
+
+    def _submit(self, call: Call, timeout_ms: float | None) -> None:
+        """Into the queue."""
         params, handle = call.params, call.handle
-        why = self._off or self._why_alone(params, also)
+        limit = params.timeout_ms if timeout_ms is None else timeout_ms
+        if limit is not None and not (limit >= 0.0 and isfinite(limit)):
+            raise ConfigError(f"timeout_ms={limit!r}: must be finite and >= 0")
+        urgent = limit is not None and limit <= self.config.max_hold_ms
+        why = self._off or self._why_alone(params, "timeout_ms" if timeout_ms is not None else "")
         guidance = params.guidance or {}
         key = (params.model_id, params.draft_model or "", str(guidance.get("mode", "")))
-        handle.partition = (*key, "single") if why else key
-        handle.on_left = lambda: self._abort(call, Cancelled("its stream was closed"))
+        handle.partition = (*key, why) if why else key
         request = Request(
             payload=call,
             id=params.request_id or params.stream_id,
             group=GROUP,
             partition=handle.partition,
-            priority=tier,
-            time_limit=limit,
+            priority=Priority.URGENT if urgent else PRIORITIES[params.priority],
+            time_limit=None if limit is None else limit / 1000.0,
             wants=_prompt_units(params),
         )
         try:
             if not self._client.ready:
                 raise self._client.unavailable()
             call.ticket = self._dispatcher.submit(request, self._settled)
-        except ReflexError as error:
-            self._stats.refused += 1
-            self._registry.release(handle, copy.copy(error))
+        except ReflexError:
+            self._refused += 1
             raise
-        self._stats.queued(handle.partition, call.priority)
-        if why:
-            self._stats.fell_back(handle.partition, why)
+        handle.on_left = lambda: self._abort(call, Cancelled("its stream was closed"))
 
     def _why_alone(self, params: GenerateParams, also: str) -> str:
-        """Why a request cannot share a message; "" when it can."""
+        """Why a request cannot share a message; "" when it can. also: an option in use beside those of the params."""
         if BATCH_GENERATE not in self._client.capabilities:
             return "capability"
         for name in self.config.ungroupable_options:
@@ -265,28 +253,21 @@ class GenerateBatcher:
                 return "options"
         return ""
 
-    def _watch(self, cancel: asyncio.Event, call: Call) -> None:
+    async def _watch(self, cancel: asyncio.Event, call: Call) -> None:
         """Take the request back when the event is set, until its stream has ended."""
-        if cancel.is_set():
-            self._registry.release(call.handle, Cancelled(_TOO_SOON))
-            raise Cancelled(_TOO_SOON)
-
-        async def wait() -> None:
-            await cancel.wait()
-            self._abort(call, Cancelled("its caller cancelled it"))
-
-        call.handle.on_end = asyncio.get_running_loop().create_task(wait()).cancel
+        await cancel.wait()
+        self._abort(call, Cancelled("its caller cancelled it"))
 
     # -- leaving -------------------------------------------------------------------------------------------------------
 
     def _abort(self, call: Call, error: ReflexError) -> None:
-        """Nobody wants it any more. Where it waits it goes; once it is out, the runtime is told to stop."""
+        """Take a request back: out of the queue, or with a message to the runtime to stop it."""
         answer, call.answer = call.answer, None
         if answer is not None and not answer.done():
             answer.set_exception(error)
         handle, ticket = call.handle, call.ticket
-        self._stats.aborted += isinstance(error, Cancelled)
-        self._stats.expired += isinstance(error, Expired)
+        self._aborted += isinstance(error, Cancelled)
+        self._expired += isinstance(error, Expired)
         handle.on_left = None
         if ticket is not None and ticket.state is WAITING:
             self._dispatcher.cancel(ticket)
@@ -305,15 +286,13 @@ class GenerateBatcher:
             call.timer = None
         answer, call.answer = call.answer, None
         outcome = ticket.outcome
-        if not call.out:
-            self._stats.left(call.handle.partition, call.priority)
-            self._stats.expired += isinstance(outcome.error, Expired)
         if isinstance(outcome, Done):
             call.handle.prompt_tokens = outcome.value["prompt_tokens"]
             if answer is not None and not answer.done():
                 answer.set_result(outcome.value)
             return
         error = outcome.error
+        self._expired += isinstance(error, Expired) and not call.out
         if call.out and not call.refused:
             self._registry.abandon(call.handle, copy.copy(error))
         else:
@@ -326,76 +305,51 @@ class GenerateBatcher:
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
         """Write a batch."""
         if not self._client.ready:
+            batch.notes[UNSENT] = True
             self._exchange.errors += 1
-            self._room_changed()  # nobody took the places that the scheduler counted
+            self._room_changed()  # none of the places that the scheduler counted is taken
             raise self._client.unavailable()
-        now = self._clock()
-        message = SentBatch(batch, [self._departs(ticket, now) for ticket in batch.grants], _alone(batch.partition))
+        message = SentBatch(batch, bool(alone(batch.partition)))
+        for ticket in batch.grants:
+            self._departs(ticket, batch.scheduled_at)
         self._exchange.write(message)
         assert self._loop is not None
         if next(iter(batch.grants)).request.priority is Priority.URGENT:  # tiers go in order
             self._client.flush()
-            self._written(message)
-        else:
-            self._loop.call_soon(self._written, message)  # after the peer's flush, which the call has asked for
         answers = self._loop.create_task(self._answered(message))
         answers.add_done_callback(message.forget)
         return answers
 
-    def _departs(self, ticket: Ticket, now: float) -> GenerateParams:
-        """A request leaves the queue and takes its place. Returns it as the runtime is told."""
+    def _departs(self, ticket: Ticket, now: float) -> None:
+        """A request leaves the queue and takes its place."""
         call: Call = ticket.request.payload
         call.out = True
         self._reserving = True  # the scheduler has counted it already
         self._registry.reserve(call.handle)
         self._reserving = False
-        self._stats.left(call.handle.partition, call.priority)
         if ticket.deadline < inf:
             assert self._loop is not None
             call.timer = self._loop.call_later(max(0.0, ticket.deadline - now), self._overdue, call)
-        if call.params.timeout_ms is None:
-            return call.params
-        left = max(1.0, call.params.timeout_ms - 1000.0 * (now - ticket.arrived))
-        return msgspec.structs.replace(call.params, timeout_ms=left)
+        if call.params.timeout_ms is not None:
+            left = max(1.0, call.params.timeout_ms - 1000.0 * (now - ticket.arrived))
+            call.params = msgspec.structs.replace(call.params, timeout_ms=left)
 
     def _overdue(self, call: Call) -> None:
         self._abort(call, Expired("its time was over before the runtime answered"))
 
-    def _written(self, message: SentBatch) -> None:
-        batch = message.batch
-        message.written(self._clock())
-        priorities = [call.priority for call in message.calls]
-        self._stats.written(batch.partition, priorities, message.waits, batch.cause is Cause.URGENT)
-
     async def _answered(self, message: SentBatch) -> list[Outcome]:
-        """What became of each request of a message."""
+        """The outcome of each request of a message."""
+        batch = message.batch
         try:
             outcomes = await self._exchange.read(message)
         except ReflexError as error:
-            self._dispatched(message, len(message.calls))
             failed = Failed(copy.copy(error))  # its traceback holds the message, and the tickets hold it: a circle
-            return [failed] * len(message.calls)
+            return [failed] * len(batch)
         active, limit = self._registry.capacity()
-        seconds = self._clock() - message.at
-        self._targets.returned(message.batch.partition, message.waits, seconds, active >= CROWDED * limit)
-        self._dispatched(message, sum(isinstance(outcome, Failed) for outcome in outcomes))
+        waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
+        seconds = self._clock() - batch.scheduled_at
+        self._targets.returned(batch.partition, waits, seconds, active >= CROWDED * limit)
         return outcomes
-
-    def _dispatched(self, message: SentBatch, rejections: int) -> None:
-        self._stats.rejections += rejections
-        if self._told is None:
-            return
-        mix = dict(Counter[str](call.priority for call in message.calls))
-        duration = 1000.0 * (self._clock() - message.at)
-        info = BatchDispatched(len(message.calls), 1000.0 * max(message.waits), mix, duration, rejections)
-        try:
-            self._told(info)
-        except Exception:
-            log.exception("on_batch_dispatched failed")
-
-    def _fell_back(self, message: SentBatch, reason: str) -> None:
-        for _ in message.calls:
-            self._stats.fell_back(message.batch.partition, reason)
 
     # -- the registry's ------------------------------------------------------------------------------------------------
 
@@ -413,7 +367,6 @@ class GenerateBatcher:
         """Its reader is slow: what its model would be sent next waits a little."""
         pause, key = self.config.pause_on_backpressure_ms / 1000.0, handle.partition
         if self._loop is not None and isinstance(key, tuple) and pause > 0.0:
-            self._stats.pauses += 1
             self._dispatcher.input(lambda scheduler, now: scheduler.pause(GROUP, now + pause, now, key))
 
 
@@ -442,21 +395,3 @@ def _prompt_units(params: GenerateParams) -> float:
     """Tokens of a prompt; characters, where it is text: never fewer."""
     said = sum(len(str(message.get("content", ""))) for message in params.messages or ())
     return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + said))
-
-
-def _alone(partition: Hashable) -> bool:
-    """Whether its requests go by themselves."""
-    return isinstance(partition, tuple) and len(partition) == 4
-
-
-def _params(given: Mapping[str, Any]) -> GenerateParams:
-    stray = next((name for name in given if name not in OPTIONS), None)
-    if stray is not None:
-        raise ConfigError(f"generate: {str(stray)[:100]!r}: no such field; there are {', '.join(OPTIONS)}")
-    try:
-        params = msgspec.convert(given, GenerateParams)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"generate: {error}") from None
-    if not 1 <= params.credits <= 1_000_000:
-        raise ConfigError(f"generate: credits={params.credits!r}: must be in [1, 1000000] tokens")
-    return params

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.errors import ProcessorHung, ReflexError
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.ipc.batcher_stats import FALLBACK
 from reflex_runtime.ipc.frames import INTERNAL_ERROR, OversizeFrame, ProtocolError, Reader, RpcError, raised
 from reflex_runtime.ipc.messages import BATCH_GENERATE, GENERATE, BatchResult, GenerateParams, Started
 from reflex_runtime.ipc.peer import ConnectionLost, RawAnswer
@@ -60,24 +60,22 @@ class Call:
 
 
 class SentBatch:
-    """A batch that is out. params: its requests, as the runtime is told. alone: whether each goes by itself. sent: what
-    is to be answered. waits: seconds that they waited until they were written, at `at`."""
+    """A batch that is out. alone: whether each of its calls goes by itself. sent: what is to be answered."""
 
-    __slots__ = ("alone", "at", "batch", "calls", "params", "sent", "waits")
+    __slots__ = ("alone", "batch", "calls", "sent")
 
-    def __init__(self, batch: Batch, params: list[GenerateParams], alone: bool) -> None:
-        self.batch, self.params, self.alone = batch, params, alone
+    def __init__(self, batch: Batch, alone: bool) -> None:
+        self.batch, self.alone = batch, alone
         self.sent: list[asyncio.Future[RawAnswer]] = []
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
-        self.at = 0.0
-        self.waits: list[float] = []
 
-    def written(self, now: float) -> None:
-        """It left."""
-        self.at, self.waits = now, [now - ticket.arrived for ticket in self.batch.grants]
+    def fall_back(self, reason: str) -> None:
+        """Each of its requests goes by itself although they were to share a message."""
+        self.batch.notes[FALLBACK] = reason
+        self.alone = True
 
     def forget(self, _: object = None) -> None:
-        """Nobody waits for its answers any more."""
+        """Its answers are not wanted any more."""
         for call in self.sent:
             if not call.cancel() and not call.cancelled():
                 call.exception()  # it has been looked at
@@ -87,26 +85,25 @@ class SentBatch:
 class RuntimeMessages:
     """Messages to one runtime and their answers. limit: seconds for an answer.
 
-    fell_back: told of every message of which each request goes by itself although they were to share one, and why.
     errors: messages that failed as a whole, and requests by themselves that never got an answer.
     """
 
-    def __init__(self, client: RuntimeConnection, limit: float, fell_back: Callable[[SentBatch, str], None]) -> None:
-        self._client, self._limit, self._fell_back = client, limit, fell_back
+    def __init__(self, client: RuntimeConnection, limit: float) -> None:
+        self._client, self._limit = client, limit
         self.errors = 0
 
     def write(self, message: SentBatch) -> None:
-        """Say it."""
-        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # another runtime than they came for
-            self._fell_back(message, "capability")
-            message.alone = True
+        """Write it."""
+        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was there when they came
+            message.fall_back("capability")
+        params = [call.params for call in message.calls]
         if message.alone:
-            message.sent = [self._client.call(GENERATE, params) for params in message.params]
+            message.sent = [self._client.call(GENERATE, one) for one in params]
         else:
-            message.sent = [self._client.call(BATCH_GENERATE, {"requests": message.params})]
+            message.sent = [self._client.call(BATCH_GENERATE, {"requests": params})]
 
     async def read(self, message: SentBatch) -> list[Outcome]:
-        """What became of each of its requests. Raises what befell it as a whole: then nobody knows of any of them."""
+        """The outcome of each of its requests. Raises what failed the message as a whole."""
         try:
             async with asyncio.timeout(self._limit):
                 return await (self._each(message) if message.alone else self._all(message))
@@ -126,8 +123,7 @@ class RuntimeMessages:
         except OversizeFrame:  # nothing was written; together they are too large, each of them may not be
             if len(message.calls) == 1:
                 raise
-            self._fell_back(message, "oversize")
-            message.alone = True
+            message.fall_back("oversize")
             self.write(message)
             return await self._each(message)
         results = _RESULT.read(answer.raw, answer.codec).results

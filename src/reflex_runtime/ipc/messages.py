@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.frames import RpcError
+from reflex_runtime.ipc.sampling import SamplingParams
 
 INFO, STATE, METRICS = "runtime/info", "runtime/state", "runtime/metrics"
 LOAD, UNLOAD, TOKENIZE = "load_model", "unload_model", "tokenize"
@@ -19,11 +22,11 @@ CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "s
 
 PROTOCOL = 1  # told in runtime/info; another number is another protocol
 
-Priority = Literal["urgent", "default", "background"]
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
 TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
 
 WINDOW = 64  # tokens that a stream may be ahead of its reader, unless its request says otherwise
+MOST_CREDITS = 1_000_000  # at a time
 
 
 class Info(msgspec.Struct):
@@ -65,30 +68,21 @@ class Tokenize(msgspec.Struct):
     most: int | None = None
 
 
-class GenerateParams(msgspec.Struct, omit_defaults=True):
-    """Params of `generate`, and one of those of `batch_generate`.
+class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Params of `generate`, and one of those of `batch_generate`: a request from the front to the engine.
 
     stream_id: unique among the streams that have not ended. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    max_tokens … logprobs: as `SamplingParams`. timeout_ms: until the first token. follows: a stream with the same
-    prompt; this one waits until that has computed it. credits: tokens that may be sent before `stream.credit` grants
-    more. draft_model, guidance: refused unless the capability is there.
+    timeout_ms: until the first token. follows: a stream with the same prompt; this one waits until that has computed
+    it. credits: tokens that may be sent before `stream.credit` grants more. draft_model, guidance: refused unless the
+    capability is there.
     """
 
-    stream_id: str
+    stream_id: str = ""
     model_id: str = ""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    priority: Priority = "default"
+    priority: str = "default"
     client: str = ""
     request_id: str = ""
     timeout_ms: float | None = None
@@ -96,6 +90,13 @@ class GenerateParams(msgspec.Struct, omit_defaults=True):
     credits: int = WINDOW
     draft_model: str | None = None
     guidance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.priority not in PRIORITIES:
+            raise ConfigError(f"priority={self.priority!r:.220}: must be one of {', '.join(PRIORITIES)}")
+        if not 1 <= self.credits <= MOST_CREDITS:
+            raise ConfigError(f"credits={self.credits!r}: must be in [1, {MOST_CREDITS}] tokens")
 
 
 class BatchGenerate(msgspec.Struct):

@@ -122,5 +122,5 @@ class Models:
         else:
             clean = closing.result()
         if not drain:
-            self._outlets.end(Drained(f"model {model.id!r} was unloaded"), model.id)
+            self._outlets.end(Drained(f"model {model.id!r} was unloaded"), model.engine)
         return clean

@@ -12,28 +12,45 @@ import logging
 from collections.abc import Callable
 
 from reflex_runtime.core.errors import Cancelled, ProcessorError, QueueFull, ReflexError
-from reflex_runtime.ipc.engine import EngineStream
+from reflex_runtime.ipc.engine import Engine, EngineStream
 from reflex_runtime.ipc.frames import INVALID_PARAMS, ProtocolError, error_of
-from reflex_runtime.ipc.messages import CHUNK, EVENT, STATS, EventName, StreamChunk, StreamEvent, StreamStats, Token
+from reflex_runtime.ipc.messages import (
+    CHUNK,
+    EVENT,
+    MOST_CREDITS,
+    STATS,
+    EventName,
+    GenerateParams,
+    StreamChunk,
+    StreamEvent,
+    StreamStats,
+    Token,
+)
 from reflex_runtime.ipc.peer import Peer
 
 log = logging.getLogger("reflex.ipc")
 
 MOST_STREAMS = 10_000  # live at a time
-MOST_CREDITS = 1_000_000  # at a time
 LONGEST_ID = 200  # characters
 
 
 class Outlet:
-    """A stream from when it was asked for to its terminal event.
+    """A stream from its request to its terminal event.
 
-    stream: None until its engine has taken it. gone: why it shall not begin. begun: set when that is decided.
+    leader: a stream asked for before it, with the same prompt. stream: None until its engine has taken it. gone: why it
+    will not begin. begun: set when that is decided.
     """
 
-    __slots__ = ("arrived", "begun", "bell", "credits", "final", "first", "gone", "id", "model", "stalled", "stream")
+    __slots__ = (
+        "arrived", "begun", "bell", "credits", "engine", "final", "first", "gone", "id", "leader", "stalled", "stream",
+    )  # fmt: skip
 
-    def __init__(self, id: str, model: str, credits: int, arrived: float, rang: Callable[[Outlet], None]) -> None:
-        self.id, self.model, self.credits, self.arrived = id, model, credits, arrived
+    def __init__(
+        self, params: GenerateParams, engine: Engine, leader: Outlet | None, arrived: float,
+        rang: Callable[[Outlet], None],
+    ) -> None:  # fmt: skip
+        self.id, self.credits = params.stream_id, params.credits
+        self.engine, self.leader, self.arrived = engine, leader, arrived
         self.bell = _Bell(self, rang)
         self.begun = asyncio.Event()
         self.stream: EngineStream | None = None
@@ -67,18 +84,20 @@ class Outlets:
 
     # -- beginning -----------------------------------------------------------------------------------------------------
 
-    def add(self, id: str, model: str, credits: int) -> Outlet:
-        """Somebody asked for a stream. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
+    def add(self, params: GenerateParams, engine: Engine) -> Outlet:
+        """A stream was asked for. Raises ProtocolError (−32602) for an id that cannot be or is live, QueueFull."""
+        id = params.stream_id
         if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
             rule = f"must be 1 to {LONGEST_ID} printable characters"
             raise ProtocolError(f"stream_id={id[:50]!r}: {rule}", INVALID_PARAMS)
         if id in self.live:
             raise ProtocolError(f"stream_id={id!r}: a stream of that name has not ended", INVALID_PARAMS)
-        if not 1 <= credits <= MOST_CREDITS:
-            raise ProtocolError(f"credits={credits}: must be in [1, {MOST_CREDITS}]", INVALID_PARAMS)
         if len(self.live) >= MOST_STREAMS:
             raise QueueFull(f"{MOST_STREAMS} streams are live")
-        self.live[id] = outlet = Outlet(id, model, credits, self._clock(), self._rang)
+        leader = self.live.get(params.follows) if params.follows else None
+        if leader is not None and leader.engine is not engine:
+            leader = None
+        self.live[id] = outlet = Outlet(params, engine, leader, self._clock(), self._rang)
         self._empty.clear()
         return outlet
 
@@ -139,10 +158,10 @@ class Outlets:
                     self._failed(peer, outlet, ProcessorError(f"{type(error).__name__}: {error}"))
         peer.flush()
 
-    def end(self, error: ReflexError, model: str | None = None) -> None:
-        """End every stream, or every one of a model, with an error. Those that have not begun never will."""
+    def end(self, error: ReflexError, engine: Engine | None = None) -> None:
+        """End every stream, or every one of an engine, with an error. Those that have not begun never will."""
         for outlet in list(self.live.values()):
-            if model is None or outlet.model == model:
+            if engine is None or outlet.engine is engine:
                 if outlet.stream is None:
                     outlet.gone = outlet.gone or error
                 else:

@@ -15,7 +15,6 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
@@ -61,7 +60,7 @@ from reflex_runtime.ipc.messages import (
     Tokenize,
     UnloadModel,
 )
-from reflex_runtime.ipc.models import Model, Models
+from reflex_runtime.ipc.models import Models
 from reflex_runtime.ipc.outlet import Outlet, Outlets
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.version import __version__
@@ -73,16 +72,6 @@ log = logging.getLogger("reflex.ipc")
 MOST_REQUESTS = 1024  # in a batch
 LONGEST_DRAIN = 3600  # seconds
 GRACE = 5.0  # seconds that what has to end may take beyond its time
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that may begin. leader: asked for before it."""
-
-    params: GenerateParams
-    outlet: Outlet
-    model: Model
-    leader: Outlet | None
 
 
 _PARAMS, _BATCH = Reader(GenerateParams), Reader(BatchGenerate)
@@ -277,7 +266,8 @@ class Worker:
         return {"cancelled": self._outlets.cancel(_STREAM_ID.read(params, codec).stream_id)}
 
     def _generate(self, params: Any, codec: Codec) -> Coroutine[Any, Any, Started]:
-        return self._begin(self._accept(_PARAMS.read(params, codec)))
+        asked: GenerateParams = _PARAMS.read(params, codec)
+        return self._begin(asked, self._accept(asked))
 
     def _batch_generate(self, params: Any, codec: Codec) -> Coroutine[Any, Any, BatchResult]:
         """Every request is accepted here, in their order; they begin in the task."""
@@ -287,7 +277,7 @@ class Worker:
             raise ProtocolError(f"requests: {len(requests)} of them; at most {MOST_REQUESTS}", INVALID_PARAMS)
         groups: Counter[str] = Counter()
         seen: set[str] = set()
-        accepted: list[_Asked | ReflexError] = []
+        accepted: list[tuple[GenerateParams, Outlet] | ReflexError] = []
         for raw in requests:
             try:
                 asked = _PARAMS.read(raw, codec)
@@ -295,13 +285,13 @@ class Worker:
                 if asked.stream_id in seen:
                     raise ProtocolError(f"stream_id={asked.stream_id[:200]!r}: twice in a batch", INVALID_PARAMS)
                 seen.add(asked.stream_id)
-                accepted.append(self._accept(asked))
+                accepted.append((asked, self._accept(asked)))
             except ReflexError as error:
                 accepted.append(error)
         return self._begin_all(accepted, dict(groups), arrived)
 
     async def _begin_all(
-        self, accepted: list[_Asked | ReflexError], groups: dict[str, int], arrived: float
+        self, accepted: list[tuple[GenerateParams, Outlet] | ReflexError], groups: dict[str, int], arrived: float
     ) -> BatchResult:
         items = await asyncio.gather(*(self._item(one) for one in accepted))
         self._batches, self._batched = self._batches + 1, self._batched + len(items)
@@ -309,27 +299,24 @@ class Worker:
         self._last = msgspec.structs.replace(result, results=[])
         return result
 
-    async def _item(self, asked: _Asked | ReflexError) -> Item:
+    async def _item(self, asked: tuple[GenerateParams, Outlet] | ReflexError) -> Item:
         try:
             if isinstance(asked, ReflexError):
                 raise asked
-            return Item(True, await self._begin(asked))
+            return Item(True, await self._begin(*asked))
         except ReflexError as error:
             return Item(False, error=error_of(error))
 
-    def _accept(self, params: GenerateParams) -> _Asked:
+    def _accept(self, params: GenerateParams) -> Outlet:
         """What can be said of a request without its engine. From here on its stream is live and can be cancelled."""
         wants = {"draft": params.draft_model, "guidance": params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
                 raise ProtocolError(f"this runtime does not advertise {name!r}", INVALID_PARAMS)
-        model = self._models.get(params.model_id)
-        leader = self._outlets.live.get(params.follows) if params.follows else None
-        outlet = self._outlets.add(params.stream_id, model.id, params.credits)
-        return _Asked(params, outlet, model, leader if leader is not None and leader.model == model.id else None)
+        return self._outlets.add(params, self._models.get(params.model_id).engine)
 
-    async def _begin(self, asked: _Asked) -> Started:
-        outlet, leader = asked.outlet, asked.leader
+    async def _begin(self, params: GenerateParams, outlet: Outlet) -> Started:
+        leader, outlet.leader = outlet.leader, None
         try:
             if leader is not None:
                 await leader.begun.wait()
@@ -338,7 +325,7 @@ class Worker:
             first = leader.stream if leader is not None else None
             if first is not None and (first.ended or first.completion_tokens):  # its prompt is there, or never will be
                 first = None
-            stream = await asked.model.engine.submit(asked.params, outlet.bell, first)
+            stream = await outlet.engine.submit(params, outlet.bell, first)
             self._outlets.begin(outlet, stream)
         except BaseException as error:
             self._outlets.drop(outlet)

@@ -31,11 +31,12 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stepper import Stepper
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.sampler import sample
-from reflex_runtime.llm.sequence import Choice, RequestOutput, SamplingParams, Sequence
+from reflex_runtime.llm.sequence import Choice, RequestOutput, Sequence
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.options import option, validate

@@ -254,14 +254,16 @@ def test_g1_a_request_of_another_process_is_queued_as_it_was_asked() -> None:
     async def main() -> None:
         async with Run() as it:
             engine = WorkerEngine(cast(Any, SimpleNamespace(generator=it.runtime)), CollectorRegistry())
-            asked = GenerateParams("s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c")
-            asked.request_id, asked.timeout_ms = "r", 5000.0
+            asked = GenerateParams(
+                stream_id="s-1", prompt_token_ids=[1] * 40, max_tokens=3, priority="urgent", client="c",
+                request_id="r", timeout_ms=5000.0,
+            )  # fmt: skip
             leader = await engine.submit(asked, Bell(), None)
             assert leader._ticket is not None
             request = leader._ticket.request
             assert (request.id, request.client, request.priority) == ("r", "c", Priority.URGENT)
             assert request.time_limit == 5.0
-            follower = await engine.submit(GenerateParams("s-2", prompt_token_ids=[1] * 40), Bell(), leader)
+            follower = await engine.submit(GenerateParams(stream_id="s-2", prompt_token_ids=[1] * 40), Bell(), leader)
             assert follower.held
             assert follower._ticket is not None
             assert (follower._ticket.request.id, follower._ticket.request.time_limit) == ("s-2", None)

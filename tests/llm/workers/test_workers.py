@@ -25,8 +25,8 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.client import ClientConfig, WorkerUnavailable
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import BATCH_GENERATE
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import spawned
-from reflex_runtime.llm.sequence import SamplingParams
 from reflex_runtime.llm.serving.served_model import Open
 from reflex_runtime.llm.toy import ByteTokenizer
 from reflex_runtime.llm.workers.worker_metrics import merged

@@ -17,7 +17,7 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.llm.sequence import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import Whole, check_id
 from reflex_runtime.web.json import is_json, printable

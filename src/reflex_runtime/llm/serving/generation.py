@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
@@ -20,20 +20,23 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
 from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.sequence import SamplingParams, TokenOutput
+from reflex_runtime.llm.sequence import TokenOutput
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
 
 log = logging.getLogger("reflex.server")
 
+R = TypeVar("R")
+
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
 PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
 
 
-class Generator(Protocol):
-    """What generates tokens for the requests of one event loop: in this process, or in others."""
+class Generator(Protocol[R]):
+    """What generates tokens for the requests (R) of one event loop: in this process, or in others."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -55,10 +58,10 @@ class Generator(Protocol):
         priority: Priority,
         client: Hashable,
         time_limit: float | None,
-    ) -> Request:
+    ) -> R:
         """A request for `submit_alike`. time_limit: seconds until its first token. Raises TooLarge, ConfigError."""
 
-    def submit_alike(self, requests: Seq[Request], bell: asyncio.Event) -> Seq[OutputStream]:
+    def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
         they are made elsewhere, their streams may end with it. bell: set whenever there is something to read."""
 

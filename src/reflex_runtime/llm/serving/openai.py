@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
 
+from msgspec.structs import replace as changed
+
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
-from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.llm.serving import fields as wire
@@ -143,7 +144,7 @@ class OpenAI:
         exchange.ask = self.model.generator
 
     async def _generate(self, exchange: Exchange, body: bytes, chat: bool) -> None:
-        runtime: Generator = exchange.ask
+        runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
         try:
@@ -162,7 +163,7 @@ class OpenAI:
     async def _queue(
         self,
         exchange: Exchange,
-        runtime: Generator,
+        runtime: Generator[Any],
         asked: wire.CompletionRequest,
         streams: list[OutputStream],
         bell: Bell,
@@ -182,7 +183,7 @@ class OpenAI:
         return replace(asked, prompts=[], messages=None)
 
     @staticmethod
-    async def _tokens(runtime: Generator, asked: wire.CompletionRequest) -> list[list[int]]:
+    async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
         try:
             if asked.messages is not None:
                 return [await runtime.encode_chat(asked.messages)]
@@ -209,18 +210,18 @@ def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionR
 
 
 def _requests(
-    runtime: Generator, asked: wire.CompletionRequest, number: int, ids: list[int], exchange: Exchange
-) -> list[Request]:
+    runtime: Generator[Any], asked: wire.CompletionRequest, number: int, ids: list[int], exchange: Exchange
+) -> list[Any]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
-        params = replace(params, max_tokens=runtime.limits.room(len(ids)))
+        params = changed(params, max_tokens=runtime.limits.room(len(ids)))
     peer = exchange.client
     client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
     found = []
     for i in range(asked.n):
         index = number * asked.n + i
-        seeded = params if params.seed is None or not i else replace(params, seed=(params.seed + i) % (1 << 64))
+        seeded = params if params.seed is None or not i else changed(params, seed=(params.seed + i) % (1 << 64))
         name = exchange.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
             request = runtime.request(

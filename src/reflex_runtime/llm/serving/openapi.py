@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.sequence import MOST_LOGPROBS, MOST_STOPS
 from reflex_runtime.llm.serving import answers
 from reflex_runtime.llm.serving import fields as wire
 from reflex_runtime.web.fields import MAX_ID_BYTES

@@ -28,7 +28,7 @@ class ModelHost(Protocol):
     """Where a model runs: in this process (`LocalModel`), or in runtime processes (`Workers`)."""
 
     @property
-    def generator(self) -> Generator: ...
+    def generator(self) -> Generator[Any]: ...
 
     @property
     def state(self) -> str:
@@ -102,7 +102,7 @@ class ServedModel:
         return self.host.state if self._state == "ready" and self.host is not None else self._state
 
     @property
-    def generator(self) -> Generator:
+    def generator(self) -> Generator[Any]:
         """What generates. Raises when there is none, or none that may be asked any more."""
         if self._state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)

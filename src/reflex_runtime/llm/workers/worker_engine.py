@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,7 +17,6 @@ from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
-from reflex_runtime.llm.sequence import SamplingParams
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
@@ -61,7 +60,7 @@ class WorkerEngine:
         """Queue a request. leader: a stream whose prompt this one has too: it waits until that has been computed."""
         request = self.runtime.request(
             await self._prompt(params),
-            _sampling(params),
+            params,
             id=params.request_id or params.stream_id,
             priority=PRIORITIES[params.priority],
             client=params.client,
@@ -83,10 +82,6 @@ class WorkerEngine:
         if params.prompt_token_ids is not None:
             return params.prompt_token_ids
         return await self.tokenize(Tokenize(params.model_id, params.prompt, params.messages))
-
-
-def _sampling(params: GenerateParams) -> SamplingParams:
-    return SamplingParams(**{f.name: getattr(params, f.name) for f in fields(SamplingParams)})
 
 
 class TokenizerEngine:

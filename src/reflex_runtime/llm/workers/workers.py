@@ -16,18 +16,19 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+import msgspec
 from prometheus_client import Gauge
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
-from reflex_runtime.core.request import Priority, Request
+from reflex_runtime.core.request import Priority
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
-from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, LoadModel
+from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, GenerateParams, LoadModel
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
+from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.ipc.spawn import Opener
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.sequence import SamplingParams
 from reflex_runtime.llm.serving.served_model import Open, Opening
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
@@ -235,14 +236,16 @@ class Workers:
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: measured here, so that what can never run never crosses."""
         self.limits.check(prompt, params.max_tokens)
-        fields = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-        payload = fields | {"prompt_token_ids": prompt, "client": str(client), "request_id": id}
-        return Request(payload, id=id, client=client, priority=priority, time_limit=time_limit)
+        sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+        return GenerateParams(
+            **sampling, model_id=self._opening.name, prompt_token_ids=list(prompt), priority=priority.name.lower(),
+            client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
+        )  # fmt: skip
 
-    def submit_alike(self, requests: Sequence[Request], bell: asyncio.Event) -> list[StreamHandle]:
+    def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:
         """See `Generator.submit_alike`. All go to the same process, whose cache then has their prompt."""
         line = self._line()
         handles: list[StreamHandle] = []
@@ -250,8 +253,8 @@ class Workers:
             handle = line.registry.register(bell=bell)
             follows = handles[0].id if handles else None
             handles.append(handle)
-            params = {**request.payload, "model_id": self._opening.name, "stream_id": handle.id, "follows": follows}
-            task = asyncio.create_task(self._send(line, handle, request, params))
+            params = msgspec.structs.replace(request, stream_id=handle.id, follows=follows)
+            task = asyncio.create_task(self._send(line, handle, params))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)
         return handles
@@ -264,13 +267,12 @@ class Workers:
         return min(ready, key=lambda line: line.unfinished)
 
     @staticmethod
-    async def _send(line: Line, handle: StreamHandle, request: Request, params: dict[str, Any]) -> None:
+    async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
         """What keeps a request from beginning ends its stream."""
         if handle.closed:  # its reader left before this task began
             return
-        limit = None if request.time_limit is None else request.time_limit * 1e3
-        try:  # a field of the request: it waits at the engine, too
-            await line.batcher.enqueue(params | {"timeout_ms": limit}, request.priority.name.lower())
+        try:
+            await line.batcher.enqueue(params, params.priority)
         except Cancelled:
             pass  # its reader left
         except ReflexError as error:
