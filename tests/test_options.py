@@ -11,7 +11,7 @@ import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
-from reflex_runtime.cli.trace import PromptsConfig
+from reflex_runtime.cli.trace_prompts import PromptsConfig
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import check_needs, flag

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from reflex_runtime.cli import main
-from reflex_runtime.cli.trace import _step_time as step_time
-from reflex_runtime.cli.trace import letters
+from reflex_runtime.cli.trace_prompts import letters, step_time
 from reflex_runtime.sim.tokens import StepTime
 from reflex_runtime.telemetry.journal_reader import read_journal
 
@@ -63,7 +62,7 @@ def test_l3_l10_the_step_table_says_everything(capsys: pytest.CaptureFixture[str
         "modelled",
         "6 steps, 24 tokens: mean 4.0 a step, peak 8; 50% of the budget of 8",
         "18 of them prefill, 6 decode",
-        "somebody waited in 1 step: budget spent 1",
+        "requests waited in 1 step: budget spent 1",
         "first token after p50 4.8 ms, longest 6.9 ms; gap between tokens p50 2.1 ms, longest 2.1 ms "
         "(modelled: a step takes 2 ms + 0.05 ms a token)",
         "scheduled − recomputed = prompt + outputs − 1 − cached: holds for all 2 requests",

@@ -1,4 +1,4 @@
-"""`reflex replay`: run a recording again, through a model or through the scheduler, and say what is different."""
+"""`reflex replay`: run a journal again, through a model or through the scheduler, and show what is different."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from reflex_runtime.policies.records.replay import ModelReplay
 
 _DESCRIPTION = """\
-Run a recording of `reflex serve --record DIR` again.
+Run what `reflex serve --record DIR` wrote again.
 
 With --model the recorded requests go through a model once more, and its actions, its cache and the time of its batches
 are compared with what was recorded. With --schedule the recorded arrivals go through the same scheduler in virtual
-time, under the recorded settings and those given here.
+time, under the recorded settings and those given here; that reads what `--trace FILE` wrote, too.
 """
 
 _EPILOG = """\
@@ -40,7 +40,7 @@ actions are the same with cosine >= 0.999 and no value off by more than 1e-3, re
 time within 5 %, which another machine's may miss with a warning. Models that see images need a recording made with
 --record-images full.
 
-exit codes: 0 fine, 1 the recording cannot be read (file and line are named), 2 bad arguments, or the model cannot be
+exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad arguments, or the model cannot be
 loaded, 3 different in what --fail-on names
 """
 
@@ -56,13 +56,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="the recording, .jsonl or .jsonl.gz")
+    add("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
     model = parser.add_argument_group("through a model")
     add = model.add_argument
     add("--model", type=Path, metavar="DIR", help="the export to run")
     add("--slot", metavar="SLOT", help="only what this slot answered (default: all, told apart in the output)")
     add("--recorded-by", metavar="HASH", help="only what the model of this hash answered, where it was exchanged")
-    add("--diff", default="all", metavar="WHAT", help="what is told: actions, latency, cache or all (default all)")
+    add("--diff", default="all", metavar="WHAT", help="what is shown: actions, latency, cache or all (default all)")
     add(
         "--compose",
         default="alone",
@@ -221,7 +221,7 @@ def _tell_other_model(recording: Journal, slot: str | None, found: str, model: P
 
 
 def _same_hardware(recorded: Any) -> bool:
-    """Whether what was recorded of the machine is true of this one; what only one of them says does not count."""
+    """Whether both say the same of the machine; what only one of them says does not count."""
     if not isinstance(recorded, dict):
         return True
     return all(recorded.get(key, value) == value for key, value in hardware().items())
@@ -322,7 +322,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Progress:
-    """Says how far it is, on stderr: a line that overwrites itself on a terminal, and one now and then elsewhere."""
+    """Progress on stderr: on a terminal a line that is overwritten, elsewhere a line now and then."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -1,4 +1,4 @@
-"""`reflex report`: A against B out of recordings, as text, JSON and a picture."""
+"""`reflex report`: A against B out of journals, as text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
-Sum up recordings of `reflex serve --record DIR`: per slot its requests, episodes, success with a 95 % Wilson interval,
-latency, guard and errors; a against b with e-values that hold however often one looks; the shadow's divergence; and a
-timeline of what was decided.
+Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a
+95 % Wilson interval, latency, guard and errors; a against b with e-values that hold however often one looks; the
+shadow's divergence; and a timeline of what was decided.
 """
 
 _EPILOG = """\
@@ -25,7 +25,7 @@ examples:
 
 An e-value of 1,000 decides: were both equally good, the chance to ever see it is at most 1 in 1,000.
 
-exit codes: 0 fine, 1 a recording cannot be read (file and line are named), 2 bad arguments
+exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arguments
 """
 
 
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="recordings, or directories of them")
+    add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
     add("--format", default="text", metavar="text|json", help="what is printed (default text)")
     add("--out", type=Path, metavar="PREFIX", help="also draw PREFIX.svg and PREFIX.png")
     add("--margin", default="5", metavar="POINTS", help="what counts as not worse, in (0, 100) percentage points")

@@ -1,10 +1,10 @@
-"""The schedule of a recording, run again: what the scheduler did, or would have done with other settings.
+"""The schedule of a journal, run again: what the scheduler did, or would have done with other settings.
 
-`replay_measured` feeds the scheduler what it was fed: the same requests, and the measured times of its batches, at the
-recorded instants; the same batches come out. `replay_schedule` takes only the requests from the recording and the
-device from its measured batches, and lets the scheduler decide on a jumping clock: that is how another budget is tried.
+`replay_measured` gives the scheduler its recorded inputs: the same requests, and the measured times of its batches, at
+the recorded instants; the same batches come out. `replay_schedule` takes only the requests, fits a device to the
+measured batches, and lets the scheduler decide on a jumping clock: that is how another budget is tried.
 
-The arrivals are fixed: callers who wait for an answer before they ask again would have asked sooner had it come sooner.
+The arrivals are fixed, although a caller that waits for its answer would have asked sooner had it come sooner.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
 
 
 def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
-    """Let it see the warm-up again."""
+    """Show it the warm-up again."""
 
     def ticket(i: int) -> Ticket:
         return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)
@@ -200,10 +200,10 @@ class MeasuredReplay:
 
 
 def replay_measured(recording: Journal) -> MeasuredReplay:
-    """Feed the scheduler what it was fed, at the recorded instants; see what it forms.
+    """Give the scheduler its recorded inputs at the recorded instants, and compare the batches it forms.
 
     Needs the recorded settings and requests (`scheduler_of`). What is missing from the file, because it was dropped or
-    not answered when the process was killed, is missing here too and shows as a difference.
+    not answered when the process was killed, shows as a difference.
     """
     return _Measured(recording).run()
 
@@ -249,7 +249,7 @@ class _Measured:
         return replay
 
     def _form(self, at: float) -> tuple[Batch | None, float]:
-        """The batch of an instant; one that is still held is formed nevertheless, and how long it was held is told."""
+        """The batch of an instant, and for how long it is still held: a held one is formed, too."""
         batch = self._scheduler.next_batch(at)
         wake = self._scheduler.wake_at()
         if batch is not None or wake == inf:
@@ -371,7 +371,7 @@ def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
 
 
 def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:
-    """What would have come of the recorded requests under the recorded settings with `changes`, in virtual time."""
+    """The recorded requests under the recorded settings with `changes`, in virtual time."""
     lines = [line for line in recording.requests if line.schedule is not None]
     if not lines:
         raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
@@ -388,7 +388,7 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
 
 
 def recorded_report(recording: Journal) -> Report:
-    """What did come of them, in the same words: latency counts from the scheduler's door to the last batch's end."""
+    """The same report of what was recorded: latency is from the arrival at the scheduler to the last batch's end."""
     first, last = _span(recording)
     finished = {seq: b.finished for b in recording.batches for seq in b.seqs}
     ended = {e.ticket: e.at for e in recording.ended}

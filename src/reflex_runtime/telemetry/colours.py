@@ -1,4 +1,4 @@
-"""Who is who: the colour and the name of a request or its client, the same in tables and pictures."""
+"""The colour and the name of a request or its client, the same in tables and pictures."""
 
 from __future__ import annotations
 

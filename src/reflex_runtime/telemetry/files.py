@@ -1,6 +1,6 @@
-"""Files that are written: never through a link, never over what a run before left, never two writers on one.
+"""Output files: links are refused, an earlier file is kept, and a file has one writer.
 
-All raise OSError, with words in `strerror` for people. A device or a pipe is written as it is.
+All functions raise OSError with a readable `strerror`. A device or a pipe is written as it is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # not on this system: then nothing says that another program writes the file
+except ImportError:  # not on this system: a second writer is not noticed
     fcntl = None  # type: ignore[assignment]
 
 KEPT = ".1"  # appended to the name of the file that a new one takes the place of
@@ -23,9 +23,9 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 
 
 def create(path: str | os.PathLike[str], private: bool = False) -> FileIO:
-    """A new file, unbuffered. What is there is kept as PATH.1, unless it is empty; an older PATH.1 is replaced.
+    """A new file, unbuffered. An existing file is kept as PATH.1, unless it is empty; an older PATH.1 is replaced.
 
-    private: for its owner alone, as where pictures of cameras are in it. Refused: a symbolic link, a file that
+    private: readable by its owner only, for camera images. Refused: a symbolic link, a file that
     cannot be written, and one that another writer made by `create` or `append` has open.
     """
     path = Path(path)
@@ -34,7 +34,7 @@ def create(path: str | os.PathLike[str], private: bool = False) -> FileIO:
 
 
 def append(path: str | os.PathLike[str], private: bool = False) -> FileIO:
-    """The file as it is, made where it is missing, to be written at its end. See `create` for what is refused."""
+    """Open for appending; made when missing. Refuses what `create` refuses."""
     return _open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE if private else _SHARED)
 
 
@@ -44,13 +44,13 @@ def check(path: str | os.PathLike[str]) -> None:
 
 
 def replace(path: str | os.PathLike[str], data: bytes) -> None:
-    """A whole file at once, in the place of one that is there; for what is drawn anew from other files."""
+    """Write a whole file at once and replace an existing one; for pictures, which can be drawn again."""
     path = Path(path)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with create(draft) as file:
             write_all(file, data)
-        os.replace(draft, path)  # in the place of a link too, not of what it leads to
+        os.replace(draft, path)  # replaces a link itself, not its target
     except OSError:
         draft.unlink(missing_ok=True)
         raise
@@ -101,7 +101,7 @@ def _open(path: Path, flags: int, mode: int) -> FileIO:
 
 
 def _lock(file: FileIO, path: Path) -> None:
-    """Hold the file until it is closed, so that a second writer is refused."""
+    """Lock the file until it is closed: a second writer is refused."""
     if fcntl is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return
     try:

@@ -1,8 +1,8 @@
-"""Health: what an operator should hear about feeds and coordinators, said rarely enough to be read.
+"""Health: events about feeds and coordinators for an operator, rate-limited.
 
-What goes wrong in floods is counted and told at most once a second for each kind and source, the first one at once; the
-counts told add up to what happened. `Throttle` is that rule, and `Health` the fold over a coordinator's events that
-applies it. The other events are made by who sees them happen: a feed, or its runtime.
+The first event of a kind and source is emitted at once, then at most one a second; the counts in the events add up to
+what happened. `Throttle` is that rule, and `Health` the fold over a coordinator's events that applies it. A feed and
+its runtime emit the other events themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEEDS = 4096  # feeds that a coordinator's health remembers
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """Something an operator should hear. at: seconds, monotonic. source: the feed's id, or the coordinator's."""
+    """Something that an operator should know. at: seconds, monotonic. source: the feed's id, or the coordinator's."""
 
     at: float
     source: str
@@ -37,7 +37,7 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class BatchSubmissionRejected(HealthEvent):
-    """`count` frames of a feed found the coordinator's queue full, or had to leave it for a feed with fewer in it."""
+    """`count` frames of a feed met a full queue, or were displaced from it by a feed with fewer in it."""
 
     count: int
     coordinator: str = ""
@@ -45,7 +45,7 @@ class BatchSubmissionRejected(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class BatchInFlightExceeded(HealthEvent):
-    """`count` frames of a feed came while it had as many in flight as it may: its processor is too slow for it."""
+    """`count` frames of a feed exceeded its in-flight limit: the processor is too slow for it."""
 
     count: int
     coordinator: str = ""
@@ -61,7 +61,7 @@ class BatchTimeout(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class BatchError(HealthEvent):
-    """In `count` batches of a coordinator something failed; error: what the last failure said."""
+    """`count` batches of a coordinator failed in whole or in part. error: message of the last failure."""
 
     count: int
     error: str
@@ -69,7 +69,7 @@ class BatchError(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class StageError(HealthEvent):
-    """A feed lost its coordinator for good: it died. Told once for each feed, never at an ordinary stop."""
+    """A feed's coordinator died. Once for each feed, never at an ordinary stop."""
 
     error: str
     coordinator: str = ""
@@ -77,7 +77,7 @@ class StageError(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class FeedStageError(HealthEvent):
-    """A stage or a sink of a feed failed on `count` frames; error: what the last failure said."""
+    """A stage or a sink of a feed failed on `count` frames. error: message of the last failure."""
 
     error: str
     count: int = 1
@@ -103,29 +103,29 @@ class FeedFrozen(HealthEvent):
 
 @dataclass(frozen=True, slots=True)
 class FeedEnded(HealthEvent):
-    """A feed came to the end of its source."""
+    """A feed reached the end of its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class FeedFailed(HealthEvent):
-    """A feed was given up."""
+    """A feed ended with an error."""
 
     error: str
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadDetached(HealthEvent):
-    """A thread did not end in the time it had and was left behind."""
+    """A thread did not end within its time limit and was abandoned."""
 
     name: str
 
 
 class Throttle:
-    """Counts what happens, and says how much of it to tell now: the first at once, then at most once per `every` s.
+    """Counts occurrences and says how many to report now: the first at once, then at most once per `every` seconds.
 
-    Every method takes `now` and returns the count to tell, 0 for nothing. What they return, with what is `held`, adds
-    up to what was counted. A recovery tells what is held before its time, at most once between two tellings: a source
-    that fails and recovers in turns, thirty times a second, is told of twice per `every` seconds and not more.
+    Every method takes `now` and returns the count to report, 0 for nothing. What they return and what is `held` add up
+    to what was counted. A recovery reports what is held early, at most once between two regular reports: a source that
+    fails and recovers thirty times a second causes two reports per `every` seconds.
     """
 
     __slots__ = ("_early", "_next", "every", "held")
@@ -133,20 +133,20 @@ class Throttle:
     def __init__(self, every: float = 1.0) -> None:
         self.every = every
         self.held = 0
-        self._next = -inf  # when it may speak again
-        self._early = False  # the last telling came before its time
+        self._next = -inf  # no regular report before this time
+        self._early = False  # the last report was early
 
     def count(self, now: float) -> int:
-        """It happened once more."""
+        """Count one more."""
         self.held += 1
         return self.due(now)
 
     def due(self, now: float) -> int:
-        """What is held, if it is time."""
+        """What is held, if a report is due."""
         return self._tell(now) if now >= self._next else 0
 
     def recover(self, now: float) -> int:
-        """It went well: what is held, although it is not time."""
+        """What is held, after a success: reported early."""
         if now >= self._next or not self._early:
             early = now < self._next
             told = self._tell(now)
@@ -155,11 +155,11 @@ class Throttle:
         return 0
 
     def flush(self, now: float) -> int:
-        """What is held, whatever the time: the end."""
+        """What is held, at the end."""
         return self._tell(now)
 
     def quiet(self, now: float) -> bool:
-        """Whether it could be replaced by a new one and nobody would notice."""
+        """Whether a new one would behave the same."""
         return not self.held and now >= self._next
 
     def _tell(self, now: float) -> int:
@@ -174,7 +174,7 @@ _Counted = type[BatchSubmissionRejected] | type[BatchInFlightExceeded] | type[Ba
 
 
 class _Feed:
-    """What is remembered of a feed. throttles: by kind, made when something first goes wrong. lost: it was told."""
+    """State of a feed. throttles: by kind, made at the first failure. lost: the coordinator's loss was reported."""
 
     __slots__ = ("lost", "throttles")
 
@@ -184,15 +184,15 @@ class _Feed:
 
 
 class Health:
-    """A sink that tells the health of one coordinator and of the feeds that use it (a request's `client`).
+    """A sink that reports the health of one coordinator and of the feeds that use it (a request's `client`).
 
         health = Health("detector", print)
 
     emit: gets each `HealthEvent`, on the thread and under the lock that the sink is called with; must be quick.
-    every: seconds between two events of one kind and source. What is held back is told by the next event of any kind
-    within twice that, by a recovery (an admission, for refusals; an answer, for the rest), and by `flush`.
+    every: seconds between two events of one kind and source. Held counts are reported within twice that, by a recovery
+    (an admission, for refusals; an answer, for the rest), and by `flush`.
 
-    Beyond 4096 feeds those seen first are forgotten, never what is held of them. One that is forgotten hears of a lost
+    Beyond 4096 feeds the oldest are forgotten, but never their held counts. A forgotten feed gets the event of a lost
     coordinator when it submits again.
     """
 
@@ -204,7 +204,7 @@ class Health:
         self._every = every
         self._feeds: dict[Any, _Feed] = {}
         self._limit = FEEDS
-        self._held: dict[tuple[Any, _Counted], Throttle] = {}  # those that owe something
+        self._held: dict[tuple[Any, _Counted], Throttle] = {}  # with something held
         self._batches = Throttle(every)
         self._batch = 0  # the last one counted in it
         self._error = ""
@@ -234,7 +234,7 @@ class Health:
             self._sweep(event.at)
 
     def flush(self, now: float) -> None:
-        """Tell everything that is held back: at the stop."""
+        """Report everything that is held, at the stop."""
         held, self._held = self._held, {}
         for (client, kind), throttle in held.items():
             self._emit(kind(now, str(client), throttle.flush(now), self.source))
@@ -249,11 +249,11 @@ class Health:
             kind = BatchInFlightExceeded if isinstance(event.error, InFlightCapReached) else BatchSubmissionRejected
             self._count(client, kind, event.at)
         elif self._lost is not None and (client in self._feeds or len(self._feeds) < self._limit):
-            self._tell_lost(client, event.at)  # to be told once it must be remembered, and so nobody is forgotten now
+            self._tell_lost(client, event.at)  # reported once: so it is remembered, and no feed is forgotten now
 
     def _failed(self, now: float, ticket: Ticket) -> None:
         admission = ticket.admission
-        if isinstance(ticket.outcome.error, Displaced):  # refused late, that is all
+        if isinstance(ticket.outcome.error, Displaced):  # a late refusal
             self._count(ticket.request.client, BatchSubmissionRejected, now)
         if not isinstance(ticket.outcome.error, ProcessorError) or admission is None:
             return
@@ -291,7 +291,7 @@ class Health:
 
     def _answered(self, now: float, ticket: Ticket) -> None:
         self._tell_batches(now, self._batches.recover(now))
-        if not ticket.abandoned:  # an answer that nobody waited for is no recovery from that
+        if not ticket.abandoned:  # an answer after the caller gave up is no recovery
             self._recovered(ticket.request.client, BatchTimeout, now)
 
     def _recovered(self, client: Any, kind: _Counted, now: float) -> None:
@@ -307,7 +307,7 @@ class Health:
             self._sweep_at = now + self._every
 
     def _sweep(self, now: float) -> None:
-        """Tell what has become due; what is not is looked at again, at most once per `every`."""
+        """Report what is due; check the rest again, at most once per `every`."""
         self._tell_batches(now, self._batches.due(now))
         for key, throttle in list(self._held.items()):
             if told := throttle.due(now):
@@ -330,7 +330,7 @@ class Health:
         return feed
 
     def _forget(self, now: float) -> None:
-        """Make room: a quarter of the feeds of which nothing is owed, those first seen longest ago."""
+        """Forget a quarter of the feeds with nothing held, oldest first."""
         quiet = [c for c, f in self._feeds.items() if all(t.quiet(now) for t in f.throttles.values())]
         for client in quiet[: FEEDS // 4]:
             del self._feeds[client]

@@ -51,7 +51,7 @@ class Journal:
 
     @property
     def groups(self) -> Mapping[str, GroupInfo]:
-        """What each group's numbers mean; empty when the writer was not told."""
+        """What each group's numbers mean; empty when the writer did not know."""
         return self.header.groups
 
     @property

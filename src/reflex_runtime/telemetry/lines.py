@@ -65,20 +65,20 @@ class LineFile:
         self.size += len(data)
 
     def abandon(self) -> None:
-        """Let go of it after an error, without a further one."""
+        """Close it after an error; ignore a further one."""
         with suppress(OSError, ValueError):
             self._file.close()
 
 
 class LineWriter(Generic[T]):
-    """A bounded queue and the thread that empties it into a `LineFile`, and into a next one when it is to.
+    """A bounded queue, and the thread that writes it into one `LineFile` after another.
 
     start: a file and its first lines; called with the first item of each file, or at once when `eager`. encode: an item
     as lines. finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
     capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`. limit: bytes after which
     a file is finished and the next item begins another; 0 is none.
 
-    A disk error ends the writing, is kept in `error`, and reaches nobody else. cpu: processor seconds the thread has
+    A disk error ends the writing and is kept in `error`; callers do not see it. cpu: processor seconds the thread has
     used, as of its last write.
     """
 
@@ -101,10 +101,10 @@ class LineWriter(Generic[T]):
         self._chunk = min(limit or _CHUNK, _CHUNK)
         self._file: LineFile | None = None
         self._queue: deque[T] = deque()
-        self._told = False  # the thread knows that something is there
+        self._told = False  # the thread was woken
         self._some, self._hurry = threading.Event(), threading.Event()
         self.closed = False
-        self._turned = False  # the file is to be finished, and another begun
+        self._turned = False  # finish the file and begin another
         _writers.add(self)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -213,14 +213,14 @@ class LineWriter(Generic[T]):
 
     def _empty(self) -> None:
         """Write what is queued, a moment's work at a time: the interpreter is needed elsewhere. A queue that never
-        becomes empty is flushed all the same."""
+        becomes empty is flushed, too."""
         queue, lines, size = self._queue, list[bytes](), 0
         breath = time.monotonic() + _TURN
         flush = breath + FLUSH
         while queue:
             try:
                 line = self._encode(queue.popleft())
-            except Exception:  # one odd item must not end a file
+            except Exception:  # one bad item must not end a file
                 self._odd += 1
                 log.exception("a line could not be written")
                 continue
@@ -244,7 +244,7 @@ _writers: WeakSet[LineWriter[Any]] = WeakSet()
 
 
 def turn_all() -> None:
-    """Every writer of this process goes on in a new file: what a server does at SIGHUP."""
+    """Every writer of this process continues in a new file, as a server does at SIGHUP."""
     for writer in list(_writers):
         writer.turn()
 

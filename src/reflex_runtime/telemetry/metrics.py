@@ -28,8 +28,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 
 class Metrics:
     """A sink that keeps every series of the contract.
 
-    Chunks of actions tell their cache outcome and steps through `value.cache` and `value.denoising_steps`. What was
-    done to them stands in their batch's notes: `clamped`, `held`, `refused`, `rtc`, `steps_spared`, `injected_ms`.
+    Chunks of actions give their cache outcome and steps through `value.cache` and `value.denoising_steps`. What was
+    done to them is in their batch's notes: `clamped`, `held`, `refused`, `rtc`, `steps_spared`, `injected_ms`.
     """
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
@@ -133,7 +133,7 @@ class Metrics:
         self._drained.labels(*self._slots[slot].labels).set_function(drained)
 
     def add_recording(self, dropped: Callable[[], float], failed: Callable[[], bool]) -> None:
-        """What is recorded, read at scrape time. One file for all slots: it is told under the first of them."""
+        """The recording's series, read at scrape time. One file serves all slots: they carry the label of the first."""
         labels = next(iter(self._slots.values())).labels
         self._recording = (dropped, self._unrecorded.labels(*labels))
         self._stopped.labels(*labels).set_function(failed)
@@ -151,15 +151,15 @@ class Metrics:
         self._slots[slot].episodes[success].inc()
 
     def warned(self, slot: str, kind: str) -> None:
-        """An answer of the slot warns of something: one of `WARNINGS`."""
+        """An answer of the slot carries a warning, one of `WARNINGS`."""
         self._slots[slot].warnings[kind].inc()
 
     def prepared(self, slot: str, seconds: float) -> None:
-        """A request of the slot was ready to run so long after it had been admitted."""
+        """Seconds from the admission of a request of the slot until it was ready to run."""
         self._slots[slot].prepare.observe(seconds)
 
     def delayed(self, slot: str, seconds: float) -> None:
-        """A served request waited so long for a step of the shadow."""
+        """Seconds that a served request waited for a step of the shadow."""
         self._slots[slot].delay.observe(seconds)
 
     def diverged(self, slot: str, mean: float) -> None:
@@ -241,7 +241,7 @@ class _Slot:
         if ticket is None or not isinstance(ticket.outcome, Done):
             return
         self.act.observe(event.at - ticket.arrived)
-        if ticket.request.stage == "":  # in one call: its steps were no batches of their own
+        if ticket.request.stage == "":  # in one call: its steps were not separate batches
             self.steps.inc(getattr(ticket.outcome.value, "denoising_steps", 0))
         cache = getattr(ticket.outcome.value, "cache", "off")
         if cache == "miss":

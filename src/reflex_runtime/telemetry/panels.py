@@ -1,4 +1,4 @@
-"""The panels of a batch picture: the bars; what ran, why it left or whom it left out, how long it took, who waited."""
+"""The panels of a batch picture: bars, stages, causes or shortages, times, waits."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def draw_waiters(axes: Axes, bars: Sequence[Bar], waited: Mapping[int, Sequence[
     if drawn:
         _key(axes, drawn)
     else:
-        axes.text(0.5, 0.4, "nobody", transform=axes.transAxes, color=FAINT, ha="center", va="center")
+        axes.text(0.5, 0.4, "none", transform=axes.transAxes, color=FAINT, ha="center", va="center")
 
 
 _LEFT_OUT = {"queued": "not entered yet", "resident": "resident, granted nothing", "preempted": "preempted"}

@@ -1,10 +1,10 @@
-"""The picture of a batch trace: who shared which batch, because a schedule is understood by looking at it.
+"""The picture of batches: which requests shared which batch.
 
 Panels over one axis of batches: a stacked bar with one segment per grant and one colour per client (or request), which
 stage ran and of which group (where there are several), why each batch left, predicted against measured time, and how
-long those that entered had waited. Steps over tokens tell prefill from decode and mark preemptions; under them stands
-what kept others out, and how many those were. Too many batches to draw one by one are averaged, and the picture says
-so. The same trace gives the same bytes.
+long those that entered had waited. Steps over tokens show prefill, decode and preemptions; under them stands what kept
+others out, and how many those were. Too many batches to draw one by one are averaged, and the picture says so. The
+same batches give the same bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ BARS = 160  # more batches than this are averaged
 SEGMENTS = 2400  # more grants than this are merged by colour
 NAMED = 12  # colours with a name in the legend; in a merged picture the rest is one grey
 
-_NEAR = 1.6  # a ceiling higher than this many times the tallest bar is told, not drawn
+_NEAR = 1.6  # a ceiling higher than this many times the tallest bar is written, not drawn
 
 
 # -- what is drawn -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def _merge(
     batches: Sequence[BatchLine], step: int, colours: Colours, units: Units
 ) -> tuple[list[Bar], dict[int, str]]:
     """Means over `step` neighbours, one segment per colour, and the colours' names. Where the colours with a name would
-    be less than half of the picture, only who entered and who stayed is told apart."""
+    be less than half of the picture, colours only show which members entered and which stayed."""
     total = Counter(colours.index(m) for b in batches for m in b.members)
     kept = dict(total.most_common(NAMED))
     entered, stayed = 0, 4

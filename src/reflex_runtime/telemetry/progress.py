@@ -1,5 +1,6 @@
-"""What requests for tokens had computed, and knew, when they entered a batch: a fold over events, because a sink may
-lag behind the scheduler and must not read counters that have moved on since.
+"""How many tokens each request had computed, and knew, before a batch.
+
+A fold over events: a sink may lag behind the scheduler, whose counters have moved on by then.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Progress(NamedTuple):
 
 
 class ProgressFold:
-    """Counts computed and known tokens of every request that has run and has not ended, and of no other. One that was
-    preempted starts over when it enters again, and forgets nothing that it knew.
+    """Counts computed and known tokens of every request that has run and has not ended. A preempted request starts over
+    when it enters again; what it knew stays known.
 
-    False while there is none, so that whoever feeds it events of other work pays one test for each.
+    False while there is none: events of other work cost one test each.
     """
 
     def __init__(self) -> None:
@@ -35,8 +36,8 @@ class ProgressFold:
         return bool(self._counts)
 
     def ran(self, batch: Batch, failed: bool = False) -> list[Progress]:
-        """A batch of tokens came back: what its members had before it, in the order of its grants. failed: its call
-        did, and they run again."""
+        """What the members of a finished batch had before it, in the order of its grants. failed: the call failed, and
+        they run again."""
         entered, counts = set(batch.admitted), self._counts
         found = []
         for ticket, units in batch.grants.items():
@@ -55,11 +56,11 @@ class ProgressFold:
         return found
 
     def answered(self, seq: int) -> None:
-        """One more token of it is known."""
+        """Count one more known token."""
         if seq in self._counts:
             computed, known = self._counts[seq]
             self._counts[seq] = (computed, known + 1.0)
 
     def ended(self, seq: int) -> None:
-        """It is of no more interest."""
+        """Forget the request."""
         self._counts.pop(seq, None)

@@ -1,6 +1,6 @@
-"""What a trace says without being told: who waited at each step and why, what was prefill, how each request went.
+"""What follows from the batches of a journal: who waited at each step and why, what was prefill, how requests went.
 
-Folds over the batches as read, nothing more, so that a table, a picture and a test see the same.
+Folds over the batches as read, so that a table, a picture and a test see the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SAME = 1.5e-6  # seconds; times in a trace are rounded to microseconds
 
 
 def why_waiting(batch: BatchLine) -> str:
-    """In words, what kept the others out of the batch; empty when the trace does not say."""
+    """In words, what kept the others out of the batch; empty when the journal does not say."""
     return WHY_WAITING.get(batch.short_of, batch.short_of)
 
 
@@ -57,11 +57,11 @@ class Waiter(NamedTuple):
 
 
 def who_waited(batches: Sequence[BatchLine], ids: Container[int] | None = None) -> dict[int, tuple[Waiter, ...]]:
-    """By batch id, who could have been in it and was not, in order of arrival; only of `ids` if given.
+    """By batch id, the requests that waited while it ran, in order of arrival; only of `ids` if given.
 
-    From the trace alone: a request arrived at `at` less `age` of any of its batches, and waits from then
+    A request arrived at `at` less `age` of any of its batches, and waits from then
     until it enters, from `left` until it enters again, and in every batch between its own. Requests that never ran are
-    in no trace, and one that is preempted and then dropped is taken for gone; `queued` counts both.
+    in no batch, and one that is preempted and then dropped is taken for gone; `queued` counts both.
     """
     found: dict[int, tuple[Waiter, ...]] = {}
     for group in dict.fromkeys(b.group for b in batches):
@@ -126,7 +126,7 @@ class Course:
 
 
 def courses(batches: Sequence[BatchLine]) -> list[Course]:
-    """Every request of a trace of tokens, in order of arrival. Of a part of a trace, what that part shows."""
+    """Every request of batches of tokens, in order of arrival; of some of the batches, what those show."""
     found: dict[int, Course] = {}
     final = {m.seq: batch.id for batch in batches for m in batch.members}
     computed: dict[int, float] = {}

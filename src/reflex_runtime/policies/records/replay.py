@@ -1,7 +1,7 @@
-"""RequestLine requests, run again through a model: does it still answer the same, as fast, and from the same cache?
+"""Recorded requests, run again through a model: are its answers, its speed and its cache hits the same?
 
-Either each request alone, or in the recorded batches (`compose="recorded"`): every step runs with the very companions
-it had, because kernels may round differently in a batch of another size. On the machine of the recording the actions
+Either each request runs alone, or in the recorded batches (`compose="recorded"`): every step has the members it had,
+because kernels may round differently in a batch of another size. On the machine of the recording the actions
 are then equal to the last bit.
 """
 
@@ -81,7 +81,7 @@ class Timed:
 
 @dataclass(slots=True)
 class ModelReplay:
-    """What came of it. left_out: recorded requests that were never answered, by how they ended."""
+    """The result. left_out: recorded requests that were never answered, by how they ended."""
 
     compose: Compose
     items: list[ReplayedRequest] = field(default_factory=list)
@@ -89,8 +89,8 @@ class ModelReplay:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def failed(self, diff: Diff, same_hardware: bool = True) -> bool:
-        """Whether the replay differs. Another machine's latency is told, not judged; nothing to compare is no failure
-        of latency, and one of actions."""
+        """Whether the replay differs. Latency counts only on the same hardware. Nothing to compare fails `actions`, and
+        not `latency`."""
         if diff == "actions":
             return not self.items or not all(item.close for item in self.items)
         if diff == "cache":
@@ -185,7 +185,7 @@ def replay_model(
 
 
 def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
-    """Whose answers to compare with; "" where all of the slot are one model's."""
+    """The hash of the model whose answers to compare with; "" where one model answered all of the slot."""
     hashes = Counter(line.model_hash for line in recording.requests if line.slot == slot and line.response is not None)
     if len(hashes) < 2:
         return ""
@@ -207,7 +207,7 @@ def _need_images(recording: Journal, policy: Policy, lines: Iterable[RequestLine
 
 
 class _Tails(ChunkTails):
-    """Carries chunks over as the recording says it was done: times are those reported, not those of the replay."""
+    """Carries chunks over as recorded: with the reported times, not those of the replay."""
 
     def __init__(self, rtc: Rtc, control_hz: float | None) -> None:
         super().__init__(rtc, lambda: 0.0, control_hz)
@@ -228,7 +228,7 @@ class _Tails(ChunkTails):
 
 
 def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
-    """Switch on what these answers show was on: chunks carried over, steps spared."""
+    """Switch on what was on for these answers: chunks carried over, steps spared."""
     if not isinstance(policy, DecomposedPolicy):
         return
     report = next((line.rtc for line in lines if line.rtc is not None), None)
@@ -239,7 +239,7 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
 
 
 class _Runner:
-    """What both ways share: making requests and comparing answers."""
+    """Makes requests and compares answers."""
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class _Alone(_Runner):
             _advance(ticket, outcome)
 
     def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
-        """Batches are compared where the request was alone in all of its own when it was recorded, too."""
+        """Compare times where the request was alone in all of its recorded batches, too."""
         ticket = None if line.schedule is None else line.schedule.ticket
         ran = [] if ticket is None else self._batches_of.get(ticket, [])
         if [b.stage for b in ran] == [stage for stage, _ in times] and all(b.size == 1 for b in ran):
@@ -355,9 +355,9 @@ class _Alone(_Runner):
 class _Composed(_Runner):
     """Every recorded batch, step by step, with the members it had.
 
-    Requests are made at the instants they arrived at, between the batches that had ended by then, so that the prefix
-    cache holds what it held. A batch that lacks a member, because that one's request is not in the file, makes all that
-    were in it `composed = False`. Calls that failed are left out; their members ran again in batches of their own.
+    Requests are made when they arrived, between the batches that had ended by then, so that the prefix cache holds what
+    it held. If a member's request is not in the file, all members of the batch are `composed = False`. Failed calls are
+    left out; their members ran again in other batches.
     """
 
     def run(self, answered: Sequence[RequestLine]) -> None:
@@ -402,8 +402,8 @@ class _Composed(_Runner):
         return sorted(found, key=lambda b: b.at)
 
     def _arrive(self, batch: BatchLine) -> None:
-        """Make the requests that had arrived when the batch was formed, and those that came while it ran and missed
-        what it put into the cache. One that hit waits until the batch has run."""
+        """Make the requests that had arrived when the batch was formed, and those that arrived while it ran and missed
+        the cache. One that hit waits until the batch has run."""
         later = []
         while self._arrivals and self._arrivals[-1].schedule.arrived <= batch.finished:  # type: ignore[union-attr]
             line = self._arrivals.pop()
@@ -433,8 +433,7 @@ class _Composed(_Runner):
             self._tickets[seq] = Ticket(request, seq, line.schedule.arrived)
 
     def _forced(self, line: RequestLine, request: Request) -> Request:
-        """A prefix that was computed is computed again, whatever this cache holds. The other way round there is nothing
-        to run the recorded steps on."""
+        """Compute a prefix again that was computed in the recording, whatever this cache holds."""
         policy = self._models[line.slot][0]
         cache = getattr(policy, "cache", None)
         if cache is None or request.payload.cache == "miss":

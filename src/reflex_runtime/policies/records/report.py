@@ -1,7 +1,7 @@
-"""A against B, out of recordings: who succeeds more often, how sure that is, what it costs, and what was decided when.
+"""A against B, out of journals: success rates with their evidence, latency, errors, and what was decided when.
 
-The comparison is the server's own (`policies/rollout/comparison.py`), fed with the recorded outcomes in their order: a
-report of the night says what the server knew at every moment of it.
+The comparison is the server's own (`policies/rollout/comparison.py`), fed with the recorded outcomes in their order, so
+it shows what the server knew at every moment.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class SlotReport:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What was known after one finished episode or one decision. at: seconds since the epoch.
+    """Counts and evidence after one finished episode or one decision. at: seconds since the epoch.
 
     counts: slot → (successes, episodes). e: (a better, b better, b not worse); None where there is nothing to compare.
     """
@@ -106,7 +106,7 @@ class Event:
 
 @dataclass(slots=True)
 class RolloutReport:
-    """Everything a report tells. moments, timeline: in order of time."""
+    """The report. moments, timeline: in order of time."""
 
     files: list[Path]
     slots: dict[str, SlotReport] = field(default_factory=dict)
@@ -221,9 +221,9 @@ class RolloutReport:
 
 
 def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> RolloutReport:
-    """Sum up recordings: files, or directories of them, in order of time.
+    """Sum up journals: files, or directories of them, in order of time.
 
-    alpha, margin: of the `Comparison`. Raises JournalError for a file that is no recording, or when there is none.
+    alpha, margin: of the `Comparison`. Raises JournalError for a file that is no journal, or when there is none.
     """
     files = list(_files(paths))
     if not files:
@@ -276,7 +276,7 @@ def _read(path: Path, found: RolloutReport) -> list[Note]:
 
 
 def _check_models(headers: Mapping[Path, Header]) -> None:
-    """ConfigError when a slot was served by different models in different files: their sum would be about nobody."""
+    """ConfigError when a slot was served by different models in different files."""
     seen: dict[str, tuple[str, Path]] = {}
     for path, header in headers.items():
         policies = {p.slot: p.model_hash for p in header.policies or ()} or {"prod": header.model_hash}
@@ -300,7 +300,7 @@ def _tell_models(found: RolloutReport, headers: Iterable[Header]) -> None:
 
 
 def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
-    """Outcomes and decisions in their order: the comparison, the counts over time, the timeline."""
+    """Fold outcomes and decisions, in order, into the comparison, the counts over time and the timeline."""
     owners: dict[str, set[str]] = {}
     for name, slot in found.slots.items():
         for episode in slot.started:
@@ -321,7 +321,7 @@ def _follow(found: RolloutReport, notes: Sequence[Note]) -> None:
 
 
 def _ended(found: RolloutReport, at: float, owners: set[str], fields: dict[str, Any]) -> None:
-    """One episode's outcome; the first that was told counts, and that of an episode two slots answered for none."""
+    """Count one episode's outcome, the first of several. An episode that two slots answered counts for none."""
     name = fields.get("slot") or (next(iter(owners)) if len(owners) == 1 else None)
     if len(owners - {"shadow"}) > 1 or fields.get("counted") is False:
         found.mixed += 1
@@ -365,7 +365,7 @@ def _decided(found: RolloutReport, at: float, fields: dict[str, Any]) -> None:
 
 
 def _loaded(found: RolloutReport, at: float, slot: SlotReport, version: str) -> None:
-    """Another policy in a slot: what was known of the one before says nothing of it."""
+    """Another policy in a slot: its counts start again."""
     slot.finished = slot.successes = 0
     slot.models.append(version)
     slot.loaded = at

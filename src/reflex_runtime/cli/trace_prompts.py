@@ -1,0 +1,212 @@
+"""`reflex trace --prompts`: prompts run on the engine of `reflex serve`, and written down step by step."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import BatchScheduled, Event
+from reflex_runtime.core.request import PRIORITIES, Priority
+from reflex_runtime.options import one_line, option, validate
+from reflex_runtime.sources import load
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.sequence import RequestOutput
+    from reflex_runtime.llm.virtual import Engines
+    from reflex_runtime.sim.tokens import Prompt, StepTime
+
+STEP_MS = "2+0.05"
+MOST_PROMPTS = 10_000
+LONGEST = 65_536  # tokens of output
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsConfig:
+    """The options of `reflex trace --prompts`."""
+
+    model: str = option(
+        "", "a Hugging Face directory, or scribe, the bundled one; without it a toy that needs none", metavar="DIR"
+    )
+    max_tokens: str = option(
+        "4", f"tokens of output, of all or of each, exactly: the end of a text does not end it; range 1 to {LONGEST}",
+        metavar="N[,N…]",
+    )  # fmt: skip
+    max_num_batched_tokens: int = option(2048, "the budget: most tokens in a step", low=1, high=1 << 20)
+    max_num_seqs: int = option(256, "most sequences generated at a time", low=1, high=1 << 16)
+    long_prefill_token_threshold: int = option(
+        0, "most tokens one sequence gets in a step; 0 leaves it to the budget", low=0, high=1 << 20
+    )
+    block_size: int = option(16, "tokens a cache block holds (a model may have its own)", low=1, high=65_536)
+    num_blocks: int = option(4096, "blocks of the cache (a model may have its own)", low=1, high=1 << 22)
+    prefix_caching: bool = option(True, "compute prompts that begin alike once")
+    at: str = option("", "steps made before each prompt arrives, one number each: 0,0,3", metavar="N,N,…")
+    priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
+    step_ms: str = option(
+        "", f"what a step takes: A ms + B ms a token ({STEP_MS} without --model), or `measured` (with it)",
+        metavar="A+B",
+    )  # fmt: skip
+    sweep: str = option(
+        "", "run every budget from LOW to HIGH and show what more of it buys", metavar="LOW..HIGH[:STEP|:xFACTOR]"
+    )
+    slo: str = option(
+        "", "search budget and threshold for bounds on first token and gap: ttft=200ms,gap=40ms", metavar="BOUNDS"
+    )
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+
+ONLY_PROMPTS = tuple(f.name for f in fields(PromptsConfig))
+
+
+class Setup(NamedTuple):
+    """What the flags ask for. takes: None measures."""
+
+    engines: Engines
+    prompts: list[Prompt]
+    takes: StepTime | None
+
+
+def setup_of(args: argparse.Namespace) -> Setup:
+    """Read the flags and load what runs. Raises ConfigError naming flag, value and range."""
+    from reflex_runtime.llm.virtual import Engines
+
+    config = load(PromptsConfig, "trace", None, {}, vars(args))
+    prompts = _prompts(args.prompts, config)
+    told = config.step_ms or ("measured" if config.model else STEP_MS)
+    takes = None if told == "measured" else step_time(told)
+    given = {"block_size", "num_blocks"} & vars(args).keys() if config.model else {"block_size", "num_blocks"}
+    runner, tokenizer = _load(config.model, **{name: getattr(config, name) for name in sorted(given)})
+    settings: dict[str, Any] = {
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_seqs": config.max_num_seqs,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "enable_prefix_caching": config.prefix_caching,
+        "max_queue": MOST_PROMPTS,
+    }
+    return Setup(Engines(runner, tokenizer, takes, settings), prompts, takes)
+
+
+def _load(model: str, **cache: Any) -> tuple[Any, Any]:
+    """Runner and tokenizer: the toy, or what a directory holds. cache: block_size, num_blocks, where asked for."""
+    if not model:
+        from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
+
+        return ToyRunner(max_model_len=1 << 20, **cache), ByteTokenizer()
+    from reflex_runtime.demo.scribe import model_directory
+    from reflex_runtime.llm.load import load as load_model
+
+    return load_model(model_directory(model), **cache)
+
+
+def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
+    """Run the prompts and write the trace; their outputs by name."""
+    from reflex_runtime.sim.tokens import drive
+    from reflex_runtime.telemetry.journal_writer import JournalWriter
+
+    def note(event: Event) -> None:  # each batch says whose its times are, where they are not the machine's
+        if isinstance(event, BatchScheduled) and setup.takes is not None:
+            event.batch.notes["modelled"] = str(setup.takes)
+
+    sinks: list[Any] = []
+    engine, clock = setup.engines([lambda event: [sink(event) for sink in sinks]])
+    try:
+        writer = JournalWriter(path, [engine.processor.group], capacity=1 << 20, clock=clock)
+    except ConfigError as error:
+        raise ConfigError(f"--out={path.with_suffix('')}: {error.message.partition(': ')[2]}") from error
+    with writer:
+        sinks += [note, writer]
+        outputs = drive(engine, setup.prompts)
+    if writer.error is not None:
+        raise ConfigError(f"--out={path.with_suffix('')}: cannot be written: {writer.error.strerror}")
+    return outputs
+
+
+# -- the prompts and what is said of each ------------------------------------------------------------------------------
+
+
+def _prompts(given: Sequence[str], config: PromptsConfig) -> list[Prompt]:
+    from reflex_runtime.ipc.sampling import SamplingParams
+    from reflex_runtime.sim.tokens import Prompt
+
+    texts = [text for one in given for text in (_lines(one[1:]) if one.startswith("@") else [one])]
+    for text in texts:
+        if not text:
+            raise ConfigError("--prompts='': must have at least one character")
+    if not 1 <= len(texts) <= MOST_PROMPTS:
+        raise ConfigError(f"--prompts: {len(texts):,} of them; must be in [1, {MOST_PROMPTS}]")
+    count = len(texts)
+    params = [SamplingParams.greedy(n, ignore_eos=True) for n in _outputs(config.max_tokens, count)]
+    each = zip(texts, params, _arrivals(config.at, count), _priorities(config.priority, count), strict=True)
+    return [Prompt(letters(i), *one) for i, one in enumerate(each)]
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return [line for line in Path(file).read_text(encoding="utf-8").splitlines() if line]
+    except OSError as error:
+        raise ConfigError(f"--prompts=@{one_line(file)}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompts=@{one_line(file)}: not UTF-8 at byte {error.start}") from error
+
+
+def _outputs(text: str, count: int) -> list[int]:
+    parts = text.split(",")
+    numbers = [int(p) for p in parts if p.strip().isdecimal() and len(p.strip()) <= 9]
+    if len(numbers) == len(parts) and len(parts) in (1, count) and all(1 <= n <= LONGEST for n in numbers):
+        return (numbers * count)[:count]
+    raise ConfigError(
+        f"--max-tokens={one_line(text)}: must be a whole number in [1, {LONGEST}], or {count} of them, one for each "
+        "prompt"
+    )
+
+
+def _arrivals(text: str, count: int) -> list[int]:
+    if not text:
+        return [0] * count
+    parts = text.split(",")
+    if len(parts) == count and all(p.strip().isdecimal() and len(p.strip()) <= 9 for p in parts):
+        return [int(p) for p in parts]
+    raise ConfigError(
+        f"--at={one_line(text)}: must be {count} whole numbers in [0, 999999999], one for each prompt, such as "
+        + ",".join(str(i) for i in range(min(count, 4)))
+    )
+
+
+def _priorities(text: str, count: int) -> list[Priority]:
+    names = [name.strip() for name in text.split(",")]
+    if len(names) in (1, count) and all(name in PRIORITIES for name in names):
+        return [Priority[name.upper()] for name in (names * count)[:count]]
+    raise ConfigError(
+        f"--priority={one_line(text)}: must be one of {', '.join(PRIORITIES)}, or {count} of them, one for each prompt"
+    )
+
+
+def letters(number: int) -> str:
+    """0 is A, 25 is Z, 26 is AA: short names for prompts."""
+    name = ""
+    number += 1
+    while number:
+        number, rest = divmod(number - 1, 26)
+        name = chr(ord("A") + rest) + name
+    return name
+
+
+def step_time(text: str) -> StepTime:
+    """Read `--step-ms`: A or A+B, milliseconds."""
+    from reflex_runtime.sim.tokens import StepTime
+
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)(?:\+([0-9]*\.?[0-9]+)(?:\*tokens)?)?", text.replace(" ", ""))
+    if found is not None:
+        fixed, per_token = float(found[1]), float(found[2] or 0.0)
+        if fixed + per_token > 0.0 and max(fixed, per_token) <= 60_000.0:
+            return StepTime(fixed / 1e3, per_token / 1e3)
+    raise ConfigError(
+        f"--step-ms={one_line(text)}: must be A, A+B or `measured`: A ms a step, B ms a token, each in [0, 60000] "
+        "and not both 0"
+    )

@@ -1,0 +1,258 @@
+"""The table of a trace of tokens: one row a step, with its members, and the requests that waited."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.cli.trace_table import LEAST, chips, whole
+from reflex_runtime.core.percentile import percentile
+from reflex_runtime.telemetry.colours import Colours, ink, pale, plain, request_name
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal
+from reflex_runtime.telemetry.steps import Waiter, courses, is_decode, who_waited, why_waiting
+
+if TYPE_CHECKING:
+    from reflex_runtime.llm.sequence import RequestOutput
+
+WAITERS = 3  # named in a row
+NARROW_STEPS = 90  # with fewer columns than this, what the cache and the clock say is left out
+MARKS = {"queued": "", "preempted": "↩", "resident": "‖"}
+
+_Column = tuple[str, list[Text], bool]
+
+
+def step_key(trace: Journal, batches: Sequence[BatchLine]) -> str:
+    """What the marks in the table mean, of those that are in it."""
+    told = ["prefill (p) dark, decode (d) pale", "8/11: computed/known before the step", "▸ entered"]
+    states = {w.state for waiters in who_waited(trace.batches, {b.id for b in batches}).values() for w in waiters}
+    told += ["↩ preempted, waits to come back"] * ("preempted" in states)
+    told += ["‖ resident, granted nothing"] * ("resident" in states)
+    return "; ".join(told)
+
+
+def step_table(
+    trace: Journal, batches: Sequence[BatchLine], rows: Sequence[BatchLine], width: int, gap_after: int = 0
+) -> Table:
+    """gap_after: after so many rows, say how many steps were left out."""
+    colours = Colours.of(trace, batches)
+    before, behind = _step_columns(trace, rows, colours, width)
+    gap = 1 if width < 120 else 2
+    taken = [_widest(name, cells) for name, cells, _ in (*before, *behind)]
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold")
+    for name, _, right in (*before, ("who", [], False), *behind):
+        table.add_column(name, justify="right" if right else "left", no_wrap=True, vertical="bottom")
+    room = max(LEAST, width - sum(n + gap for n in taken) - gap)
+    for number, batch in enumerate(rows):
+        if gap_after and number == gap_after:
+            text = f"… {len(batches) - len(rows):,} steps left out …"
+            table.add_row("", "", Text(text, style="dim"))
+        who = _step_who(batch, colours, _form(batch, room), room)
+        table.add_row(*(c[number] for _, c, _ in before), who, *(c[number] for _, c, _ in behind))
+    return table
+
+
+def _step_columns(
+    trace: Journal, rows: Sequence[BatchLine], colours: Colours, width: int
+) -> tuple[list[_Column], list[_Column]]:
+    """Name, cells and whether they stand right, of the columns around `who`. What never happens is no column."""
+    before: list[_Column] = [
+        ("step", [Text(str(b.id)) for b in rows], True),
+        ("tokens", [Text(_of_budget(trace, b)) for b in rows], True),
+    ]
+    waited = who_waited(trace.batches, {b.id for b in rows})
+    members = {m.seq: m for b in trace.batches for m in b.members}
+    ever = {m.seq: b.id for b in trace.batches for m in b.members}
+    behind: list[_Column] = []
+    told = [_waiting(waited.get(b.id, ()), b, colours) for b in rows]
+    if any(told):
+        behind.append(("waited: why", told, False))
+    thrown = [[members[seq] for seq in b.left if seq in members and ever[seq] >= b.id] for b in rows]
+    if any(thrown):
+        behind.append(("preempted", [_names(m, colours) for m in thrown], False))
+    hits = [[m for m in b.members if m.cached] for b in rows]
+    if any(hits):
+        behind.append(("cache hits", [_names(m, colours, lambda m: f" {m.cached:g}") for m in hits], False))
+    if width >= NARROW_STEPS:
+        if any("blocks_used" in b.notes for b in rows):
+            total = next(b.notes.get("num_blocks", "?") for b in rows if "blocks_used" in b.notes)
+            behind.append((f"blocks\nof {total}", [Text(str(b.notes.get("blocks_used", ""))) for b in rows], True))
+        name = "modelled\nms" if all("modelled" in b.notes for b in rows) else "measured\nms"
+        behind.append((name, [Text(f"{b.elapsed * 1e3:.2f}") for b in rows], True))
+    return before, behind
+
+
+def _of_budget(trace: Journal, batch: BatchLine) -> str:
+    info = trace.groups.get(batch.group)
+    tokens = f"{sum(m.units for m in batch.members):g}"
+    return tokens if info is None or info.budget is None else f"{tokens}/{info.budget:g}"
+
+
+def _widest(name: str, cells: Sequence[Text]) -> int:
+    return max(map(cell_len, [*name.split("\n"), *(c.plain for c in cells)]))
+
+
+# -- who ---------------------------------------------------------------------------------------------------------------
+
+
+def _long(m: Member) -> str:
+    done = "" if m.computed is None or m.known is None else f" · {m.computed:g}/{m.known:g}"
+    return f"{_mark(m)}{request_name(m)} {'decode' if is_decode(m) else f'prefill {m.units:g}'}{done}"
+
+
+def _short(m: Member) -> str:
+    done = "" if m.computed is None or m.known is None else f" {m.computed:g}/{m.known:g}"
+    return _tiny(m) + done
+
+
+def _tiny(m: Member) -> str:
+    return f"{_mark(m)}{request_name(m)} {'d' if is_decode(m) else f'p{m.units:g}'}"
+
+
+def _mark(m: Member) -> str:
+    return "▸" if m.state == "waiting" else ""
+
+
+def _form(batch: BatchLine, room: int) -> Callable[[Member], str]:
+    """The longest way to write a chip in which the row has room for all of its members."""
+    for form in (_long, _short):
+        if sum(cell_len(form(m)) + 3 for m in batch.members) - 1 <= room:
+            return form
+    return _tiny
+
+
+def _step_who(batch: BatchLine, colours: Colours, form: Callable[[Member], str], room: int) -> Text:
+    return chips(batch, lambda m: Text(f" {form(m)} ", style=_style(m, colours)), room, len(batch.members))
+
+
+def _style(member: Member, colours: Colours) -> str:
+    face = colours.hex(member)
+    if is_decode(member):
+        face = pale(face)
+    return f"{ink(face)} on {face}"
+
+
+# -- who not -----------------------------------------------------------------------------------------------------------
+
+
+def _waiting(waiters: Sequence[Waiter], batch: BatchLine, colours: Colours) -> Text:
+    """Names, and the reason in words."""
+    text = Text(no_wrap=True)
+    for i, waiter in enumerate(waiters[:WAITERS]):
+        text.append(" " if i else "")
+        text.append(MARKS[waiter.state] + request_name(waiter.member), style=_name_style(waiter.member, colours))
+    if len(waiters) > WAITERS:
+        text.append(f" +{len(waiters) - WAITERS}", style="dim")
+    if waiters and batch.short_of:
+        text.append(f": {why_waiting(batch)}")
+    return text
+
+
+def _names(members: Sequence[Member], colours: Colours, more: Callable[[Member], str] = lambda _: "") -> Text:
+    text = Text(no_wrap=True)
+    for i, m in enumerate(members[:WAITERS]):
+        text.append(" " if i else "")
+        text.append(request_name(m) + more(m), style=_name_style(m, colours))
+    if len(members) > WAITERS:
+        text.append(f" +{len(members) - WAITERS}", style="dim")
+    return text
+
+
+def _name_style(member: Member, colours: Colours) -> str:
+    known = colours.knows(member)
+    return f"{ink(colours.hex(member))} on {colours.hex(member)}" if known else ""
+
+
+# -- under the table ---------------------------------------------------------------------------------------------------
+
+
+def step_summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
+    """Lines under the table: how full the steps were, what was computed twice or not at all, and how long it took."""
+    tokens = [sum(m.units for m in b.members) for b in batches]
+    info = trace.groups.get(batches[0].group)
+    one_budget = info is not None and info.budget is not None and len({b.group for b in batches}) == 1
+    used = f"; {sum(tokens) / (len(batches) * info.budget):.0%} of the budget of {info.budget:g}" if one_budget else ""  # type: ignore[union-attr, operator]
+    mean = sum(tokens) / len(batches)
+    lines = [f"{len(batches):,} steps, {sum(tokens):,.0f} tokens: mean {mean:.1f} a step, peak {max(tokens):g}{used}"]
+    decoded = sum(is_decode(m) for b in batches for m in b.members)
+    went = courses(batches)
+    cached, lost = sum(c.cached for c in went), sum(c.recomputed for c in went)
+    thrown = sum(c.preemptions for c in went)
+    again = f", {lost:g} lost to {thrown} preemption{'s' * (thrown != 1)}" if thrown else ""
+    found = f"; {cached:g} more found in the prefix cache" if cached else ""
+    lines.append(f"{sum(tokens) - decoded:g} of them prefill, {decoded} decode{again}{found}")
+    waited = who_waited(trace.batches, {b.id for b in batches})
+    why = Counter(why_waiting(b) or "not told why" for b in batches if waited.get(b.id))
+    if why:
+        told = ", ".join(f"{name} {n:,}" for name, n in why.most_common())
+        lines.append(f"requests waited in {why.total():,} step{'s' * (why.total() != 1)}: {told}")
+    lines += _pace(batches)
+    shown = list(map(Text, lines))
+    if len(batches) == len(trace.batches):
+        shown += _conservation(trace)
+    outcomes = Counter(c.ended for c in went if c.ended not in ("done", None))
+    if outcomes:
+        shown.append(Text(f"not answered: {', '.join(f'{o} {n:,}' for o, n in outcomes.most_common())}"))
+    return [*shown, *whole(trace)]
+
+
+def _pace(batches: Sequence[BatchLine]) -> list[str]:
+    went = courses(batches)
+    first = sorted(c.first_token * 1e3 for c in went if c.first_token is not None)
+    gaps = sorted(gap * 1e3 for c in went for gap in c.gaps)
+    told = []
+    if first:
+        told.append(f"first token after p50 {percentile(first, 0.5):.1f} ms, longest {first[-1]:.1f} ms")
+    if gaps:
+        told.append(f"gap between tokens p50 {percentile(gaps, 0.5):.1f} ms, longest {gaps[-1]:.1f} ms")
+    modelled = {str(b.notes["modelled"]) for b in batches if "modelled" in b.notes}
+    by = f" (modelled: a step takes {plain(modelled.pop(), 60)})" if len(modelled) == 1 else ""
+    return ["; ".join(told) + by] if told else []
+
+
+def _conservation(trace: Journal) -> list[Text]:
+    done = [c for c in courses(trace.batches) if c.ended == "done"]
+    if not done or trace.torn or (trace.footer is not None and trace.footer.dropped):
+        return []
+    wrong = [c for c in done if not c.conserved]
+    rule = "scheduled − recomputed = prompt + outputs − 1 − cached"
+    if wrong:
+        names = ", ".join(request_name(c.member) for c in wrong[:8])
+        return [Text(f"{rule}: violated by {len(wrong)} of {len(done)} requests: {names}", style="bold red")]
+    return [Text(f"{rule}: holds for all {len(done):,} requests")]
+
+
+def _middle(text: str, width: int) -> str:
+    """In quotes, on one line; of what is too long both ends."""
+    shown = plain(text, len(text) + 1)
+    if len(shown) > width - 2:
+        head = (width - 3) // 2
+        shown = f"{shown[:head]}…{shown[len(shown) - (width - 3 - head) :]}"
+    return f'"{shown}"'
+
+
+def text_lines(trace: Journal, outputs: Mapping[str, RequestOutput], width: int) -> list[Text]:
+    """One line a request: what was asked, what it took, what came out."""
+    found = {c.member.id: c for c in courses(trace.batches)}
+    colours = Colours.of(trace, trace.batches)
+    lines = []
+    for name, output in sorted(outputs.items(), key=lambda o: found[o[0]].member.seq if o[0] in found else -1):
+        course = found.get(name)
+        line = Text(no_wrap=True)
+        if course is not None:
+            line.append(f" {name} ", style=f"{ink(colours.hex(course.member))} on {colours.hex(course.member)}")
+        prompt, said = output.prompt or "", output.text
+        told = f" {_middle(prompt, max(12, (width - 40) // 3))}"
+        if course is not None:
+            told += f" {course.member.asked:g} + {course.outputs} tokens, first in step {course.first_step}"
+        line.append(told)
+        line.append(f" → {_middle(said, max(12, width - line.cell_len - 3))}", style="bold")
+        if output.error is not None:
+            line.append(f" {output.error.message}", style="bold red")
+        lines.append(line)
+    return lines
