@@ -8,10 +8,12 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 setup: .venv/ready           ## make .venv with everything for development
 
 .venv/ready: extra := dev
+.venv/ready: clients := openpi-client==0.1.2  # without what it asks for: that is numpy 1, and it works with 2
 .venv/demo: extra := demo
 .venv/ready .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(extra)]'
+	$(if $(clients),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(clients))
 	touch .venv/demo $@  # dev contains demo
 
 demo: .venv/demo             ## simulated robots on a real policy, with the batches drawn; installs what they need alone

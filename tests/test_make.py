@@ -51,13 +51,14 @@ def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: P
         subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "FAILS": "nothing"}, check=True)
         return [line.rsplit(" ", 1)[1] for line in calls.read_text().splitlines() if "pip install" in line]
 
+    everything = [".[dev]", "openpi-client==0.1.2"]
     assert installed("demo") == [".[demo]"]
     assert calls.read_text().endswith("\ndemo\n")  # reflex demo
     assert installed("demo") == []
-    assert installed("setup") == [".[dev]"]
+    assert installed("setup") == everything
     assert installed("demo") == []
     shutil.rmtree(tmp_path / ".venv")
-    assert installed("setup") == [".[dev]"]
+    assert installed("setup") == everything
     assert installed("demo") == []  # dev contains it
 
 

@@ -15,6 +15,7 @@ from reflex_runtime.options import flag
 from .effects import EFFECTS
 
 FILES = sorted(Path(__file__).parents[1].rglob("test_*.py"))
+WIRES = Path(__file__).parents[2] / "docs" / "wires.md"
 IDS = [
     *(f"B{i}" for i in range(1, 25)),
     *(f"H{i}" for i in range(1, 15)),
@@ -24,6 +25,7 @@ IDS = [
     *(f"F{i}" for i in range(1, 15)),
     *(f"G{i}" for i in range(1, 16)),
     *(f"L{i}" for i in range(1, 11)),
+    *re.findall(r"^\| (W\d+) \|", WIRES.read_text(encoding="utf-8"), re.MULTILINE),
 ]
 
 

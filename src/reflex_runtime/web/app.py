@@ -78,16 +78,18 @@ class App:
 
     def open(self, exchange: Exchange) -> bool:
         """The head of a request has come. Returns whether its body is wanted; otherwise it is answered, or will be."""
-        self.asked += 1
-        self.active += 1
+        exchange.number = exchange.request_id = self.asks()
         self.entering.add(exchange)
-        exchange.number = exchange.request_id = f"{self._prefix}-{self.asked:x}"
         own = self.form.own_id(exchange.headers.get(b"x-request-id", b""))
         if own is not None:
             exchange.request_id = own
         try:
             route = exchange.route = self.routes.get(exchange.path) or self._find(exchange.path)
             self._check_caller(exchange, route)
+            if exchange.upgrades and route is not None and route.socket is not None:
+                if self.closing:
+                    raise Closed("the server is shutting down", retry_after=1.0)
+                return True
             if route is None:
                 raise NotFound(printable(f"no such path: {exchange.path[:200]}"))
             if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
@@ -103,6 +105,18 @@ class App:
         except Exception as error:
             self.fail(exchange, error)
         return False
+
+    def asks(self) -> str:
+        """One request more. Returns its id."""
+        self.asked += 1
+        self.active += 1
+        return f"{self._prefix}-{self.asked:x}"
+
+    def answered(self) -> None:
+        """One of them has its whole answer."""
+        self.active -= 1
+        if self.closing:
+            self._tell()
 
     def run(self, exchange: Exchange, body: bytes) -> None:
         """Its body has come."""
@@ -159,18 +173,18 @@ class App:
         if not exchange.done:
             exchange.done, exchange.on_left = True, None
             self.bodies.release(exchange)
-            self.active -= 1
-            self.entered(exchange)
+            self.entering.discard(exchange)
+            self.answered()
 
     def _check_caller(self, exchange: Exchange, route: Route | None) -> None:
         if not self._key:
-            self._trust.check(exchange.method, exchange.headers)
+            self._trust.check("POST" if exchange.upgrades else exchange.method, exchange.headers)
             if route is not None and route.changes and exchange.method == route.method:
                 check_direct(exchange.client, exchange.headers)
         elif route is None or not route.open:
             plain = exchange.headers.get(b"x-reflex-key", b"")
-            bearer = exchange.headers.get(b"authorization", b"")
-            borne = bearer[7:].strip() if bearer[:7].lower() == b"bearer " else b""
+            scheme, _, borne = exchange.headers.get(b"authorization", b"").partition(b" ")
+            borne = borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
             if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
                 raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
 

@@ -69,8 +69,12 @@ class Bodies:
 
     def release(self, owner: Holder) -> None:
         """Its body is not needed any more."""
-        self.held -= owner.held
-        owner.held = 0
+        self.keep(owner, 0)
+
+    def keep(self, owner: Holder, size: int) -> None:
+        """Only so many bytes of it are still needed."""
+        self.held -= owner.held - size
+        owner.held = size
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """What `decode` returns, computed beside the loop."""

@@ -8,7 +8,8 @@
   had no time for it.
 - A caller that has sent a whole request and closes its sending side still gets an answer. For a request that waits in
   a queue this is hanging up, and the answer says so: the two cannot be told apart on the wire.
-- An offer to upgrade (h2c, websocket) is declined by answering in HTTP/1.1, body included.
+- A request for a websocket hands the connection over to `WebSocket`, where the path has them. Any other offer to
+  upgrade is declined by answering in HTTP/1.1, body included.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from __future__ import annotations
 import asyncio
 import http
 import secrets
-import socket
-import sys
 import time
 from collections import deque
 from email.utils import formatdate
@@ -29,19 +28,18 @@ import httptools
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
+from reflex_runtime.web.arrival import arrived, file_of
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.connections import Phase
 from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, ClientError, Overloaded
 from reflex_runtime.web.exchange import CLOSE, Exchange, retry_headers
 from reflex_runtime.web.form import Headers
+from reflex_runtime.web.websocket import WebSocket, handshake, query_of
 
 MAX_HEAD: Final = 64 * 1024  # bytes
 MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read from
 MAX_AHEAD: Final = 64 * 1024  # bytes of the body of a request whose turn has not come; with more it is not read from
 LARGE_BODY: Final = 64 * 1024  # bytes of a body, from which on its connection takes turns at being read with others
-_TCP_INFO: int | None = getattr(socket, "TCP_INFO", None) if sys.platform == "linux" else None
-_LAST_DATA: Final = 52  # where tcp_info has tcpi_last_data_recv, in milliseconds
-_KERNEL_TICK: Final = 0.011  # seconds; the kernel counts in ticks of up to 10 ms
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 _PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus} | {499: "Client Closed Request"}
 _STATUS: Final = {code: f"HTTP/1.1 {code} {phrase}\r\n".encode() for code, phrase in _PHRASES.items()}
@@ -73,8 +71,7 @@ class HttpConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
         self._client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
-        sock = transport.get_extra_info("socket")
-        self._file = -1 if sock is None else int(sock.fileno())
+        self._file = file_of(transport)
         try:
             self.app.connections.enter(self, self._loop)
         except Overloaded as error:
@@ -85,6 +82,8 @@ class HttpConnection(asyncio.Protocol):
             return
         self._arrived = 0.0
         error = self._parse(data)
+        if self._lost:  # it is a websocket now
+            return
         if error is not None:
             self._refuse(error)
         elif self._in_head:  # what came with its beginning is not counted: it may end another
@@ -342,6 +341,8 @@ class HttpConnection(asyncio.Protocol):
                 return None
             except httptools.HttpParserUpgrade as upgrade:
                 rest = rest[upgrade.args[0] :]
+                if self._upgrade(bytes(rest)):
+                    return None
                 if not self._decline_upgrade():
                     return ClientError("the request is not framed as its headers say")
             except httptools.HttpParserError as error:
@@ -359,7 +360,7 @@ class HttpConnection(asyncio.Protocol):
             self._in_head, self._head = True, -1
             self._url, self._headers = b"", []
             if not self._arrived:
-                self._arrived = time.monotonic() - _waited(self._file)
+                self._arrived = arrived(self._file)
 
     def on_url(self, url: bytes) -> None:
         """httptools: a part of its target."""
@@ -410,7 +411,36 @@ class HttpConnection(asyncio.Protocol):
         if self._coming is not None and not self._parser.should_upgrade():  # else its body is still to come
             self._coming.whole = True
 
-    # -- refusing ------------------------------------------------------------------------------------------------------
+    # -- offers to upgrade ---------------------------------------------------------------------------------------------
+
+    def _upgrade(self, rest: bytes) -> bool:
+        """Hand the connection over to a websocket if one is asked for and may be had. rest: what came behind it."""
+        exchange = self._coming
+        assert exchange is not None
+        if self._turns[0] is not exchange or exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
+            return False
+        exchange.upgrades = True
+        self._open(exchange)
+        route = exchange.route
+        if not exchange.wanted or route is None or route.socket is None:
+            return False
+        head = b"".join(b"%s: %s\r\n" % header for header in self._headers)
+        start = b"%s %s HTTP/%s\r\n" % (exchange.method.encode(), self._url, self._parser.get_http_version().encode())
+        try:
+            protocol = handshake(start + head + b"\r\n", route.most)
+            websocket = WebSocket(self.app, self.transport, protocol, exchange.number, query_of(self._url))
+            session = route.socket(websocket)
+        except Exception as error:
+            exchange.wanted = False
+            self.app.fail(exchange, error)
+            return False
+        self.app.leave(exchange)
+        self.app.connections.leave(self)
+        self._lost, self._coming = True, None
+        self._turns.clear()
+        del self._parser  # breaks the circle of the two
+        websocket.begin(session, rest)
+        return True
 
     def _decline_upgrade(self) -> bool:
         """Go on as if it had not been offered: a fresh parser is told the framing and then reads the body. False when
@@ -426,6 +456,8 @@ class HttpConnection(asyncio.Protocol):
         finally:
             self._skip_head = False
         return True
+
+    # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: ReflexError) -> None:
         """Answer with an error and close. What was asked before is answered first."""
@@ -472,23 +504,3 @@ def _date_at(second: int) -> bytes:
 def _date() -> bytes:
     """The header that says when an answer was made."""
     return _date_at(int(time.time()))
-
-
-def _waited(file: int) -> float:
-    """Seconds since the last byte reached this machine, where the kernel says so and it is worth mentioning."""
-    if file < 0 or _TCP_INFO is None:
-        return 0.0
-    try:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=file)
-    except OSError:
-        return 0.0
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _LAST_DATA + 4)
-    except OSError:
-        return 0.0
-    finally:
-        sock.detach()
-    if len(info) < _LAST_DATA + 4:
-        return 0.0
-    waited = int.from_bytes(info[_LAST_DATA:], sys.byteorder) / 1e3
-    return waited if waited >= _KERNEL_TICK else 0.0

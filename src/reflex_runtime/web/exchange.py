@@ -7,13 +7,16 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 from urllib.parse import quote
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import BodyTooLarge, MethodNotAllowed, Unauthorized
 from reflex_runtime.web.form import JSON, ErrorForm, Headers
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.websocket import MakeSession
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
 CLOSE: Final = (b"connection", b"close")  # the last of the headers where it is among them
@@ -52,7 +55,8 @@ class Route:
     path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
     for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
     this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
-    against the request, or answers it. fail: called with an error in place of `Exchange.fail`.
+    against the request, or answers it. fail: called with an error in place of `Exchange.fail`. socket: makes the
+    session of each websocket on the path, where `most` bounds a message; see `web/websocket.py`.
     """
 
     path: str
@@ -63,6 +67,7 @@ class Route:
     most: int = OPERATOR_BODY
     enter: Callable[[Exchange], None] | None = None
     fail: Callable[[Exchange, ReflexError], None] | None = None
+    socket: MakeSession | None = None
 
 
 class Application(Protocol):
@@ -87,7 +92,7 @@ class Exchange:
     begun: the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts.
 
     The rest is the connection's. opened: its turn has come. wanted: its body is to be read or handed over. whole: all
-    of it has come. broken: why that never will.
+    of it has come. broken: why that never will. upgrades: it asks for a websocket, and may have it now.
     """
 
     __slots__ = (
@@ -117,6 +122,7 @@ class Exchange:
         "started",
         "streams",
         "task",
+        "upgrades",
         "wanted",
         "whole",
     )
@@ -149,7 +155,7 @@ class Exchange:
         self.expects = b"expect" in headers
         self.keep_alive, self.streams = keep_alive, streams
         self.broken: ReflexError | None = None
-        self.left = self.begun = self.done = self.opened = self.wanted = self.whole = False
+        self.left = self.begun = self.done = self.opened = self.wanted = self.whole = self.upgrades = False
 
     # -- answering -----------------------------------------------------------------------------------------------------
 

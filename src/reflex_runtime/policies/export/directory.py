@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
 from typing import Annotated, Any, Final, Literal, NoReturn
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.checked import JsonObject, described
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.export.wires import WireMap, read_wires
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.processors.onnx import TensorSpec
 
@@ -32,6 +33,7 @@ MODEL_PATTERNS: Final = ("*.onnx", "*.onnx.data", "*.bin", "*.safetensors")
 ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images
 
 ExportKind = Literal["monolithic", "decomposed"]
+Resize = Literal["stretch", "pad"]
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -88,6 +90,8 @@ class Export:
     graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed.
     past_kv: when decomposed, the expert's input name for each of the prefix's keys-and-values outputs.
     prefix_takes_state: the state is an input of the prefix, not of the expert.
+    resize: how pictures of another size are fitted: stretched, or with their aspect ratio kept and padded with black.
+    wires: what the observations of other protocols mean, by wire.
     model_hash, config_hash: first 16 hex digits of SHA-256. model_bytes: total size of the files behind model_hash.
     """
 
@@ -113,6 +117,8 @@ class Export:
     model_hash: str
     config_hash: str
     model_bytes: int
+    resize: Resize = "stretch"
+    wires: Mapping[str, WireMap] = field(default_factory=dict)
 
     @staticmethod
     def load(path: str | Path) -> Export:
@@ -224,6 +230,8 @@ class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     opset: Annotated[int, _whole(1, 1000)] | None = None
     image_size: _Size | None = None
     images: _Sizes | None = None
+    resize: Annotated[Resize, Meta(description="'stretch' or 'pad'")] | None = None
+    wires: Any = None
     inputs: Any = None
     outputs: Any = None
     decomposed: Any = None
@@ -355,6 +363,8 @@ def _load(root: Path) -> Export:
         model_hash=model_hash(root),
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),
+        resize=config.resize or "stretch",
+        wires=read_wires(table, images, roles.inputs.has("state")),
         **norms,
     )
 

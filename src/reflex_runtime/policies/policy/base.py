@@ -140,11 +140,11 @@ class Policy(BaseProcessor):
         return sent, field
 
     def _image(self, name: str, sent: Sent, field: str) -> Image:
-        height, width = self.export.images[name]
+        (height, width), pad = self.export.images[name], self.export.resize == "pad"
         if isinstance(sent, bytes | bytearray | memoryview):
-            return decode_image(bytes(sent), field, (height, width))
+            return decode_image(bytes(sent), field, (height, width), pad)
         pixels_of(sent, field)
-        return resize_image(sent, height, width)
+        return resize_image(sent, height, width, pad)
 
     def _doubts(self, instruction: str) -> tuple[Doubt, ...]:
         tokenizer = self.export.tokenizer

@@ -141,10 +141,12 @@ def pixels_of(sent: Any, field: str = "image") -> int:
     return pixels // 8
 
 
-def decode_image(data: bytes, field: str = "image", size: tuple[int, int] | None = None) -> Image:
+def decode_image(
+    data: bytes, field: str = "image", size: tuple[int, int] | None = None, pad: bool = False
+) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
 
-    size: (height, width) to make it, bilinear and without keeping the aspect ratio; None leaves it as it is. A JPEG
+    size: (height, width) to make it, bilinear; None leaves it as it is. pad: see `resize_image`. A JPEG
     that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. What is held at full size is one
     picture in the mode of the file.
     """
@@ -158,8 +160,8 @@ def decode_image(data: bytes, field: str = "image", size: tuple[int, int] | None
                 whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             else:
                 whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
-            if size is not None and whole.size != size[::-1]:
-                whole = whole.resize(size[::-1], PIL.Image.Resampling.BILINEAR)
+            if size is not None:
+                whole = _fitted(whole, *size, pad)
             return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
     except InvalidRequest:
         raise
@@ -192,11 +194,26 @@ def _opened(data: bytes, field: str) -> Any:
     return image
 
 
-def resize_image(image: Image, height: int, width: int) -> Image:
-    """Bilinear, without keeping the aspect ratio; unchanged when it already has the size."""
+def resize_image(image: Image, height: int, width: int, pad: bool = False) -> Image:
+    """Bilinear; unchanged when it already has the size. pad: keep the aspect ratio and put black around it, as openpi
+    does; otherwise it is stretched."""
     if image.shape[:2] == (height, width):
         return image
     import PIL.Image
 
-    resized = PIL.Image.fromarray(image).resize((width, height), PIL.Image.Resampling.BILINEAR)
-    return np.asarray(resized)
+    return np.asarray(_fitted(PIL.Image.fromarray(image), height, width, pad))
+
+
+def _fitted(image: Any, height: int, width: int, pad: bool) -> Any:
+    import PIL.Image
+
+    if image.size == (width, height):
+        return image
+    ratio = max(image.width / width, image.height / height)
+    inner = (max(1, int(image.width / ratio)), max(1, int(image.height / ratio))) if pad else (width, height)
+    resized = image.resize(inner, PIL.Image.Resampling.BILINEAR)
+    if inner == (width, height):
+        return resized
+    padded = PIL.Image.new(resized.mode, (width, height), 0)
+    padded.paste(resized, ((width - inner[0]) // 2, (height - inner[1]) // 2))
+    return padded

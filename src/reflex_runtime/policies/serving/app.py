@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.config import ServeConfig
@@ -18,6 +19,8 @@ from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.wires import openpi
+from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
@@ -42,6 +45,8 @@ def application(runtime: PolicyRuntime) -> App:
 
     most = config.max_body_bytes
     routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
+    robots = partial(OpenpiSession, asking)
+    routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
     for path, view in views.open.items():
         routes.append(Route(path, view, open=True))
     for path, view in views.guarded.items():
@@ -54,6 +59,10 @@ def application(runtime: PolicyRuntime) -> App:
     app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else None)
     runtime.on_drain = admin.close
     return app
+
+
+def _websocket_only(exchange: Exchange, _: bytes) -> None:
+    raise NotFound(f"{exchange.path} is for websockets: it speaks openpi's protocol")
 
 
 def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:
@@ -75,6 +84,7 @@ class Views:
         self._document: tuple[Mapping[str, Export], bytes] | None = None  # of these exports
         self.open: dict[str, Callable[[Exchange, bytes], None]] = {
             "/health": self.health,
+            "/healthz": self.healthz,
             "/metrics": self.metrics,
             "/openapi.json": self.openapi,
             "/docs": self.docs,
@@ -129,6 +139,11 @@ class Views:
         if runtime.trace is not None and runtime.trace.error is not None:
             body["trace_error"] = str(runtime.trace.error)
         exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
+
+    def healthz(self, exchange: Exchange, _: bytes) -> None:
+        """The same in a word, as clients of openpi ask for it."""
+        ready = self.runtime.health == "ready"
+        exchange.answer(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
     def configuration(self, exchange: Exchange, _: bytes) -> None:
         """The export's configuration and the settings in force."""

@@ -13,7 +13,8 @@ from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 
 ACT: Final = "act"
-WIRES: Final = (ACT,)
+OPENPI: Final = "openpi"
+WIRES: Final = (ACT, OPENPI)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

@@ -9,6 +9,10 @@ import base64
 import binascii
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from reflex_runtime.policies import Export, Policy
 from reflex_runtime.policies.policy.observation import Sent
@@ -57,7 +61,19 @@ class Pictures:
 def _sent(image: Image, field: str) -> Sent:
     if isinstance(image, Array):
         return array_of(image, field)
+    if isinstance(image, np.ndarray):
+        return pixels_in(image, field)
     return _from_base64(image, field) if isinstance(image, str) else image
+
+
+def pixels_in(image: NDArray[Any], field: str) -> NDArray[Any]:
+    """The picture in an array: what is float and in [0, 1] as uint8."""
+    if image.dtype.kind != "f":
+        return image
+    if not ((image >= 0.0) & (image <= 1.0)).all():
+        raise invalid(field, printable(f"{field}: a picture of floats must be within [0, 1]"))
+    pixels: NDArray[np.uint8] = (image * image.dtype.type(255)).astype(np.uint8)
+    return pixels
 
 
 def _from_base64(text: str, field: str) -> bytes:

@@ -113,6 +113,8 @@ class PolicyRuntime:
         self._loading = 0  # policies being loaded beside the others
         self._watch_until: dict[str, float] = {}
         self._started = False
+        self._over = False  # `start` is
+        self._waiting: set[Callable[[], None]] = set()
         self._clean = True
         self._stopped = False
 
@@ -163,12 +165,14 @@ class PolicyRuntime:
             if self._batcher is not None:
                 await self._batcher.close(drain=False)
             self._clean = True
+            self._tell_started()
             return
         self._clean = True
         self._started = True
         self.state = "ready"
         self.rollout.begin(time.monotonic())
         asyncio.get_running_loop().call_later(TICK, self._tick)
+        self._tell_started()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Answer what was asked until then, by the loop's clock, and end the rest. Returns whether no thread is left.
@@ -214,6 +218,23 @@ class PolicyRuntime:
     def turn_files(self) -> None:
         """Go on in new files."""
         turn_all()
+
+    def when_started(self, tell: Callable[[], None]) -> None:
+        """Call it once `start` has returned; at once if it has."""
+        if self._over:
+            tell()
+        else:
+            self._waiting.add(tell)
+
+    def forget(self, tell: Callable[[], None]) -> None:
+        """It need not be called any more."""
+        self._waiting.discard(tell)
+
+    def _tell_started(self) -> None:
+        self._over = True
+        waiting, self._waiting = self._waiting, set()
+        for tell in waiting:
+            tell()
 
     def need_policy(self) -> None:
         """Raise when there is no policy to ask."""

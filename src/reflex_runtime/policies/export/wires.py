@@ -1,0 +1,113 @@
+"""The block `wires` of an export: where the observations of other protocols have what the policy needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from reflex_runtime.checked import JsonObject
+
+_Name = Annotated[str, Meta(min_length=1)]
+_OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]
+_Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of names in the observation")]
+_Images = Annotated[dict[str, _Name], Meta(description="an object {camera: name in the observation}")]
+
+
+@dataclass(frozen=True, slots=True)
+class WireMap:
+    """What the observations of one wire mean.
+
+    images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
+    order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
+    announces beside what it knows by itself. dialect: of openpi.
+    """
+
+    images: Mapping[str, str] = field(default_factory=dict)
+    state: tuple[str, ...] = ()
+    prompt: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    dialect: Literal["openpi", "roboarena"] = "openpi"
+
+
+# Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.
+PRESETS: Final[Mapping[str, tuple[Mapping[str, tuple[str, ...]], tuple[str, ...]]]] = {
+    "openpi/libero": (
+        {
+            "observation/image": ("image", "base_0_rgb"),
+            "observation/wrist_image": ("wrist_image", "image_wrist", "left_wrist_0_rgb"),
+        },
+        ("observation/state",),
+    ),
+    "openpi/droid": (
+        {
+            "observation/exterior_image_1_left": ("exterior_image_1_left", "image", "base_0_rgb"),
+            "observation/wrist_image_left": ("wrist_image_left", "image_wrist", "left_wrist_0_rgb"),
+        },
+        ("observation/joint_position", "observation/gripper_position"),
+    ),
+    "openpi/aloha": (
+        {
+            "images/cam_high": ("cam_high", "image", "base_0_rgb"),
+            "images/cam_low": ("cam_low",),
+            "images/cam_left_wrist": ("cam_left_wrist", "left_wrist_0_rgb"),
+            "images/cam_right_wrist": ("cam_right_wrist", "right_wrist_0_rgb"),
+        },
+        ("state",),
+    ),
+}
+
+ROBOARENA: Final = (
+    "image_resolution", "needs_wrist_camera", "n_external_cameras", "needs_stereo_camera", "needs_session_id",
+    "action_space",
+)  # fmt: skip
+
+
+class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    images: _Images | None = None
+    state: _Names | None = None
+    prompt: _OneName | None = None
+    metadata: Annotated[dict[str, Any], Meta(description="an object")] | None = None
+    dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] | None = None
+
+
+def read_wires(config: JsonObject, cameras: Collection[str], takes_state: bool) -> dict[str, WireMap]:
+    """What the export says of each wire. config: the whole configuration. cameras: the policy's."""
+    if not config.has("wires"):
+        return {}
+    said = config.get("wires")
+    if isinstance(said, str):
+        return {"openpi": _preset(config, "wires", said, cameras, takes_state)}
+    table = JsonObject(config.file, said, "wires")
+    table.only(["openpi"])
+    if isinstance(table.get("openpi"), str):
+        return {"openpi": _preset(table, "openpi", table.get("openpi"), cameras, takes_state)}
+    return {"openpi": _described(JsonObject(config.file, table.get("openpi"), "wires.openpi"), cameras, takes_state)}
+
+
+def _preset(table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool) -> WireMap:
+    if name not in PRESETS:
+        table.wrong(key, "an object, or one of " + ", ".join(PRESETS))
+    pictures, state = PRESETS[name]
+    images = {camera: picture for picture, names in pictures.items() for camera in names if camera in cameras}
+    for camera in cameras:
+        if camera not in images:
+            known = ", ".join(camera for names in pictures.values() for camera in names)
+            table.wrong(key, f"an object, because the preset does not know the camera {camera!r} (it knows {known})")
+    return WireMap(images, state if takes_state else (), "prompt")
+
+
+def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -> WireMap:
+    keys = table.read(_WireKeys)
+    for camera in keys.images or ():
+        if camera not in cameras:
+            known = ", ".join(cameras) or "it has none"
+            table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
+    if keys.state and not takes_state:
+        table.wrong("state", "none, because `inputs` has no role state")
+    if keys.dialect == "roboarena" and sorted(keys.metadata or ()) != sorted(ROBOARENA):
+        table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
+    return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})

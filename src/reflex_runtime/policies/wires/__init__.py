@@ -1,0 +1,1 @@
+"""Protocols that robots and simulators speak: pure codecs, and sessions without I/O. See docs/wires.md."""

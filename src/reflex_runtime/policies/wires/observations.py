@@ -1,0 +1,144 @@
+"""Observations of other protocols read as a `Question`: which picture is which camera, what makes the state, what is
+the instruction. The export's block `wires` says so; what it does not say is found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.serving.question import Image
+from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.json import printable
+
+PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "video.")
+"""What other protocols put in front of a name."""
+PROMPTS: Final = ("prompt", "instruction", "task")
+MAX_STATE: Final = 16_384  # numbers
+
+Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
+
+
+class Reading:
+    """Reads the observations of one wire for one export."""
+
+    def __init__(self, export: Export, wire: WireMap | None) -> None:
+        self._export, self._wire = export, wire or WireMap()
+
+    def read(self, observation: Mapping[str, Any]) -> Observed:
+        """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
+        came = dict(_flat(observation))
+        plain = {_stripped(name): name for name in reversed(came)}
+        images = tuple(self._image(camera, came, plain) for camera in self._export.images)
+        return images, self._state(came, plain), self._prompt(came, plain)
+
+    def describe(self) -> dict[str, Any]:
+        """What an observation is expected to hold, JSON-safe."""
+        export, wire = self._export, self._wire
+        images = {wire.images.get(name, name): list(size) for name, size in export.images.items()}
+        found: dict[str, Any] = {"images": images}
+        if export.takes_state:
+            found["state"] = {"names": list(wire.state or ("state",)), "dim": export.state_dim}
+        if export.takes_text:
+            found["prompt"] = wire.prompt or PROMPTS[0]
+        return found
+
+    def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
+        name = self._wire.images.get(camera) or plain.get(camera)
+        if name is None and len(self._export.images) == 1:
+            name = plain.get("image")
+        if name is None or name not in came:
+            raise self._missing(name or camera, came)
+        image = came[name]
+        if isinstance(image, memoryview):
+            return camera, name, bytes(image)  # PNG or JPEG
+        if not isinstance(image, np.ndarray):
+            raise invalid(printable(name), printable(f"{name}: must be an array, or a PNG or JPEG"))
+        if image.ndim == 3 and image.shape[0] == 3 and image.shape[2] != 3:
+            image = image.transpose(1, 2, 0)
+        return camera, printable(name), image
+
+    def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
+        if not self._export.takes_state:
+            return None
+        names = self._wire.state or (plain.get("state", "state"),)
+        parts = []
+        for name in names:
+            if name not in came:
+                raise self._missing(name, came)
+            parts.append(_numbers(name, came[name]))
+        state = np.concatenate(parts)
+        if len(state) != self._export.state_dim:
+            given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
+            raise invalid("state", printable(f"state: must be {self._export.state_dim} numbers, came: {given}"))
+        return state
+
+    def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
+        names = [self._wire.prompt] if self._wire.prompt else [plain.get(name, name) for name in PROMPTS]
+        name = next((name for name in names if name in came), None)
+        if name is None:
+            if self._export.takes_text:
+                raise self._missing(names[0], came)
+            return None
+        return _text(name, came[name])
+
+    def _missing(self, name: str, came: Mapping[str, Any]) -> InvalidRequest:
+        expected = self.describe()
+        names = [*expected["images"], *expected.get("state", {}).get("names", ())]
+        names += [expected["prompt"]] if "prompt" in expected else []
+        there = ", ".join(list(came)[:50]) or "nothing"
+        return invalid(printable(name), printable(f"{name}: missing; came: {there}; expected: {', '.join(names)}"))
+
+
+def text_of(value: Any) -> Any:
+    """Text for bytes that are text; anything else as it is."""
+    if isinstance(value, memoryview):
+        value = bytes(value)
+    if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
+        value = value.item()
+    if isinstance(value, list) and len(value) == 1:
+        return text_of(value[0])
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return value
+    return value
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """A map within a map as names with a slash."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{name}/")
+        else:
+            yield before + name, value
+
+
+def _stripped(name: str) -> str:
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _text(name: str, value: Any) -> str:
+    value = text_of(value)
+    if not isinstance(value, str):
+        raise invalid(printable(name), printable(f"{name}: must be a text"))
+    return value
+
+
+def _numbers(name: str, value: Any) -> NDArray[np.float64]:
+    """A part of the state in one dimension: an array, a list, or one number."""
+    if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
+        value = None
+    if isinstance(value, (list, int, float)) and not isinstance(value, bool):
+        return np.array(value, np.float64, ndmin=1)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.size <= MAX_STATE:
+        return value.astype(np.float64).reshape(-1)
+    raise invalid(printable(name), printable(f"{name}: must be numbers"))

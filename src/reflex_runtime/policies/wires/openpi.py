@@ -1,0 +1,213 @@
+"""openpi's websocket: the metadata first, then an answer for each observation. One socket is one robot.
+
+An error is a text frame with our JSON; stock clients raise it and may go on. An observation `{"batch": [...]}` is as
+many requests, each with its own answer or error. docs/wires.md has what a caller may send.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.serving.ask import OPENPI, Ask
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.wires.limits import limits_of, socket_limits
+from reflex_runtime.policies.wires.observations import Reading, text_of
+from reflex_runtime.policies.wires.openpi_codec import decode, encode
+from reflex_runtime.web.errors import ClientError, describe_error
+from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+
+PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
+OWN: Final = "reflex/"
+MAX_BATCH: Final = 256  # observations in a frame
+RESET: Final = "reset successful"  # what RoboArena's clients wait for: the one text frame that is no error
+_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
+
+
+class Episodes:
+    """Names the episodes of one robot: a new one after a reset, and for another instruction where no name is given."""
+
+    def __init__(self, own: str) -> None:
+        """own: the name where none is given."""
+        self._own = self._name = own
+        self._epoch = 0
+        self._prompt: str | None = None
+
+    def reset(self) -> None:
+        """The next observation begins another episode."""
+        self._epoch += 1
+
+    def of(self, name: str | None, prompt: str | None) -> str:
+        """The episode of an observation. name: where the caller gave one."""
+        if (name or self._own) != self._name:
+            self._name, self._epoch = name or self._own, 0
+        elif name is None and self._prompt is not None and prompt != self._prompt:
+            self._epoch += 1
+        self._prompt = prompt
+        return f"{self._name}#{self._epoch}" if self._epoch else self._name
+
+
+class OpenpiSession:
+    """One websocket: the episode it is in, and the requests of the message that it waits for."""
+
+    def __init__(self, asking: Asking, socket: WebSocket) -> None:
+        self._asking, self._socket = asking, socket
+        self._said = socket_limits(socket.query)
+        self._robot = self._said.robot_id or f"ws-{socket.id}"
+        self._episodes: dict[str, Episodes] = {}  # by the place in a batch
+        self._asks: list[Ask] = []
+        self._results: list[dict[str, Any] | None] = []
+        self._batched = False
+        self._spent: float | None = None  # milliseconds until the last answer
+        self._reader: tuple[Export, Reading] | None = None
+
+    # -- the websocket -------------------------------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """Announce the policy once there is one. Clients wait for that without a limit."""
+        self._asking.runtime.when_started(self._announce)
+
+    def asked(self, message: SocketMessage) -> None:
+        """An observation, or a batch of them."""
+        if isinstance(message.data, str):
+            self._socket.close(UNSUPPORTED, "observations are binary frames")
+            self._socket.answer()
+            return
+        sent = decode(message.data)
+        if self._wire.dialect == "roboarena" and sent.get("endpoint") == "reset":
+            for episodes in self._episodes.values():
+                episodes.reset()
+            self._socket.answer(RESET)
+            return
+        self._batched = "batch" in sent
+        observations = _batch_of(sent) if self._batched else [sent]
+        self._results = [None] * len(observations)
+        self._asks = [self._begin(message, place) for place in range(len(observations))]
+        for place, (ask, observation) in enumerate(zip(list(self._asks), observations, strict=True)):
+            self._ask(ask, observation, f"/{place}" if self._batched else "", message.received)
+
+    def failed(self, message: SocketMessage, error: ReflexError) -> str:
+        """Count an error, and make a frame of it."""
+        self._asking.fail(Ask(OPENPI, message.id, self._robot, lambda result: None, message.started), error)
+        return _text(error, message.id)
+
+    def left(self) -> None:
+        """Take back what it waits for."""
+        self._asking.runtime.forget(self._announce)
+        for ask in list(self._asks):
+            self._asking.leave(ask)
+
+    def _announce(self) -> None:
+        if not self._asking.runtime.loaded:
+            self._socket.close(INTERNAL, "the policy could not be started")
+            return
+        own = {} if self._wire.dialect == "roboarena" else {"reflex": self._described()}
+        self._socket.send(encode({**self._wire.metadata, **own}))
+
+    def _described(self) -> dict[str, Any]:
+        export = self._asking.runtime.export
+        return {
+            "model_id": export.model_id,
+            "model_hash": export.model_hash,
+            "actions": [export.chunk_size, export.action_dim],
+            **self._reading.describe(),
+        }
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, message: SocketMessage, place: int) -> Ask:
+        request_id = f"{message.id}.{place}" if self._batched else message.id
+        return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started)
+
+    def _ask(self, ask: Ask, observation: Any, part: str, received: float) -> None:
+        if not self._asking.enter(ask):
+            return
+        try:
+            question = self._question(observation, part)
+        except Exception as error:
+            self._asking.fail(ask, error)
+        else:
+            self._asking.ask(ask, question, received)
+
+    def _question(self, observation: Any, part: str) -> Question:
+        """part: the place in a batch, which is a robot of its own."""
+        if not isinstance(observation, dict):
+            raise ClientError("an observation must be a map")
+        own = {name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)}
+        for name in ("episode_id", "session_id"):
+            if name in observation:
+                own.setdefault("episode_id", text_of(observation[name]))
+        limits, said = limits_of(own), self._said
+        images, state, instruction = self._reading.read(observation)
+        episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
+        if observation.get("reset") is True:
+            episodes.reset()
+        return Question(
+            images=images,
+            state=state,
+            instruction=instruction,
+            episode_id=episodes.of(limits.episode_id, instruction),
+            request_id=limits.request_id,
+            robot_id=limits.robot_id or self._robot + part,
+            seed=limits.seed,
+            executed=limits.executed,
+            priority=PRIORITIES[limits.priority or said.priority or "default"],
+            deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
+        )
+
+    @property
+    def _wire(self) -> WireMap:
+        return self._asking.runtime.export.wires.get(OPENPI) or WireMap()
+
+    @property
+    def _reading(self) -> Reading:
+        export = self._asking.runtime.export
+        if self._reader is None or self._reader[0] is not export:
+            self._reader = (export, Reading(export, export.wires.get(OPENPI)))
+        return self._reader[1]
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _settled(self, place: int, result: ActAnswer | ReflexError) -> None:
+        if isinstance(result, ReflexError):
+            self._results[place] = {"error": describe_error(result, self._asks[place].request_id)}
+        else:
+            self._results[place] = self._answer(result)
+        if None in self._results:
+            return
+        results, self._results, asks, self._asks = self._results, [], self._asks, []
+        if self._batched:
+            self._socket.answer(encode({"batch": results}))
+        elif isinstance(result, ReflexError):
+            self._socket.answer(_text(result, asks[0].request_id))
+        else:
+            self._socket.answer(encode(results[0]))
+
+    def _answer(self, answer: ActAnswer) -> dict[str, Any]:
+        timing = {"infer_ms": answer.timing.total_ms}
+        if self._spent is not None:
+            timing["prev_total_ms"] = self._spent
+        self._spent = answer.timing.age_ms
+        return {
+            "actions": answer.actions,
+            "policy_timing": {"infer_ms": answer.timing.batch_ms},
+            "server_timing": timing,
+            **{name: getattr(answer, name) for name in _SENT},
+        }
+
+
+def _text(error: ReflexError, request_id: str) -> str:
+    return PLAIN.refuse(error, request_id, False).body.decode()
+
+
+def _batch_of(sent: dict[str, Any]) -> list[Any]:
+    batch = sent["batch"]
+    if len(sent) > 1 or not isinstance(batch, list) or not 0 < len(batch) <= MAX_BATCH:
+        raise ClientError(f"batch: must be a list of 1 to {MAX_BATCH} observations, and alone")
+    return batch

@@ -1,0 +1,315 @@
+"""Websockets on the server's port: frames in, messages to a session one at a time, frames out.
+
+`websockets` parses and frames without I/O. The order of messages, their bounds and their ends are here, as
+`HttpConnection` has them for requests.
+
+- A session is handed the next message when it has answered the last. Pings are answered meanwhile.
+- A message is bounded in bytes (close code 1009), and its bytes count among the request bodies that are held.
+- A peer that breaks the protocol is told with close code 1002 or 1007. One that vanishes is `SocketSession.left`.
+- At shutdown the message that is being answered gets its answer, then the close code is 1001.
+- Frames are not compressed: pictures do not get smaller, and it takes 10 ms each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Final, Protocol, cast
+from urllib.parse import parse_qsl
+
+import httptools
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from reflex_runtime.core.errors import Closed, ReflexError
+from reflex_runtime.web.arrival import arrived, file_of
+from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.errors import ClientError, Overloaded, known
+
+if TYPE_CHECKING:
+    from reflex_runtime.web.app import App
+
+MAX_AHEAD: Final = 16  # messages waiting behind the one being answered; with more of them nothing is read
+LARGE_MESSAGE: Final = 64 * 1024  # bytes of a message, from which on its connection takes turns at being read
+NORMAL, GOING_AWAY, UNSUPPORTED, INVALID, POLICY, INTERNAL, TRY_LATER = 1000, 1001, 1003, 1007, 1008, 1011, 1013
+
+_log = logging.getLogger("reflex.websocket")
+_log.setLevel(logging.ERROR)  # the library tells of every connection
+
+
+class SocketMessage:
+    """One message. id: made by the server, unique. started: when it reached this machine; received: when all of it had
+    been read (`time.monotonic`). held: bytes of it that `Bodies` counts."""
+
+    __slots__ = ("data", "held", "id", "received", "started")
+
+    def __init__(self, data: str | bytes, held: int, started: float) -> None:
+        self.data, self.held, self.started = data, held, started
+        self.received = time.monotonic()
+        self.id = ""
+
+
+class SocketSession(Protocol):
+    """What a product does with one websocket. Everything is called on the event loop."""
+
+    def opened(self) -> None:
+        """The handshake is done."""
+
+    def asked(self, message: SocketMessage) -> None:
+        """A message has come. Call `WebSocket.answer` or `fail` for it, now or later; what is raised fails it."""
+
+    def failed(self, message: SocketMessage, error: ReflexError) -> str | bytes:
+        """The message is answered with an error. Returns the frame that says so."""
+
+    def left(self) -> None:
+        """The connection is over. What is answered from now on is dropped."""
+
+
+MakeSession = Callable[["WebSocket"], SocketSession]
+
+
+class WebSocket(asyncio.Protocol):
+    """One websocket. id: made by the server, unique. query: of the URL. phase, heard: see `Connections`."""
+
+    def __init__(
+        self,
+        app: App,
+        transport: asyncio.Transport,
+        protocol: ServerProtocol,
+        id: str,
+        query: Mapping[str, str],
+    ) -> None:
+        self.app, self.transport, self.id, self.query = app, transport, id, query
+        self.phase = Phase.ANSWERED
+        self.heard = 0.0
+        self.held = 0  # bytes of the message that is coming
+        self._protocol = protocol
+        self._loop = asyncio.get_running_loop()
+        self._file = file_of(transport)
+        self._session: SocketSession | None = None
+        self._asked: SocketMessage | None = None
+        self._waiting: deque[SocketMessage] = deque()
+        self._parts = bytearray()  # of a message that comes in several frames
+        self._text = False
+        self._arrived = 0.0
+        self._paused = self._rests = self._ends = False
+
+    def begin(self, session: SocketSession, data: bytes) -> None:
+        """Take over the connection. data: what came behind the handshake."""
+        self._session = session
+        self.transport.set_protocol(self)
+        self.app.connections.enter(self, self._loop)
+        self._flush()
+        session.opened()
+        if data:
+            self.data_received(data)
+
+    # -- for the session -----------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether what is sent may still arrive."""
+        return self._protocol.state is State.OPEN
+
+    def send(self, data: str | bytes) -> None:
+        """Send one frame, text or binary."""
+        if self.open:
+            if isinstance(data, str):
+                self._protocol.send_text(data.encode())
+            else:
+                self._protocol.send_binary(data)
+            self._flush()
+
+    def answer(self, *frames: str | bytes) -> None:
+        """Send these frames, or none. The message that was asked last is dealt with."""
+        message, self._asked = self._asked, None
+        assert message is not None
+        for frame in frames:
+            self.send(frame)
+        self.app.bodies.release(message)
+        self.app.answered()
+        if self.app.closing or self._ends:
+            self.close(GOING_AWAY, "the server is shutting down")
+        elif self._waiting:  # on the next turn of the loop, or many small messages would nest
+            self._loop.call_soon(self._next)
+        self._take_time()
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error. Unexpected exceptions are logged and answered without their text."""
+        message = self._asked
+        assert message is not None
+        assert self._session is not None
+        self.answer(self._session.failed(message, known(error, message.id)))
+
+    def close(self, code: int = NORMAL, reason: str = "") -> None:
+        """Begin to close."""
+        if self.open:
+            self._protocol.send_close(code, reason)
+            self._flush()
+            self._forget_waiting()
+            self._take_time()
+
+    # -- the transport -------------------------------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = self._loop.time()
+        if not self.open:
+            self._protocol.receive_data(data)  # until the peer's close frame
+            self._flush()
+            return
+        if not self.held:
+            self._arrived = arrived(self._file)
+        try:
+            self.app.bodies.take(self, len(data))
+        except Overloaded as error:
+            self.close(TRY_LATER, error.code)
+            return
+        self._protocol.receive_data(data)
+        for event in self._protocol.events_received():
+            self._take(cast(Frame, event))
+        self.app.bodies.keep(self, len(self._parts) + len(self._protocol.reader.buffer) if self.open else 0)
+        self._flush()
+        self._next()
+        if self.held > LARGE_MESSAGE:
+            self._rests = True  # otherwise one turn of the loop reads megabytes of it
+            self.app.bodies.line_up(self._read_again, self._loop)
+        self._read_on()
+        self._take_time()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.receive_eof()
+        self.app.connections.leave(self)
+        self.app.bodies.release(self)
+        self._forget_waiting()
+        if self._session is not None:
+            self._session.left()
+
+    def pause_writing(self) -> None:
+        self._paused = True
+        self._read_on()
+        self._take_time()
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._next()
+        self._read_on()
+        self._take_time()
+
+    # -- for `Connections` ---------------------------------------------------------------------------------------------
+
+    def cut(self, error: ReflexError) -> None:
+        """It has taken too long, or others need its place."""
+        if self._paused or not self.open:
+            self.transport.abort()
+        else:
+            self.close(POLICY if self.phase is Phase.BODY else GOING_AWAY, error.code)
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Close once what is being answered is."""
+        self._ends = True
+        if self._asked is None:
+            self.close(GOING_AWAY, "the server is shutting down")
+
+    def give_up(self) -> None:
+        """Close without sending what waits."""
+        self.transport.abort()
+
+    def _take_time(self) -> None:
+        """Say what the connection takes its time over from now on."""
+        if self._paused or not self.open:
+            phase = Phase.SLOW
+        elif self._asked is not None:
+            phase = Phase.ANSWERED
+        else:
+            phase = Phase.BODY if self.held else Phase.IDLE
+        if phase is not self.phase or phase is Phase.IDLE:  # whatever comes, a ping too, ends its idleness
+            self.app.connections.move(self, phase)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _take(self, frame: Frame) -> None:
+        if frame.opcode not in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT) or not self.open:
+            return
+        if frame.opcode is not Opcode.CONT:
+            self._text = frame.opcode is Opcode.TEXT
+        if not frame.fin or self._parts:
+            self._parts += frame.data
+            if not frame.fin:
+                return
+        whole = bytes(self._parts or frame.data)
+        self._parts.clear()
+        try:
+            data = whole.decode() if self._text else whole
+        except UnicodeDecodeError:
+            self._protocol.fail(INVALID, "the text is not UTF-8")
+            return
+        self._waiting.append(SocketMessage(data, len(whole), self._arrived))
+        self.held -= len(whole)
+        self._arrived = arrived(self._file)
+
+    def _next(self) -> None:
+        """Hand over the message whose turn it is."""
+        if self._asked is not None or not self._waiting or self._paused or not self.open:
+            return
+        assert self._session is not None
+        message = self._asked = self._waiting.popleft()
+        message.id = self.app.asks()
+        try:
+            if self.app.closing:
+                raise Closed("the server is shutting down", retry_after=1.0)
+            self._session.asked(message)
+        except Exception as error:
+            self.fail(error)
+        self._read_on()
+
+    def _forget_waiting(self) -> None:
+        for message in self._waiting:
+            self.app.bodies.release(message)
+        self._waiting.clear()
+
+    def _read_again(self) -> None:
+        self._rests = False
+        self._read_on()
+
+    def _read_on(self) -> None:
+        """Stop reading from a peer that sends on and on without reading; otherwise read, to notice when it leaves."""
+        if self.transport.is_closing():
+            return
+        if self.open and (self._rests or self._paused or len(self._waiting) > MAX_AHEAD):
+            self.transport.pause_reading()
+        elif not self.transport.is_reading():
+            self.transport.resume_reading()
+
+    def _flush(self) -> None:
+        for data in self._protocol.data_to_send():
+            if data:
+                self.transport.write(data)
+            elif self.transport.can_write_eof():
+                self.transport.write_eof()
+
+
+def handshake(head: bytes, most: int) -> ServerProtocol:
+    """The protocol of a connection whose request for a websocket is answered. head: of the request, as it came. most:
+    bytes that a message may have."""
+    protocol = ServerProtocol(max_size=most, logger=_log)
+    protocol.receive_data(head)
+    events = protocol.events_received()
+    response = protocol.accept(events[0]) if events else None  # type: ignore[arg-type]
+    if response is None or response.status_code != 101:
+        raise ClientError(f"no websocket can be opened: {protocol.handshake_exc}")
+    protocol.send_response(response)
+    return protocol
+
+
+def query_of(target: bytes) -> dict[str, str]:
+    """What the query of a request's target says."""
+    query = httptools.parse_url(target).query or b""
+    return dict(parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True))

@@ -1,0 +1,336 @@
+"""Websockets on the server's port, whatever a session says: against a session that echoes, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
+
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.app import App
+from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.exchange import Route
+from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.websocket import SocketMessage, WebSocket
+from serving.harness import PATIENCE
+
+MOST = 100_000
+
+
+class Echo:
+    """Answers each message with itself: at once, or when the test says so (`hold`)."""
+
+    def __init__(self, socket: WebSocket) -> None:
+        self.socket = socket
+        self.held: list[SocketMessage] = []
+        self.came, self.gone = asyncio.Event(), asyncio.Event()
+
+    def opened(self) -> None:
+        self.socket.send("hello " + self.socket.query.get("name", "you"))
+
+    def asked(self, message: SocketMessage) -> None:
+        if message.data == "raise":
+            raise RuntimeError("a bug")
+        if message.data == "hold":
+            self.held.append(message)
+            self.came.set()
+        elif message.data == "quiet":
+            self.socket.answer()
+        else:
+            self.socket.answer(message.data)
+
+    def failed(self, message: SocketMessage, error: ReflexError) -> str:
+        return f"{error.code}: {error.message}"
+
+    def left(self) -> None:
+        self.gone.set()
+
+
+class Running:
+    """An application with /echo on a port."""
+
+    def __init__(self, **options: Any) -> None:
+        self.sessions: list[Echo] = []
+        route = Route("/echo", self._plain, most=MOST, socket=self._session)
+        self.app = App(ServeConfig(**options), {"/echo": route}, PLAIN)
+        self.port = 0
+
+    def _plain(self, exchange: Any, body: bytes) -> None:
+        raise NotFound("a websocket is spoken here")
+
+    def _session(self, socket: WebSocket) -> Echo:
+        self.sessions.append(Echo(socket))
+        return self.sessions[-1]
+
+    def url(self, path: str = "/echo") -> str:
+        return f"ws://127.0.0.1:{self.port}{path}"
+
+    @asynccontextmanager
+    async def connected(self, path: str = "/echo", **options: Any) -> AsyncIterator[ClientConnection]:
+        async with connect(self.url(path), compression=None, max_size=None, **options) as client:
+            yield client
+
+
+def running(check: Callable[[Running], Coroutine[Any, Any, None]], **options: Any) -> None:
+    async def main() -> None:
+        run = Running(**options)
+        server = await asyncio.get_running_loop().create_server(partial(HttpConnection, run.app), "127.0.0.1", 0)
+        run.port = server.sockets[0].getsockname()[1]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await check(run)
+        finally:
+            server.close()
+            for connection in run.app.connections.all():
+                connection.give_up()
+            run.app.bodies.close()
+
+    asyncio.run(main())
+
+
+async def closed_with(client: ClientConnection) -> int:
+    with pytest.raises(ConnectionClosed) as info:
+        await client.recv()
+    assert info.value.rcvd is not None
+    return info.value.rcvd.code
+
+
+async def until(what: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    while not what():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def raw(client: ClientConnection, *frames: Frame | bytes) -> None:
+    """Send frames as they are."""
+    data = b"".join(f if isinstance(f, bytes) else f.serialize(mask=True) for f in frames)
+    client.transport.write(data)
+
+
+def test_w1_text_and_binary_go_both_ways_in_their_order_and_the_query_is_known() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected("/echo?name=arm%201") as client:
+            assert await client.recv() == "hello arm 1"
+            big = bytes(range(256)) * 390
+            for sent in ("ä", b"\x00\xff", big, ""):
+                await client.send(sent)
+            assert [await client.recv() for _ in range(4)] == ["ä", b"\x00\xff", big, ""]
+            await client.send(iter(["in ", "", "three"]))
+            assert await client.recv() == "in three"
+            await client.send("quiet")
+            await client.send("next")
+            assert await client.recv() == "next"
+        await run.sessions[0].gone.wait()
+        assert run.app.bodies.held == run.app.active == 0
+
+    running(check)
+
+
+def test_w1_the_next_message_waits_for_the_answer_and_pings_do_not() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await client.send("hold")
+            await run.sessions[0].came.wait()
+            await client.send("second")
+            await (await client.ping())
+            assert run.app.active == 1
+            run.sessions[0].socket.answer("first")
+            assert [await client.recv(), await client.recv()] == ["first", "second"]
+
+    running(check)
+
+
+def test_w1_a_plain_request_is_answered_as_one_and_a_bad_handshake_is_400() -> None:
+    async def check(run: Running) -> None:
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        upgrade += "Sec-WebSocket-Key: short\r\n"
+        for head, status in (("", b"404"), (upgrade, b"400")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            writer.write(f"GET /echo HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode())
+            assert (await reader.readline()).split()[1] == status
+            writer.write(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert b'"no such path: /nothing"' in await reader.read()  # it goes on as HTTP
+            writer.close()
+        with pytest.raises(InvalidStatus) as info:
+            async with run.connected("/other"):
+                pass
+        assert info.value.response.status_code == 404
+
+    running(check)
+
+
+def test_w2_the_key_is_asked_for_in_either_scheme() -> None:
+    async def check(run: Running) -> None:
+        for scheme in ("Bearer", "Api-Key", "api-key"):
+            async with run.connected(additional_headers={"Authorization": f"{scheme} secret"}) as client:
+                await client.recv()
+        for headers in ({}, {"Authorization": "Api-Key wrong"}, {"Authorization": "Basic secret"}):
+            with pytest.raises(InvalidStatus) as info:
+                async with run.connected(additional_headers=headers):
+                    pass
+            assert info.value.response.status_code == 401
+
+    running(check, api_key="secret")
+
+
+def test_w2_a_page_of_another_site_gets_no_websocket() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(origin="http://localhost") as client:
+            await client.recv()
+        with pytest.raises(InvalidStatus) as info:
+            async with run.connected(origin="http://evil.example"):
+                pass
+        assert info.value.response.status_code == 403
+
+    running(check)
+
+
+@pytest.mark.parametrize(
+    ("frames", "code"),
+    [
+        ([Frame(Opcode.CONT, b"x")], 1002),
+        ([Frame(Opcode.BINARY, b"x", fin=False), Frame(Opcode.TEXT, b"x")], 1002),
+        ([b"\xc2\x80\0\0\0\0"], 1002),  # compressed, which was not agreed on
+        ([b"\x82\0"], 1002),  # not masked
+        ([Frame(Opcode.TEXT, b"\xff")], 1007),
+        ([Frame(Opcode.TEXT, b"\xc3", fin=False), Frame(Opcode.CONT, b"(")], 1007),
+        ([Frame(Opcode.BINARY, bytes(MOST + 1))], 1009),
+        ([Frame(Opcode.BINARY, bytes(MOST), fin=False), Frame(Opcode.CONT, b"x")], 1009),
+    ],
+)
+def test_w3_what_breaks_the_protocol_is_told_by_the_close_code(frames: list[Frame | bytes], code: int) -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await raw(client, *frames)
+            assert await closed_with(client) == code
+        assert run.app.bodies.held == 0
+
+    running(check)
+
+
+def test_w3_an_error_is_a_frame_and_the_socket_stays_open(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await client.send("raise")
+            assert "internal error" in str(await client.recv())
+            await client.send("again")
+            assert await client.recv() == "again"
+
+    running(check)
+    assert "a bug" in caplog.text
+
+
+def test_w4_a_peer_that_vanishes_is_an_event_and_not_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await client.send("hold")
+            await run.sessions[0].came.wait()
+            client.transport.abort()
+            await run.sessions[0].gone.wait()
+            assert run.app.active == 1  # what it asked is not settled yet
+            run.sessions[0].socket.answer("too late")
+            assert run.app.active == 0
+
+    with caplog.at_level(logging.INFO):
+        running(check)
+    assert not caplog.records
+
+
+def test_w4_a_silent_websocket_is_closed_and_one_that_pings_is_not() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=0.05) as lively, run.connected(ping_interval=None) as silent:
+            await lively.recv()
+            await silent.recv()
+            assert await closed_with(silent) == 1001
+            await lively.send("still there")
+            assert await lively.recv() == "still there"
+
+    running(check, idle_timeout_s=0.5)
+
+
+def test_w4_half_a_message_is_not_waited_for_forever() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(ping_interval=None) as client:
+            await client.recv()
+            await raw(client, Frame(Opcode.BINARY, b"half", fin=False))
+            assert await closed_with(client) == 1008
+
+    running(check, body_timeout_s=0.3)
+
+
+def test_w4_with_too_many_bytes_held_the_newest_is_asked_to_come_later() -> None:
+    async def check(run: Running) -> None:
+        run.app.bodies.most = 50_000
+        async with run.connected() as first, run.connected() as second:
+            await first.recv()
+            await second.recv()
+            await raw(first, Frame(Opcode.BINARY, bytes(40_000), fin=False))
+            await until(lambda: run.app.bodies.held >= 40_000)
+            await raw(second, Frame(Opcode.BINARY, bytes(20_000)))
+            assert await closed_with(second) == 1013
+            await raw(first, Frame(Opcode.CONT, b"end"))
+            assert await first.recv() == bytes(40_000) + b"end"
+
+    running(check)
+
+
+def test_w4_a_peer_that_does_not_read_is_not_read_from() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected(max_queue=1, write_limit=2**20) as client:
+            await client.recv()
+            sending = asyncio.create_task(_send_many(client))
+            await until(lambda: run.sessions[0].socket.phase is Phase.SLOW)
+            assert not run.sessions[0].socket.transport.is_reading()
+            for _ in range(200):
+                assert len(await client.recv()) == 90_000
+            await sending
+        assert run.app.bodies.held == 0
+
+    running(check)
+
+
+async def _send_many(client: ClientConnection) -> None:
+    for _ in range(200):
+        await client.send(bytes(90_000))
+
+
+def test_w5_at_the_end_the_last_answer_comes_and_then_1001() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as busy, run.connected() as idle, run.connected() as late:
+            for client in (busy, idle, late):
+                await client.recv()
+            await busy.send("hold")
+            await run.sessions[0].came.wait()
+            run.app.close()
+            await late.send("more")
+            assert str(await late.recv()).startswith("shutting_down")
+            assert await closed_with(late) == 1001
+            with pytest.raises(InvalidStatus) as info:
+                async with run.connected():
+                    pass
+            assert info.value.response.status_code == 503
+            for connection in run.app.connections.all():
+                connection.shutdown()
+            assert await closed_with(idle) == 1001
+            run.sessions[0].socket.answer("the last")
+            assert await busy.recv() == "the last"
+            assert await closed_with(busy) == 1001
+            await run.app.wait_idle()
+            await run.app.connections.wait_empty()
+
+    running(check)
