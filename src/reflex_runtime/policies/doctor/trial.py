@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Cause, More
-from reflex_runtime.core.errors import ProcessorError, ReflexError
+from reflex_runtime.core.batch import Done
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.observation import ActionChunk
+from reflex_runtime.processors.by_hand import run_through
 
 
 def sample(policy: Policy, number: int, instruction: str | None) -> Request:
@@ -39,49 +39,10 @@ def sample_state(export: Export, rng: np.random.Generator) -> NDArray[np.float32
 
 
 def run_together(policy: Policy, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
-    """Their answers, from batches of all that are under way.
+    """Their answers, from batches of all that are under way; the first error of any of them is raised.
 
-    starts: the round each enters at, default 0 for all; a round is one batch per stage, so a denoising request that
-    enters at round k stands k steps behind those of round 0. The first error of any of them is raised.
+    starts: the round in which each enters, as in `run_through`.
     """
     tickets = [Ticket(request, i, 0.0) for i, request in enumerate(requests)]
-    waiting = dict(zip(tickets, starts or [0] * len(tickets), strict=True))
-    under_way: list[Ticket] = []
-    answers: dict[Ticket, ActionChunk] = {}
-    at = 0
-    try:
-        while len(answers) < len(tickets):
-            under_way += [ticket for ticket, start in waiting.items() if start == at]
-            for stage in policy.stages:
-                members = [ticket for ticket in under_way if ticket.stage == stage]
-                if members:
-                    answers |= _run_batch(policy, stage, members)
-            under_way = [ticket for ticket in under_way if ticket not in answers]
-            at += 1
-    finally:
-        policy.drop(tickets)
-    return [answers[ticket] for ticket in tickets]
-
-
-def _run_batch(policy: Policy, stage: str, tickets: Sequence[Ticket]) -> dict[Ticket, ActionChunk]:
-    """One batch; tickets that are not done move to what they do next. Returns the answers of those that are.
-
-    Without `run_batch` around it: bisecting would hide a graph that works for one row only.
-    """
-    batch = Batch(0, policy.slot, policy.shape, stage, Cause.IDLE, 0.0, 0.0, 0.0, dict.fromkeys(tickets, 1.0))
-    try:
-        outcomes = policy.run(batch)
-    except ReflexError:
-        raise
-    except Exception as error:
-        raise ProcessorError(f"{type(error).__name__}: {error}") from error
-    answers: dict[Ticket, ActionChunk] = {}
-    for ticket, outcome in zip(tickets, outcomes, strict=True):
-        if isinstance(outcome, ReflexError):
-            raise outcome
-        if isinstance(outcome, More):
-            ticket.wants = outcome.wants
-            ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
-        else:
-            answers[ticket] = outcome.value
-    return answers
+    run_through(policy, tickets, policy.stages, starts, group=policy.slot, shape=policy.shape)
+    return [ticket.outcome.value for ticket in tickets if isinstance(ticket.outcome, Done)]

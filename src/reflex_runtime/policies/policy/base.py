@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
+from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.request import Priority, Request, Ticket
@@ -31,7 +31,8 @@ from reflex_runtime.policies.policy.observation import (
     resize_image,
     seed_of,
 )
-from reflex_runtime.processors.base import BaseProcessor, run_batch
+from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.processors.by_hand import TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
 
 
@@ -39,7 +40,7 @@ from reflex_runtime.web.errors import InvalidRequest
 class WarmUp:
     """What warming up measured: (batch, seconds) of every call that counts, and the tickets that ran to their end."""
 
-    batches: Sequence[tuple[Batch, float]]
+    batches: Sequence[TimedBatch]
     finished: Sequence[Ticket]
 
     def teach(self, model: CostModel) -> None:
@@ -279,38 +280,16 @@ class Policy(BaseProcessor):
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
         sizes = sorted({*sizes, *self.captured_sizes})
-        batches: list[tuple[Batch, float]] = []
+        batches: list[TimedBatch] = []
         finished: list[Ticket] = []
         for measured in [False] + [True] * repeats:
             for size in sizes:  # innermost: a run of equal sizes would look like drift to the cost model at the next
                 tickets = [Ticket(self._warm_request(i), i, 0.0) for i in range(size)]
-                ran = self._warm_batch(tickets, clock)
+                ran = run_through(self, tickets, self.stages, group=self.slot, shape=self.shape, clock=clock)
                 if measured:
                     batches += ran
                     finished += tickets
         return WarmUp(_usual(batches), finished)
-
-    def _warm_batch(self, tickets: Sequence[Ticket], clock: Callable[[], float]) -> list[tuple[Batch, float]]:
-        """Tickets from their first stage to their end, all in step but for those that end early."""
-        ran: list[tuple[Batch, float]] = []
-        left = dict.fromkeys(tickets, 1.0)
-        while left:
-            grants = dict(left)
-            batch = Batch(0, self.slot, self.shape, next(iter(left)).stage, Cause.IDLE, 0.0, 0.0, 0.0, grants)
-            began = clock()
-            outcomes = run_batch(self, batch)
-            elapsed = clock() - began
-            ran.append((batch, elapsed))
-            for ticket, outcome in zip(grants, outcomes, strict=True):
-                if isinstance(outcome, Failed | Apart):
-                    self.drop(tickets)
-                    raise outcome.error
-                if isinstance(outcome, More):
-                    ticket.wants = outcome.wants
-                    ticket.stage = ticket.stage if outcome.stage is None else outcome.stage
-                else:
-                    del left[ticket]
-        return ran
 
     def _warm_request(self, seed: int) -> Request:
         rng = np.random.Generator(np.random.PCG64(seed))
@@ -366,13 +345,13 @@ class Policy(BaseProcessor):
         raise NotImplementedError
 
 
-def _usual(batches: Sequence[tuple[Batch, float]]) -> list[tuple[Batch, float]]:
+def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
     """The same batches, each with the least seconds that one of its stage and size took; their tickets share those."""
     least: dict[tuple[str, int], float] = {}
     for batch, elapsed in batches:
         kind = (batch.stage, len(batch))
         least[kind] = min(elapsed, least.get(kind, elapsed))
-    usual = [(batch, least[batch.stage, len(batch)]) for batch, _ in batches]
+    usual = [TimedBatch(batch, least[batch.stage, len(batch)]) for batch, _ in batches]
     for batch, seconds in usual:
         for ticket in batch.grants:
             ticket.shared += seconds / len(batch)
