@@ -17,6 +17,7 @@ from reflex_runtime.core.errors import (
     Drained,
     Expired,
     ProcessorError,
+    ProcessorHung,
     QueueFull,
     ResultCountMismatch,
 )
@@ -312,3 +313,31 @@ def test_wrong_settings_of_a_call_name_the_setting() -> None:
         run(call(1, priority=0))
     with pytest.raises(TypeError, match="positional argument"):
         call(1, 2)
+
+
+def test_a_call_that_hangs_is_cancelled_and_its_callers_are_told() -> None:
+    ended: list[str] = []
+
+    @batched(watchdog=0.05)
+    async def ask(items: list[int]) -> list[int]:
+        try:
+            if items == [1]:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        if items == [2]:
+            raise TimeoutError("its own")
+        return items
+
+    async def main() -> None:
+        with pytest.raises(ProcessorHung, match=r"within 0\.05 s"):
+            await ask(1)
+        assert ended == ["cancelled"]
+        with pytest.raises(ProcessorError, match="its own") as caught:
+            await ask(2)
+        assert not isinstance(caught.value, ProcessorHung)
+        assert await ask(3) == 3
+        await ask.close()
+
+    run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from reflex_runtime.core.errors import (
     Drained,
     Expired,
     ProcessorError,
+    ProcessorHung,
     QueueFull,
     ResultCountMismatch,
     WaitTimeout,
@@ -494,3 +496,51 @@ def test_a_blocking_call_inside_a_running_loop_is_refused_and_its_thread_may_sti
     run(main())
     assert slow.calls == [[1], [2]]
     assert slow.double.close()
+
+
+# -- the watchdog ------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_hangs_is_given_up_and_the_next_items_run_on_another_thread() -> None:
+    slow = Slow(watchdog=0.05)
+    with pytest.raises(ProcessorHung, match=r"within 0\.05 s"):
+        slow.double(1)
+    slow.gate.set()
+    assert slow.double(2) == 4
+    assert slow.calls == [[1], [2]]
+    assert slow.double.close()
+
+
+def test_coroutines_are_told_of_a_call_that_hangs_too() -> None:
+    slow = Slow(watchdog=0.05)
+
+    async def main() -> None:
+        with pytest.raises(ProcessorHung):
+            await slow.double.aio(1)
+        slow.gate.set()
+        assert await slow.double.aio(2) == 4
+
+    run(main())
+    assert slow.double.close()
+
+
+def test_a_call_within_the_watchdog_is_not_given_up_though_its_caller_waited_longer() -> None:
+    slow = Slow(watchdog=PATIENCE, max_batch_size=1)
+    driver = slow.double._driver
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(slow.double, 1)
+        slow.busy()
+        second = pool.submit(slow.double, 2)
+        slow.asked(2)
+        assert driver.look() > driver.device.clock()  # what runs has its time yet
+        slow.gate.set()
+        assert (first.result(), second.result()) == (2, 4)
+    assert slow.double.close()
+
+
+def test_zero_switches_the_watchdog_off_and_nonsense_is_refused() -> None:
+    slow = Slow(watchdog=0)
+    assert slow.double._driver.watchdog == inf
+    for wrong in (-1.0, inf, nan):
+        with pytest.raises(ConfigError, match="watchdog="):
+            batched(watchdog=wrong)

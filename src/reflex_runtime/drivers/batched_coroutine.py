@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from reflex_runtime.core.batch import Batch, Outcome
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, ProcessorHung
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority
 from reflex_runtime.drivers.audience import Sink
@@ -34,10 +35,15 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
     """
 
     def __init__(
-        self, function: Callable[[list[Item]], Awaitable[Sequence[Result]]], config: GroupConfig, repeatable: bool
+        self,
+        function: Callable[[list[Item]], Awaitable[Sequence[Result]]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
     ) -> None:
         super().__init__(function)
-        self._function, self._config, self._repeatable = function, config, repeatable
+        self._group = config.name
+        self._make = partial(_Calls, function, config, repeatable, watchdog)
         self._calls: dict[asyncio.AbstractEventLoop, _Calls] = {}
 
     async def __call__(
@@ -50,7 +56,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
-        request = request_of(item, self._config.name, id(asyncio.current_task()), priority, time_limit)
+        request = request_of(item, self._group, id(asyncio.current_task()), priority, time_limit)
         ticket = calls.dispatcher.submit(request)
         try:
             result: Result = await ticket.waiter
@@ -75,7 +81,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         found = self._calls.get(loop)
         if found is None:
             forget_closed(self._calls)
-            found = self._calls[loop] = _Calls(self._function, self._config, self._repeatable)
+            found = self._calls[loop] = self._make()
         return found
 
 
@@ -83,9 +89,13 @@ class _Calls:
     """The calls of one function in one loop. running: the batch that it is awaited for, if there is one."""
 
     def __init__(
-        self, function: Callable[[list[Any]], Awaitable[Sequence[Any]]], config: GroupConfig, repeatable: bool
+        self,
+        function: Callable[[list[Any]], Awaitable[Sequence[Any]]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
     ) -> None:
-        self._function, self._repeatable = function, repeatable
+        self._function, self._repeatable, self._watchdog = function, repeatable, watchdog
         self.running: Batch | None = None
         self.dispatcher = Dispatcher([config], self._run, max_batches=1)
         self.dispatcher.start()
@@ -94,9 +104,11 @@ class _Calls:
         self.running = batch
         _inside.set(batch)
         try:
-            results = await self._function(payloads_of(batch))
+            async with asyncio.timeout(self._watchdog or None) as limit:
+                results = await self._function(payloads_of(batch))
             return outcomes_of(checked_results(self._function, results), batch)
         except Exception as error:
-            return failure_of(error, batch, self._repeatable)
+            hung = ProcessorHung(f"the function did not come back within {self._watchdog:g} s")
+            return failure_of(hung if limit.expired() else error, batch, self._repeatable)
         finally:
             self.running = None

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -34,10 +35,14 @@ class BatchedFunction(Handle, Generic[Item, Result]):
     """A function over a list that is called with single items; `batched` makes it. What its calls raise: `Handle`."""
 
     def __init__(
-        self, function: Callable[[list[Item]], Sequence[Result]], config: GroupConfig, repeatable: bool
+        self,
+        function: Callable[[list[Item]], Sequence[Result]],
+        config: GroupConfig,
+        repeatable: bool,
+        watchdog: float,
     ) -> None:
         super().__init__(function)
-        self._driver = _Driver(function, config, repeatable, self._name)
+        self._driver = _Driver(function, config, repeatable, watchdog, self._name)
 
     def __call__(
         self,
@@ -81,8 +86,10 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         driver, loop = self._driver, asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         request = request_of(item, driver.group, id(asyncio.current_task()), priority, time_limit)
-        ticket = driver.submit(request, partial(driver.inbox(loop), future))
-        alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.expire)
+        inbox = driver.inbox(loop)
+        ticket = driver.submit(request, partial(inbox, future))
+        inbox.watch()
+        alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.look)
         try:
             return await future
         except asyncio.CancelledError:
@@ -116,9 +123,12 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 class _Driver:
     """The thread of one batched function and whoever waits for it; it starts with the first item."""
 
-    def __init__(self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, name: str) -> None:
+    def __init__(
+        self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, watchdog: float, name: str
+    ) -> None:
         processors = {config.name: FunctionProcessor(function, repeatable)}
         self.group = config.name
+        self.watchdog = watchdog or inf
         self.audience = Audience()
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
         self.device = Device(Scheduler([config]), processors, self.delivery.deliver, name=name)
@@ -139,39 +149,42 @@ class _Driver:
             self.delivery.deliver()
             raise
 
-    def wait(self, answered: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait until the lock is free, and whether it was within `timeout`; at the ticket's deadline, see to that."""
+    def wait(self, settled: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait until the lock is free, and whether it was within `timeout`. Looks after deadline and hanging call."""
         clock = self.device.clock
-        until = threading.TIMEOUT_MAX if timeout is None else min(timeout, threading.TIMEOUT_MAX)
         began = clock()
-        limit = ticket.deadline - began
-        if limit < until:
-            while (left := ticket.deadline - clock()) > 0.0:
-                if answered.acquire(timeout=left):
-                    return True
-            self.expire()
-            until -= clock() - began
-        return answered.acquire(timeout=max(0.0, until))
+        until, due, look = began + (inf if timeout is None else timeout), ticket.deadline, began + self.watchdog
+        while not settled.acquire(timeout=min(max(0.0, min(until, due, look) - clock()), threading.TIMEOUT_MAX)):
+            now = clock()
+            if now >= due or now >= look:
+                look = self.look()
+                due = inf if now >= due else due
+            elif now >= until:
+                return False
+        return True
 
-    def expire(self) -> None:
-        """Settle what is past its deadline and waits, also while the function runs."""
+    def look(self) -> float:
+        """Settle what waits past its deadline, and give up a call that hangs. Returns when to look again."""
         self.device.expire()
+        at = self.device.check(self.watchdog)
         self.delivery.deliver()
+        return self.device.clock() + self.watchdog if at is None else at
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
         """Where answers for coroutines of the loop go."""
         found = self._inboxes.get(loop)
         if found is None:
             forget_closed(self._inboxes)
-            found = self._inboxes.setdefault(loop, _Inbox(loop))
+            found = self._inboxes.setdefault(loop, _Inbox(loop, self))
         return found
 
 
 class _Inbox:
     """Answers on their way into a loop: a call into it takes all that are there, since each wakes the loop up."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
+        self._loop, self._driver = loop, driver
+        self._watching = False
         self._come: deque[Ticket] = deque()
         self._called = False
 
@@ -185,6 +198,19 @@ class _Inbox:
                 self._loop.call_soon_threadsafe(self._empty)
             except RuntimeError:  # the loop is closed: nobody waits in it
                 self._come.clear()
+
+    def watch(self) -> None:
+        """Look after the call that runs, as long as something waits. On the loop."""
+        if not self._watching and self._driver.watchdog < inf:
+            self._watching = True
+            self._loop.call_later(self._driver.watchdog, self._look)
+
+    def _look(self) -> None:
+        driver = self._driver
+        at = driver.look()
+        self._watching = not driver.device.scheduler.idle
+        if self._watching:
+            self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
 
     def _empty(self) -> None:
         self._called = False  # first: what comes from now on calls again

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 from reflex_runtime.core.errors import ConfigError, ReflexError, Rejected
 from reflex_runtime.core.group import GroupConfig
@@ -26,9 +26,18 @@ from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.base import Processor
 
+if TYPE_CHECKING:  # with a default, so that `Batcher` alone is one of any values
+    from typing_extensions import TypeVar
 
-class Batcher:
-    """Batches requests of one event loop on one device.
+    V = TypeVar("V", default=Any)
+else:
+    from typing import TypeVar
+
+    V = TypeVar("V")
+
+
+class Batcher(Generic[V]):
+    """Batches requests of one event loop on one device; V is the type of the processors' values.
 
         async with Batcher({"default": processor}) as batcher:
             value = await batcher.run(Request(payload))
@@ -43,7 +52,7 @@ class Batcher:
 
     def __init__(
         self,
-        processors: Mapping[str, Processor],
+        processors: Mapping[str, Processor[V]],
         groups: Iterable[GroupConfig] = (GroupConfig(),),
         sinks: Iterable[Sink] | Audience = (),
         watchdog: float = 10.0,
@@ -141,7 +150,7 @@ class Batcher:
         else:
             self._wake_soon(self._loop)
 
-    async def run(self, request: Request) -> Any:
+    async def run(self, request: Request) -> V:
         """Submit and wait for the value; cancelling the awaiting task takes the request back."""
         if not isinstance(request, Request):
             raise TypeError(f"Batcher.run: takes a Request, not a {type(request).__name__}: run(Request(payload))")
@@ -149,10 +158,11 @@ class Batcher:
             raise RuntimeError("Batcher.run: called in another event loop than the one that the batcher was started in")
         ticket = self.submit(request)
         try:
-            return await ticket.waiter
+            value: V = await ticket.waiter
         except asyncio.CancelledError:
             self.cancel(ticket)
             raise
+        return value
 
     def cancel(self, ticket: Ticket) -> None:
         """Take a request back. Its future ends with `Cancelled` unless it is already done. Only on the loop.

@@ -21,9 +21,10 @@ import functools
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
+from math import inf
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
-from reflex_runtime.core.errors import Cancelled
+from reflex_runtime.core.errors import Cancelled, ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.drivers.batched_coroutine import BatchedCoroutine
@@ -138,23 +139,34 @@ def batched(
 ) -> BatchedMethod[BatchedFunction[Item, Result]]: ...
 @overload
 def batched(
-    max_batch_size: int = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
+    max_batch_size: int = 32,
+    max_latency: float = 0.005,
+    capacity: int = 1000,
+    repeatable: bool = True,
+    watchdog: float = 60.0,
 ) -> Decorator: ...
 def batched(
-    max_batch_size: Any = 32, max_latency: float = 0.005, capacity: int = 1000, repeatable: bool = True
+    max_batch_size: Any = 32,
+    max_latency: float = 0.005,
+    capacity: int = 1000,
+    repeatable: bool = True,
+    watchdog: float = 60.0,
 ) -> Any:
     """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
 
     max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, and only while
     callers that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone
     caller is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice
-    (then one bad item fails its whole call).
+    (then one bad item fails its whole call). watchdog: seconds that a call may take; then its callers get
+    `ProcessorHung`. A thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
 
     A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one of these
     for every object. Raises TypeError for what is no function of one list: a generator, a class method, two parameters.
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched()(max_batch_size)
+    if not 0.0 <= watchdog < inf:
+        raise ConfigError(f"@batched: watchdog={watchdog!r}: must be finite and >= 0 seconds")
     config = GroupConfig(
         name="batched",
         flush=FlushPolicy(max_batch_size=max_batch_size, returns=max_latency, shed=True),
@@ -167,7 +179,7 @@ def batched(
         kind = BatchedCoroutine if is_async(function) else BatchedFunction
 
         def make(of_list: Callable[[list[Any]], Any]) -> Any:
-            return kind(of_list, config, repeatable)
+            return kind(of_list, config, repeatable, watchdog)
 
         if not is_method(function):
             check_function(function)

@@ -7,15 +7,24 @@ exceptions), `run_batch` turns it into exactly one outcome per ticket.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
 from reflex_runtime.core.request import Ticket
 
+if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
+    from typing_extensions import TypeVar
 
-class Processor(Protocol):
-    """What a driver runs batches on. All methods are called on the device thread, one at a time.
+    V_co = TypeVar("V_co", covariant=True, default=Any)
+else:
+    from typing import TypeVar
+
+    V_co = TypeVar("V_co", covariant=True)
+
+
+class Processor(Protocol[V_co]):
+    """What a driver runs batches on; V is the type of its values. Every method is called on the device thread.
 
     repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
     tickets to find the guilty one; False makes the whole batch fail as one.
@@ -26,7 +35,7 @@ class Processor(Protocol):
     def start(self) -> None:
         """Called once before the first batch."""
 
-    def run(self, batch: Batch) -> Sequence[Any]:
+    def run(self, batch: Batch) -> Sequence[V_co | Done | More | Failed | BaseException]:
         """One result per ticket, in the order of `batch.grants`.
 
         A result is a `Done`, `More` or `Failed`; an exception instance counts as that item's failure, and any other

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ResultCountMismatch
 from reflex_runtime.processors.base import BaseProcessor
 
+P = TypeVar("P")
+V = TypeVar("V")
 
-class FunctionProcessor(BaseProcessor):
+
+class FunctionProcessor(BaseProcessor, Generic[P, V]):
     """Calls `function([payload, …])`; it returns one result per payload, in order.
 
     repeatable: pass False for a function that must not see a payload twice. Raises TypeError for a function that cannot
     be called so: a coroutine function, a generator function, or one that does not take a single list.
     """
 
-    def __init__(self, function: Callable[[list[Any]], Sequence[Any]], repeatable: bool = True) -> None:
+    def __init__(self, function: Callable[[list[P]], Sequence[V]], repeatable: bool = True) -> None:
         name = name_of(function)
         if is_async(function):
             raise TypeError(
@@ -31,7 +34,7 @@ class FunctionProcessor(BaseProcessor):
         self._function = function
         self.repeatable = repeatable
 
-    def run(self, batch: Batch) -> Sequence[Any]:
+    def run(self, batch: Batch) -> Sequence[V]:
         return checked_results(self._function, self._function(payloads_of(batch)))
 
 

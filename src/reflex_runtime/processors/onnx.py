@@ -274,7 +274,7 @@ class OnnxProcessor(BaseProcessor):
     def __init__(self, path: str | Path, provider: str = CPU, threads: int = 1) -> None:
         self.session = OnnxSession(Path(path), provider=provider, threads=threads)
 
-    def run(self, batch: Batch) -> Sequence[Any]:
+    def run(self, batch: Batch) -> Sequence[dict[str, NDArray[Any]] | ProcessorError]:
         results: list[Any] = []
         fitting: list[Mapping[str, NDArray[Any]]] = []
         for ticket in batch.grants:

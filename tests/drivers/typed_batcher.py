@@ -1,0 +1,34 @@
+"""The types of a `Batcher`'s values: those of its processors. `make lint` checks them; nothing here is run."""
+
+from collections.abc import Sequence
+from typing import Any, assert_type
+
+from numpy.typing import NDArray
+
+from reflex_runtime import BaseProcessor, Batch, Batcher, FunctionProcessor, OnnxProcessor, Processor, Request
+
+
+def lengths(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+class Own(BaseProcessor):
+    def run(self, batch: Batch) -> list[float | ValueError]:
+        return [1.0 for _ in batch.grants]
+
+
+class Untyped(BaseProcessor):
+    def run(self, batch: Batch) -> Sequence[Any]:
+        return []
+
+
+async def values(onnx: OnnxProcessor, some: Processor) -> None:
+    assert_type(FunctionProcessor(lengths), FunctionProcessor[str, int])
+    async with Batcher({"default": FunctionProcessor(lengths)}) as batcher:
+        assert_type(await batcher.run(Request("text")), int)
+    async with Batcher({"default": Own()}) as own:
+        assert_type(await own.run(Request()), float)
+    async with Batcher({"default": onnx}) as models:
+        assert_type(await models.run(Request()), dict[str, NDArray[Any]])
+    assert_type(Batcher({"default": Untyped()}), Batcher[Any])
+    assert_type(Batcher({"default": some}), Batcher[Any])
