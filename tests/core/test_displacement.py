@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from reflex_runtime.core import residents as residents_module
 from reflex_runtime.core.batch import Batch, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
 from reflex_runtime.core.events import RequestPreempted
+from reflex_runtime.core.filling import Filling
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority, Ticket, TicketState
-from reflex_runtime.core.resources import UnitPool
+from reflex_runtime.core.resources import Resources, UnitPool
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import Cached, Generation, ask, finish, ids, scheduler_of, take, trained
@@ -320,16 +320,16 @@ def test_l5_between_two_preemptions_a_ticket_came_further_than_before(
 ) -> None:
     """Over random histories, in which every ticket settles in the end; but when nothing else ran in that step."""
     lost: defaultdict[Ticket, list[float]] = defaultdict(list)
-    preempt = residents_module.ResidentStep._preempt
+    preempt = Filling._preempt
 
-    def noted(step: residents_module.ResidentStep, ticket: Ticket, for_memory: bool) -> None:
-        runs = bool(step.base.grants or step.entered.grants)
+    def noted(filling: Filling, ticket: Ticket, resources: Resources, for_memory: bool) -> None:
+        runs = bool(filling.base or filling._entered.grants)
         assert not runs or all(ticket.computed > before for before in lost[ticket]), "thrash"
         if runs:
             lost[ticket].append(ticket.computed)
-        preempt(step, ticket, for_memory)
+        preempt(filling, ticket, resources, for_memory)
 
-    monkeypatch.setattr(residents_module.ResidentStep, "_preempt", noted)
+    monkeypatch.setattr(Filling, "_preempt", noted)
     random = Random(f"thrash {scenario}")
     for _ in range(20):
         Play(SCENARIOS[scenario], random.randbytes(900)).run()

@@ -11,6 +11,7 @@ adds those it takes; the tally keeps the running total, so nothing is ever summe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import inf
 from typing import Any, Protocol
 
@@ -97,6 +98,14 @@ class CostModel(Protocol):
 
     def snapshot(self) -> list[dict[str, Any]]:
         """Everything learned, for people: one mapping per key, JSON-safe."""
+
+
+def tally_of(model: CostModel, grants: Mapping[Ticket, float]) -> Tally:
+    """The tally of these grants."""
+    tally = model.tally()
+    for ticket, units in grants.items():
+        tally.add(ticket, units)
+    return tally
 
 
 def line_of(model: CostModel, ticket: Ticket) -> tuple[float, float, float]:

@@ -28,26 +28,23 @@ class Holding:
     """The holds of one device. It alone writes the `hold_` fields of a `Partition`.
 
     free_since: when the device got free last. draining: nothing is held any more.
+    inputs: how many there were; after each one every hold is decided again. gaps: whether any group waits for gaps.
     """
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
         self.free_since = -inf
         self.draining = False
-        self._inputs = 0  # how many there were
+        self.inputs = 0
         self._idle_after = -1  # the input after which nothing was found to run
         self._ends = inf  # then: when the first hold ends
-        self._gaps = any(config.gap_chance for config in configs)
+        self.gaps = any(config.gap_chance for config in configs)
         self._asked = Rate()  # of groups that others yield to
 
     # -- what happened -----------------------------------------------------------------------------------------------
 
-    def input(self) -> None:
-        """Anything may have changed: every hold is decided again."""
-        self._inputs += 1
-
     def asks(self, group: Group, now: float) -> None:
         """A request of the group may run from now on."""
-        if self._gaps and group.config.weight > 0.0:
+        if group.config.weight > 0.0:
             self._asked.arrive(now)
 
     def arrived(self, group: Group, ticket: Ticket, now: float) -> None:
@@ -56,18 +53,16 @@ class Holding:
         Answered where it costs little, which is the usual wait for a count or a time. Most arrivals change nothing
         about that, and the device thread need not wake up for them.
         """
-        if self._idle_after == self._inputs - 1 and group.counts_only and len(group.active) == 1:
-            partition = group.active[ticket.request.partition]
-            if partition.hold_input == self._idle_after and self._still_holds(group, partition, ticket, now):
-                partition.hold_input = self._idle_after = self._inputs
-
-    @staticmethod
-    def _still_holds(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
-        policy, until = group.config.flush, partition.hold_until
-        if until <= now or now + policy.hold_max[ticket.tier] < until or ticket.request.client in group.offenders:
-            return False
-        most = min(policy.max_batch_size, group.offenders.limit)
-        return partition.waiting < most and not partition.residents and group.room_in(partition) is None
+        if self._idle_after != self.inputs - 1 or len(group.active) > 1:
+            return
+        policy, partition = group.config.flush, group.active[ticket.request.partition]
+        until = partition.hold_until
+        if partition.hold_input != self._idle_after or until <= now or now + policy.hold_max[ticket.tier] < until:
+            return
+        if ticket.request.client in group.offenders or partition.residents or group.room_in(partition) is not None:
+            return
+        if partition.waiting < min(policy.max_batch_size, group.offenders.limit):
+            partition.hold_input = self._idle_after = self.inputs
 
     @staticmethod
     def changed(partition: Partition) -> None:
@@ -91,16 +86,16 @@ class Holding:
 
     def found_nothing(self) -> None:
         """`next_batch` found nothing to run."""
-        self._idle_after = self._inputs
+        self._idle_after = self.inputs
 
     @property
     def stands(self) -> bool:
         """Whether nothing was found to run, and no input since could have changed that."""
-        return self._idle_after == self._inputs
+        return self._idle_after == self.inputs
 
     def ends_at(self, now: float) -> float:
         """When to ask again: now after an input."""
-        return self._ends if self._idle_after == self._inputs else now
+        return self._ends if self._idle_after == self.inputs else now
 
     # -- the decision ------------------------------------------------------------------------------------------------
 
@@ -109,10 +104,10 @@ class Holding:
         full = filled.tally.cost >= policy.max_batch_cost * (1.0 - 1e-9)
         if self.draining or full or filled.passed_over or filled.apart:
             return -inf
-        if partition.hold_input != self._inputs:
+        if partition.hold_input != self.inputs:
             if filled.size_reached and policy.target <= policy.max_batch_size:
                 return -inf
-            partition.hold_input = self._inputs
+            partition.hold_input = self.inputs
             partition.hold_until = self._decide(group, partition, policy, filled, now)
         if partition.hold_until > now and partition.hold_since is None:
             partition.hold_since = self.free_since
@@ -166,7 +161,7 @@ class Holding:
 
     def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
         """When a gap long enough for these is likely, if no other group asks until then."""
-        if self.draining or not grants or not group.config.gap_chance:
+        if self.draining or not grants:
             return -inf
         model = group.cost
         seconds = model.fixed(next(iter(grants))) + sum(model.marginal(t, units) for t, units in grants.items())

@@ -21,9 +21,9 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
     least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
  4. Parts of a call that failed run first, each by itself, to find the guilty request (`Former.form`, `isolation`).
- 5. Residents are granted their next step (`Former._seed`; with memory to reserve `ResidentStep.fill`).
+ 5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share
-    (`Former._fill_waiting`, `Cursor`). Where deadlines are at risk, the set of largest value is chosen instead, and
+    (`Filling.fill`, `Cursor`). Where deadlines are at risk, the set of largest value is chosen instead, and
     what can no longer be met is shed (`Former._select_for_deadlines`).
  7. A free device may wait for more (`Holding.until`): until the batch is full, the hold is over, or no client whose
     next request is due would save more than waiting costs (`returns`). `wake_at` says until when.
@@ -153,7 +153,7 @@ class Scheduler:
             if ticket.deadline < inf:
                 self._unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
-        if ready and displaced is None and not replaced:
+        if group.counts_only and ready and displaced is None and not replaced:
             self._holding.arrived(group, ticket, now)
         return ticket
 
@@ -364,7 +364,7 @@ class Scheduler:
     def _input(self, now: float) -> None:
         if now > self._now:
             self._now = now
-        self._holding.input()
+        self._holding.inputs += 1
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
@@ -410,7 +410,7 @@ class Scheduler:
                 if formed is None:
                     self._holding.put_off(former.held_until)
                     break
-                gap = self._holding.gap_at(group, formed.grants)
+                gap = self._holding.gap_at(group, formed.grants) if group.config.gap_chance else -inf
                 if gap > self._now:
                     self._holding.put_off(gap)
                     break
@@ -647,7 +647,8 @@ class Scheduler:
         """From now on the ticket may run."""
         if not group.active:
             self._lift(group)
-        self._holding.asks(group, now)
+        if self._holding.gaps:
+            self._holding.asks(group, now)
         group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:
