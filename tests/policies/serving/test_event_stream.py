@@ -22,9 +22,10 @@ from reflex_runtime.policies import Export
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Change, Rollout
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
+from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
-from reflex_runtime.policies.serving.runtime import PolicyRuntime, _Verdict
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.telemetry.answered import Answered
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
@@ -60,7 +61,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
         recorder.note("decision", action=change.kind, why=change.why)
 
     rollout = Rollout(("prod",), Breaker(("prod",)), on_change=on_change)
-    verdict, metrics, slo = _Verdict(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "degrade")
+    verdict, metrics, slo = VerdictSink(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "degrade")
     metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0)
     header = {"session_id": "s", "model_hash": "m", "config_hash": "c", "export_dir": "/v1", "model_type": "flow",
               "export_kind": "monolithic", "embodiment": "arm", "hardware": {}, "providers": []}  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
@@ -87,7 +86,7 @@ class Device:
     def __init__(self, *names: str) -> None:
         policy: Any = SimpleNamespace(stages=("",), captured_sizes=())
         config = replace(ServeConfig(), max_batch_size=1)
-        self.scheduler = Scheduler([slots.group_of(config, name, policy, Planner()) for name in names])
+        self.scheduler = Scheduler([slots.group_of(config, name, policy, None) for name in names])
         self.now = 0.0
         self.ran: list[tuple[float, str]] = []
 

@@ -14,7 +14,7 @@ from reflex_runtime.core.batch import Done, Failed
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Rollout
-from reflex_runtime.policies.serving.runtime import _Verdict
+from reflex_runtime.policies.rollout.verdict import VerdictSink
 from serving.harness import STATE, Server
 from serving.requests import marked
 
@@ -22,14 +22,14 @@ from serving.requests import marked
 @pytest.mark.parametrize("device", [(0.0, 0.002), (0.001, 0.002), (0.020, 0.002), (0.050, 0.0)])
 def test_v6_a_fifth_of_all_requests_bad_drains_no_slot(device: tuple[float, float]) -> None:
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    failed = closed_loop(*device, some(0.2), seconds=30.0, sink=_Verdict(rollout))[1]
+    failed = closed_loop(*device, some(0.2), seconds=30.0, sink=VerdictSink(rollout))[1]
     assert failed > 100
     assert rollout.breaker.verdict == "ok"
 
 
 def test_v6_a_fifth_of_the_clients_bad_drains_no_slot() -> None:
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    failed = closed_loop(0.02, 0.002, lambda client, number: client % 5 == 0, sink=_Verdict(rollout))[1]
+    failed = closed_loop(0.02, 0.002, lambda client, number: client % 5 == 0, sink=VerdictSink(rollout))[1]
     assert failed > 20
     assert rollout.breaker.verdict == "ok"
 
@@ -38,7 +38,7 @@ def test_v6_a_fifth_of_the_clients_bad_drains_no_slot() -> None:
 def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> None:
     """After it has served for long, and whoever asks."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    sink = _Verdict(rollout)
+    sink = VerdictSink(rollout)
     failed = closed_loop(0.0, 0.002, lambda client, number: number > 20, clients, seconds=4.0, sink=sink)[1]
     assert failed > 50
     assert rollout.breaker.verdict == "degraded"
@@ -50,7 +50,7 @@ def test_v6_a_slot_that_serves_nobody_is_drained_all_the_same(clients: int) -> N
 def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_answered(share: float) -> None:
     """40 clients, each served alone, thirty thousand requests: runs of bad ones come by chance."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    sink, random = _Verdict(rollout), Random(3)
+    sink, random = VerdictSink(rollout), Random(3)
     scheduler = scheduler_of(name="prod", cost=UnitCost)
     for i in range(30_000):
         ticket = ask(scheduler, float(i), group="prod", client=i % 40)
@@ -64,7 +64,7 @@ def test_v6_bad_requests_that_come_one_by_one_drain_no_slot_while_others_are_ans
 def test_v6_one_client_alone_is_told_from_a_slot_by_its_rate() -> None:
     """Nobody else is answered, so a fifth of its calls crashing is the slot's crash rate."""
     rollout = Rollout(("prod",), Breaker(("prod",)))
-    sink, random = _Verdict(rollout), Random(3)
+    sink, random = VerdictSink(rollout), Random(3)
     scheduler = scheduler_of(name="prod", cost=UnitCost)
     for i in range(200):
         ask(scheduler, float(i), group="prod", client="only")

@@ -123,7 +123,7 @@ def slot_of(policy: Policy, **settings: Any) -> Slot:
 def test_v13_the_old_version_leaves_memory_once_nobody_needs_it(tmp_path: Path) -> None:
     policy = decomposed(tmp_path / "one")
     slot = slot_of(policy)
-    group = group_of(ServeConfig(), "prod", policy, None)  # type: ignore[arg-type]
+    group = group_of(ServeConfig(), "prod", policy, None)
     shape, old = policy.shape, weakref.ref(policy)
     before = slot.version
     before.users += 1  # an exchange has prepared something for it

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
 from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.series import EngineSeries
@@ -97,7 +95,7 @@ def opened(load: Load) -> Callable[[Opening], Awaitable[LocalModel]]:
 
     async def open(opening: Opening) -> LocalModel:
         opening.reached("loading")
-        runner, tokenizer = await _in_thread(load)
+        runner, tokenizer = await in_thread(load)
         opening.reached("warming")
         processor = LLMProcessor(runner, tokenizer, engine_config(opening.config))
         runtime = GenerationRuntime(processor, watchdog=opening.config.watchdog_s, on_fatal=opening.lost)
@@ -135,20 +133,3 @@ def warm_up(runner: Runner) -> None:
             ids, positions = np.zeros(new, np.int64), np.arange(past, past + new, dtype=np.int64)
             begins, table = np.array([0, new], np.int32), np.zeros(1, np.int32)
             runner.forward(Step(ids, positions, np.array([past], np.int32), begins, table, np.array([0, 1], np.int32)))
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run it in a thread that does not keep the process alive."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(function())
-        except Exception as error:
-            done.set_exception(error)
-        except BaseException as error:  # SystemExit, or a panic in a library's own code: whoever waits must know
-            done.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name="reflex-load", daemon=True).start()
-    return await asyncio.wrap_future(done)

@@ -1,4 +1,4 @@
-"""What the server serves: policies in slots on one device, its batcher, metrics and state; everything but HTTP.
+"""What a policy server runs on any wire: policies in slots on one device, their batcher and sinks, and its state.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded`; `draining`.
 """
@@ -8,26 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import TypeVar
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.adapt import Affine, Planner
-from reflex_runtime.core.batch import Done
-from reflex_runtime.core.errors import Closed, ConfigError, ProcessorError
-from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
-from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Export, Policy
-from reflex_runtime.policies.export.memory import Weight, check_two_policies
-from reflex_runtime.policies.policy.base import WarmUp
 from reflex_runtime.policies.policy.observation import warm_decoders
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
@@ -36,40 +29,27 @@ from reflex_runtime.policies.rollout.rollout import Change, Placement, Rollout
 from reflex_runtime.policies.rollout.shadow import Difference
 from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
+from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.ask import WIRES
+from reflex_runtime.policies.serving.exchanging import Exchanging
 from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
-from reflex_runtime.policies.serving.slots import PROVIDERS, SHADOW, Slot, check_alike, faults_of, group_of, load
-from reflex_runtime.sources import environment
+from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.telemetry.journal_head import warmed
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.web.errors import Conflict, NotFound, NotReady, SloViolated
+from reflex_runtime.web.errors import NotReady, SloViolated
 from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
 T = TypeVar("T")
 
-WARM_SIZES = (1, 2, 4)
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
-
-
-class Budget(Planner):
-    """The planner, and what `--slo-mode degrade` takes off its budget."""
-
-    def __init__(self, slo: SloTracker | None) -> None:
-        super().__init__()
-        self._slo = slo
-
-    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        planned = super().policy(base, affine, now, partition)
-        factor = 1.0 if self._slo is None else self._slo.factor
-        return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
 
 class PolicyRuntime:
@@ -95,7 +75,7 @@ class PolicyRuntime:
         self.preparing = Preparing()
         self.cameras = cameras_of(exports.values())  # also of what was exchanged: callers follow one by one
         self.rollout = self._rollout()
-        self._verdict = _Verdict(self.rollout)
+        self._verdict = VerdictSink(self.rollout)
         self.audience = Audience([self.metrics, self._verdict, FailureLog()])  # answers come before there is a batcher
         if self.slo is not None:
             self.audience.add(self.slo)
@@ -110,8 +90,6 @@ class PolicyRuntime:
             if slot in self.served:
                 self.metrics.add_verdict(slot, partial(self._drained, slot))
         self._batcher: Batcher | None = None
-        self._loading = 0  # policies being loaded beside the others
-        self._watch_until: dict[str, float] = {}
         self._started = False
         self._over = False  # `start` is
         self._waiting: set[Callable[[], None]] = set()
@@ -152,13 +130,13 @@ class PolicyRuntime:
         self._clean = False
         try:
             self.state = "loading"
-            policies = await _in_thread(self._load)
+            policies = await in_thread(self._load)
             self.state = "warming"
             self._batcher = self._build(policies)
             await self._batcher.start(self._warm)
         except Exception as error:
             self.state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend: nobody needs a stack
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
             self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
             if not self.unusable:
                 log.exception("the policy could not be started")
@@ -186,14 +164,14 @@ class PolicyRuntime:
                     await answered()
             left = max(0.0, until - asyncio.get_running_loop().time())
             ended = await self.batcher.close(drain=True, timeout=left)
-            self._clean = ended and not self.batcher.device.hung and not self._loading
+            self._clean = ended and not self.batcher.device.hung and not self.exchanging.loading
         for journal in self.journals:
             journal.close()
         self.preparing.close()
         return self._clean
 
     def drain(self) -> None:
-        """Say that the end has begun; the door turns away what comes."""
+        """The end has begun: new requests are refused."""
         if self.state != "warmup_failed":
             self.state = "draining"
         if self.shadow is not None:
@@ -237,7 +215,7 @@ class PolicyRuntime:
             tell()
 
     def need_policy(self) -> None:
-        """Raise when there is no policy to ask."""
+        """Raise while there is no policy to ask."""
         if not self._started:
             if self.state == "draining":
                 raise Closed("the server is shutting down", retry_after=1.0)
@@ -248,7 +226,7 @@ class PolicyRuntime:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def place(self, episode_id: str | None, request_id: str) -> Placement:
-        """Who answers the request. Raises when nobody may be asked now, for its crashes or for its latency."""
+        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
         if self.slo is not None and not self.slo.admits():
             raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
         return self.rollout.place(episode_id, request_id, time.monotonic())
@@ -263,59 +241,16 @@ class PolicyRuntime:
 
     @property
     def faults(self) -> list[str]:
-        """Those in force."""
+        """The injected faults in force."""
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
     async def exchange(self, slot: str, path: Path) -> Version:
-        """Put another policy into a slot: load it beside, warm it, switch. ConfigError leaves everything as it is."""
-        if slot not in self.slots:
-            raise NotFound(f"no slot {slot[:20]!r}: {', '.join(self.slots)}")
-        if self.config.captured_sizes:
-            raise Conflict("with --cuda-graphs no policy can be exchanged: graphs belong to the thread that made them")
-        self.rollout.may_exchange()
-        holder = self.slots[slot]
-        await _in_thread(lambda: self._has_room(path))
-        export = await _in_thread(lambda: Export.load(path))
-        self._fits(holder, export)
-        self._loading += 1  # of one that is given up, the thread goes on
-        try:
-            policy = await _in_thread(lambda: load(self.config, slot, export))
-            version = holder.made(policy)
-            warm = await _in_thread(lambda: _warmed(policy))
-        except Exception:
-            self._loading -= 1
-            raise
-        self._loading -= 1
-        self.batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(slot)))
-        now, guarded = time.monotonic(), bool(self.config.guard) and slot in self.served
-        holder.exchange(version, keep=guarded)
-        self.cameras |= cameras_of([export])
-        self.rollout.exchanged(slot, now)
-        if guarded:
-            self.rollout.watch(slot)
-            self._watch_until[slot] = now + Ramp.every_of(self.config.ramp_every)
+        """Put another policy into a slot; see `Exchanging`."""
+        version = await self.exchanging.exchange(slot, path)
+        self.cameras |= cameras_of([version.policy.export])
         if self.shadow is not None and slot == SHADOW:
             self.shadow.resume()
-        numbers = {"slot": slot, "version": version.name, "path": str(export.path)}
-        self.rollout.changed(now, "load", f"slot {slot} is now {version.name}", numbers)
         return version
-
-    def _fits(self, holder: Slot, export: Export) -> None:
-        """ConfigError when an export cannot take the place of what the slot has."""
-        others = {slot: held.policy.export for slot, held in self.slots.items()}
-        check_alike({**others, holder.name: export})
-        if export.export_kind != holder.policy.export.export_kind:
-            raise ConfigError(
-                f"{export.path}: export_kind: found {export.export_kind!r}, expected "
-                f"{holder.policy.export.export_kind!r} as in slot {holder.name}: what its batches cost was learned so"
-            )
-
-    def _has_room(self, path: Path) -> None:
-        """ConfigError when the policies would not fit the memory with the one of this path, by the sizes of files."""
-        provider = PROVIDERS.get(self.config.provider, self.config.provider)
-        loaded = [held.policy.export for held in self.slots.values()]
-        there = sum(held.loaded for held in self.slots.values())
-        check_two_policies([*loaded, Weight.of(path)], environment(), provider, policies=there + 1)
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
@@ -351,11 +286,12 @@ class PolicyRuntime:
         faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
         self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
         slo = self.slo if config.slo_mode == "degrade" else None
-        groups = [group_of(config, slot, policy, Budget(slo)) for slot, policy in policies.items()]
+        groups = [group_of(config, slot, policy, slo) for slot, policy in policies.items()]
         processors = {slot: holder.processor for slot, holder in self.slots.items()}
         batcher = Batcher(
             processors, groups, self.audience, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW}
         )
+        self.exchanging = Exchanging(config, self.slots, batcher, self.rollout)
         journal = partial(
             JournalWriter, groups=groups, header=header_of(config, self.slots), notes=self._verdict.notes
         )
@@ -392,38 +328,17 @@ class PolicyRuntime:
                     journal.warmed(learned)
 
     def _tick(self) -> None:
-        """Once a second, whatever happens."""
+        """Once a second, also after a failure."""
         if self._stopped:
             return
+        now = time.monotonic()
         try:
-            self._look(time.monotonic())
+            if self.slo is not None:
+                self.slo.check(now)
+            self.exchanging.look(now)
         except Exception:
-            log.exception("what happens once a second failed")
+            log.exception("the look at objective, guards and versions failed, and comes again in a second")
         asyncio.get_running_loop().call_later(TICK, self._tick)
-
-    def _look(self, now: float) -> None:
-        if self.slo is not None:
-            self.slo.check(now)
-        for slot in self.rollout.evaluate(now):
-            back = self.slots[slot].go_back()
-            if back is not None:
-                self.rollout.exchanged(slot, now)
-                numbers = {"slot": slot, "version": back.name}
-                self.rollout.changed(now, "load", f"slot {slot} is {back.name} again: the guard tripped", numbers)
-        for slot, until in list(self._watch_until.items()):
-            if now >= until and self.rollout.watched_enough(slot):
-                del self._watch_until[slot]
-                self.rollout.unwatch(slot, now)
-                self.slots[slot].settle()
-        for slot, holder in self.slots.items():
-            if holder.loaded > 1:
-                for version in holder.let_go(self._active(slot)):
-                    log.info("slot %s: %s is unloaded", slot, version.name)
-
-    def _active(self, slot: str) -> list[Hashable]:
-        """Partitions of the slot's group that hold tickets; the device thread changes them."""
-        found: list[Hashable] = self.batcher.device.input(lambda scheduler, now: scheduler.partitions(slot))
-        return found
 
     def _changed(self, change: Change) -> None:
         self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
@@ -432,7 +347,7 @@ class PolicyRuntime:
         self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
 
     def _moved(self, episodes: Sequence[str]) -> None:
-        """They go on elsewhere: what they had carried over would be a jump there."""
+        """The episodes go on in the other slot: chunks carried over from this one would be a jump there."""
         for slot in self.slots.values():
             tails = getattr(slot.policy, "tails", None)
             if tails is not None:
@@ -447,92 +362,3 @@ class PolicyRuntime:
 
     def _in_flight(self, slot: str) -> float:
         return self._batcher.scheduler.unsettled(slot) if self._batcher is not None else 0.0
-
-
-class _Verdict:
-    """The sink that tells the rollout of answers, and its breaker of crashed and of clean calls.
-
-    A clean call is one that answered somebody: a prefix that worked before a denoise step that crashed proves nothing.
-    A request that failed while others were answered is to blame itself; how many those are is told with each crash.
-    """
-
-    events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
-
-    def __init__(self, rollout: Rollout) -> None:
-        self._rollout = rollout
-        self._clean = ""  # the slot whose batch came back and has not answered yet
-        self._counted: BatchFinished | None = None  # the last one
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestAnswered):
-            if event.ticket is not None or event.outcome == "ok":
-                self._rollout.answered(event.slot, event.outcome, event.latency)
-        elif isinstance(event, RequestSettled):
-            if event.ticket.request.group in self._rollout.poison:
-                self._settled(event.ticket, event.at)
-        elif isinstance(event, BatchFinished):
-            self._count(event)
-
-    def notes(self, event: BatchFinished) -> dict[str, str]:
-        """What trace and recording say of a finished batch: the verdict with it counted, whichever sink comes first."""
-        self._count(event)
-        verdict = self._rollout.breaker.verdict
-        return {} if verdict == "ok" else {"verdict": verdict}
-
-    def _count(self, event: BatchFinished) -> None:
-        """Count a batch once: its event comes to several sinks, and any of them may be the first."""
-        if event is self._counted:
-            return
-        self._counted = event
-        slot, part = event.batch.group, event.batch.part
-        self._clean = "" if event.crashed else slot
-        if event.crashed and slot in self._rollout.poison:
-            by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
-            self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
-
-    def _settled(self, ticket: Ticket, now: float) -> None:
-        slot, outcome = ticket.request.group, ticket.outcome
-        if isinstance(outcome, Done):
-            self._rollout.poison[slot].answered(ticket.request.client)
-            if slot == self._clean:
-                self._rollout.computed(slot, now)
-                self._clean = ""
-        elif isinstance(outcome.error, ProcessorError):
-            self._rollout.poison[slot].failed(ticket.request.client)
-
-
-
-def _warmed(policy: Policy) -> WarmUp:
-    """A policy that cannot answer noise is a wrong export, whatever it says."""
-    try:
-        return policy.warm_up(WARM_SIZES)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{policy.export.path}: it does not answer: {error}") from error
-
-
-async def _in_thread(function: Callable[[], T]) -> T:
-    """Run it in a thread that does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(error: Exception | None, value: T | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)  # type: ignore[arg-type]
-
-    def run() -> None:
-        value, failure = None, None
-        try:
-            value = function()
-        except Exception as error:
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, failure, value)
-
-    Thread(target=run, name="reflex-load", daemon=True).start()
-    return await done

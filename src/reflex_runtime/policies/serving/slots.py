@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.core.adapt import Controller
+from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -26,6 +27,7 @@ from reflex_runtime.policies import (
 )
 from reflex_runtime.policies.policy.guard import OnBadAction
 from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
 from reflex_runtime.processors.onnx import CPU, CUDA
 
@@ -33,6 +35,7 @@ SHADOW = "shadow"
 PROVIDERS = {"cpu": CPU, "cuda": CUDA}
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
 GAP_CHANCE = 0.5
+WARM_SIZES = (1, 2, 4)
 
 
 class Slot:
@@ -134,8 +137,24 @@ def load(config: ServeConfig, slot: str, export: Export) -> Policy:
     )
 
 
-def group_of(config: ServeConfig, slot: str, policy: Policy, controller: Controller) -> GroupConfig:
-    """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left."""
+class BudgetPlanner(Planner):
+    """The planner, and what `--slo-mode degrade` takes off its budget."""
+
+    def __init__(self, slo: SloTracker | None) -> None:
+        super().__init__()
+        self._slo = slo
+
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        planned = super().policy(base, affine, now, partition)
+        factor = 1.0 if self._slo is None else self._slo.factor
+        return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
+
+
+def group_of(config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | None) -> GroupConfig:
+    """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left.
+
+    slo: scales the budget.
+    """
     cost = partial(TimeCost, policy.stages, config.cost_model == "affine", policy.captured_sizes)  # keeps no policy
     budget = config.max_batch_cost_ms / 1e3
     if slot == SHADOW:
@@ -149,7 +168,7 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, controller: Control
         max_in_flight_per_client=config.max_in_flight_per_client,
         latest_only=config.latest_only,
         cost=cost,
-        controller=controller,
+        controller=BudgetPlanner(slo),
     )
 
 

@@ -1,0 +1,61 @@
+"""What the event stream says of a slot's health, for the rollout and its breaker."""
+
+from __future__ import annotations
+
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestSettled
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.policies.rollout.rollout import Rollout
+
+
+class VerdictSink:
+    """The sink that passes answers to the rollout, and crashed and clean calls to its breaker.
+
+    A clean call is one with an answer: a prefix that worked before a denoise step that crashed proves nothing.
+    A request that failed while others were answered is to blame itself; each crash comes with the share of those.
+    """
+
+    events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._rollout = rollout
+        self._clean = ""  # the slot whose batch came back and has not answered yet
+        self._counted: BatchFinished | None = None  # the last one
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestAnswered):
+            if event.ticket is not None or event.outcome == "ok":
+                self._rollout.answered(event.slot, event.outcome, event.latency)
+        elif isinstance(event, RequestSettled):
+            if event.ticket.request.group in self._rollout.poison:
+                self._settled(event.ticket, event.at)
+        elif isinstance(event, BatchFinished):
+            self._count(event)
+
+    def notes(self, event: BatchFinished) -> dict[str, str]:
+        """What trace and recording say of a finished batch: the verdict with it counted, whichever sink comes first."""
+        self._count(event)
+        verdict = self._rollout.breaker.verdict
+        return {} if verdict == "ok" else {"verdict": verdict}
+
+    def _count(self, event: BatchFinished) -> None:
+        """Count a batch once: its event comes to several sinks, and any of them may be the first."""
+        if event is self._counted:
+            return
+        self._counted = event
+        slot, part = event.batch.group, event.batch.part
+        self._clean = "" if event.crashed else slot
+        if event.crashed and slot in self._rollout.poison:
+            by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
+            self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
+
+    def _settled(self, ticket: Ticket, now: float) -> None:
+        slot, outcome = ticket.request.group, ticket.outcome
+        if isinstance(outcome, Done):
+            self._rollout.poison[slot].answered(ticket.request.client)
+            if slot == self._clean:
+                self._rollout.computed(slot, now)
+                self._clean = ""
+        elif isinstance(outcome.error, ProcessorError):
+            self._rollout.poison[slot].failed(ticket.request.client)

@@ -1,0 +1,117 @@
+"""Other policies in the slots of a running server: loaded beside, warmed, switched, taken back, unloaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.batcher import Batcher
+from reflex_runtime.drivers.in_thread import in_thread
+from reflex_runtime.policies import Export, Policy, WarmUp
+from reflex_runtime.policies.export.memory import Weight, check_two_policies
+from reflex_runtime.policies.rollout.ramp import Ramp
+from reflex_runtime.policies.rollout.rollout import Rollout
+from reflex_runtime.policies.rollout.versions import Version
+from reflex_runtime.policies.serving.slots import PROVIDERS, SHADOW, WARM_SIZES, Slot, check_alike, load
+from reflex_runtime.sources import environment
+from reflex_runtime.web.errors import Conflict, NotFound
+
+log = logging.getLogger("reflex.server")
+
+
+class Exchanging:
+    """Exchanges the policies of one server. loading: policies that are being loaded, also given up ones."""
+
+    def __init__(self, config: ServeConfig, slots: Mapping[str, Slot], batcher: Batcher, rollout: Rollout) -> None:
+        self._config, self._slots, self._batcher, self._rollout = config, slots, batcher, rollout
+        self._watch_until: dict[str, float] = {}
+        self.loading = 0
+
+    async def exchange(self, name: str, path: Path) -> Version:
+        """Load the export of this path beside, warm it, switch. ConfigError leaves everything as it is."""
+        if name not in self._slots:
+            raise NotFound(f"no slot {name[:20]!r}: {', '.join(self._slots)}")
+        if self._config.captured_sizes:
+            raise Conflict("with --cuda-graphs no policy can be exchanged: graphs belong to the thread that made them")
+        self._rollout.may_exchange()
+        slot = self._slots[name]
+        await in_thread(lambda: self._has_room(path))
+        export = await in_thread(lambda: Export.load(path))
+        self._check_fits(slot, export)
+        self.loading += 1  # if this is cancelled, the thread goes on
+        try:
+            policy = await in_thread(lambda: load(self._config, name, export))
+            version = slot.made(policy)
+            warm = await in_thread(lambda: _warmed(policy))
+        except Exception:
+            self.loading -= 1
+            raise
+        self.loading -= 1
+        self._batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(name)))
+        self._switch(slot, version)
+        return version
+
+    def look(self, now: float) -> None:
+        """To be called once a second: go back where a guard tripped, unload what is not needed any more."""
+        for name in self._rollout.evaluate(now):
+            back = self._slots[name].go_back()
+            if back is not None:
+                self._rollout.exchanged(name, now)
+                numbers = {"slot": name, "version": back.name}
+                self._rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
+        for name, until in list(self._watch_until.items()):
+            if now >= until and self._rollout.watched_enough(name):
+                del self._watch_until[name]
+                self._rollout.unwatch(name, now)
+                self._slots[name].settle()
+        for name, slot in self._slots.items():
+            if slot.loaded > 1:
+                for version in slot.let_go(self._active(name)):
+                    log.info("slot %s: %s is unloaded", name, version.name)
+
+    def _switch(self, slot: Slot, version: Version) -> None:
+        name, now = slot.name, time.monotonic()
+        guarded = bool(self._config.guard) and name != SHADOW
+        slot.exchange(version, keep=guarded)
+        self._rollout.exchanged(name, now)
+        if guarded:
+            self._rollout.watch(name)
+            self._watch_until[name] = now + Ramp.every_of(self._config.ramp_every)
+        numbers = {"slot": name, "version": version.name, "path": str(version.policy.export.path)}
+        self._rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
+
+    def _check_fits(self, slot: Slot, export: Export) -> None:
+        """ConfigError when an export cannot take the place of what the slot has."""
+        others = {name: held.policy.export for name, held in self._slots.items()}
+        check_alike({**others, slot.name: export})
+        expected = slot.policy.export.export_kind
+        if export.export_kind != expected:
+            raise ConfigError(
+                f"{export.path}: export_kind: found {export.export_kind!r}, expected {expected!r} as in slot "
+                f"{slot.name}, whose batch costs were learned so: restart the server to serve the other kind"
+            )
+
+    def _has_room(self, path: Path) -> None:
+        """ConfigError when the export of this path does not fit the memory beside the others, by the sizes of files."""
+        provider = PROVIDERS.get(self._config.provider, self._config.provider)
+        loaded = [slot.policy.export for slot in self._slots.values()]
+        count = sum(slot.loaded for slot in self._slots.values())
+        check_two_policies([*loaded, Weight.of(path)], environment(), provider, policies=count + 1)
+
+    def _active(self, name: str) -> list[Hashable]:
+        """Partitions of the slot's group that hold tickets; the device thread changes them."""
+        found: list[Hashable] = self._batcher.device.input(lambda scheduler, now: scheduler.partitions(name))
+        return found
+
+
+def _warmed(policy: Policy) -> WarmUp:
+    try:
+        return policy.warm_up(WARM_SIZES)
+    except ConfigError:
+        raise
+    except Exception as error:  # a policy that cannot answer noise is a wrong export, whatever the model says
+        raise ConfigError(f"{policy.export.path}: it does not answer: {error}") from error
