@@ -1,4 +1,4 @@
-"""`reflex demo`: simulated robots, closed loop, on a real policy behind a real server, with its batches drawn."""
+"""`reflex demo`: simulated robots in closed loop on a real policy behind a real server, without and with batching."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli.demo_shared import draw, progress, serving, show_latency
+from reflex_runtime.cli.demo_shared import draw, progress, serving
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.demo.tasks import CONTROL_HZ
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
 
 _DESCRIPTION = """\
-Start a server on a free port, drive simulated robots against it in closed loop (each robot is a process with its own
-physics: Meta-World tasks in MuJoCo, a schematic camera), and show what the batching did. Under two minutes on two
-cores.
+Start a server on a free port and drive simulated robots against it in closed loop: each robot is a process with its own
+physics (Meta-World tasks in MuJoCo, a schematic camera) and acts in real time. They play twice, first with one request
+in each call of the model and then with batching, and a picture shows both. Under two minutes on two cores.
 With --ab two versions share the episodes 80/20, and half-way the new one is broken on purpose: it is drained, mended,
-probed, and comes back while the robots go on. Then A against B, as `reflex report` tells it.
+probed, and returns while the robots go on. Then A against B, as `reflex report` shows it.
 Needs the extra `demo`; in a clone: pip install '.[demo]'
 """
 
@@ -52,6 +53,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="one model, or prefix and denoise steps, which robots join and leave (default decomposed)",
     )
     parser.add_argument(
+        "--call-ms", type=float, metavar="MS",
+        help="added to every call of the model, as if it were larger; not with --ab (default 8, range 0 to 1000)",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"
     )
     parser.add_argument(
@@ -65,11 +70,16 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from reflex_runtime.cli.demo_ab import run_ab
-    from reflex_runtime.demo.exports import export_dir
-    from reflex_runtime.demo.run import run_demo
+    from reflex_runtime.demo.gain import draw_gain
+    from reflex_runtime.telemetry.journal_reader import read_journal
 
     if args.ab and args.variant:
         raise ConfigError(f"--variant={args.variant}: --ab runs both")
+    if args.ab and args.call_ms is not None:
+        raise ConfigError(f"--call-ms={args.call_ms:g}: not with --ab")
+    args.call_ms = 8.0 if args.call_ms is None else args.call_ms
+    if not 0.0 <= args.call_ms <= 1000.0:
+        raise ConfigError(f"--call-ms={args.call_ms:g}: must be in [0, 1000]")
     args.variant = args.variant or "v2"
     args.robots = (8 if args.ab else 6) if args.robots is None else args.robots
     args.episodes = (40 if args.ab else 2) if args.episodes is None else args.episodes
@@ -84,27 +94,49 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.ab:
         return run_ab(console, args, trace)
-    server = partial(serving, export_dir(args.variant, args.kind), trace, args.out / "server.log", args.serve.split())
-    with progress(Console(stderr=True), args.robots * args.episodes) as on_progress:
-        result = run_demo(server, args.robots, args.episodes, on_progress=on_progress)
-    show(console, result, args)
+    options = [*args.serve.split(), "--inject-latency-ms", f"{args.call_ms:g}"]
+    alone = _play(args, args.out / "alone.jsonl", "one request in each call", [*options, "--max-batch-size", "1"])
+    result = _play(args, trace, "batched", options)
+    show(console, alone, result, args)
+    written = draw_gain(read_journal(args.out / "alone.jsonl"), read_journal(trace), args.out / "gain")
+    console.print(f"without and with batching: {', '.join(map(str, written))}")
     draw(console, trace, args.out / "batches")
-    for failure in result.failures:
+    failures = [*alone.failures, *result.failures]
+    for failure in failures:
         console.print(f"[red]{failure}[/red]")
-    return 1 if result.failures else 0
+    return 1 if failures else 0
 
 
-def show(console: Console, result: DemoResult, args: argparse.Namespace) -> None:
-    """Success, latency and batches."""
+def _play(args: argparse.Namespace, trace: Path, name: str, options: list[str]) -> DemoResult:
+    """One run of all robots against a server of its own."""
+    from rich.console import Console
+
+    from reflex_runtime.demo.exports import export_dir
+    from reflex_runtime.demo.run import run_demo
+
+    server = partial(serving, export_dir(args.variant, args.kind), trace, trace.with_suffix(".log"), options)
+    with progress(Console(stderr=True), args.robots * args.episodes, name) as on_progress:
+        return run_demo(server, args.robots, args.episodes, control_hz=CONTROL_HZ, on_progress=on_progress)
+
+
+def show(console: Console, alone: DemoResult, batched: DemoResult, args: argparse.Namespace) -> None:
+    """Success, latency and calls of both runs."""
     from rich.table import Table
 
-    tasks = Table(title=f"{args.robots} robots on {args.variant} {args.kind}", title_justify="left")
-    tasks.add_column("task")
-    tasks.add_column("solved", justify="right")
-    solved = played = 0
-    for name, (ok, n) in result.by_task.items():
-        tasks.add_row(name, f"{ok}/{n}")
-        solved, played = solved + ok, played + n
-    tasks.add_row("all", f"{solved}/{played}", style="bold")
-    console.print(tasks)
-    show_latency(console, result)
+    call = f", every call {args.call_ms:g} ms longer" if args.call_ms else ""
+    table = Table(title=f"{args.robots} robots on {args.variant} {args.kind}{call}", title_justify="left")
+    for title in ("", "one request in each call", "batched"):
+        table.add_column(title, justify="right" if title else "left")
+    runs = (alone, batched)
+    for task in sorted({*alone.by_task, *batched.by_task}):
+        table.add_row(f"solved: {task}", *("{}/{}".format(*run.by_task.get(task, (0, 0))) for run in runs))
+    for percentile in ("p50", "p99"):
+        waits = (_ms(run, percentile) for run in runs)
+        table.add_row(f"a robot waits for its chunk, {percentile}", *waits, style="bold")
+    table.add_row("requests in a call, mean", *(f"{run.mean_batch_size or 0:.1f}" for run in runs))
+    table.add_row("chunks, refused", *(f"{run.calls}, {run.refused}" for run in runs))
+    console.print(table)
+
+
+def _ms(run: DemoResult, percentile: str) -> str:
+    return f"{getattr(run.latency_ms, percentile):.0f} ms" if run.latency_ms is not None else "–"

@@ -24,7 +24,7 @@ COOLDOWN: Final = 2.0  # seconds; the server's default is 30, for nights and not
 
 def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
     """Exit status 0 when every robot played all its episodes."""
-    from reflex_runtime.cli.demo_shared import draw, progress, serving, show_latency
+    from reflex_runtime.cli.demo_shared import draw, progress, serving
     from reflex_runtime.demo.drill import AGAIN, Drill, Solved, even_run
     from reflex_runtime.demo.exports import export_dir
     from reflex_runtime.demo.run import run_demo
@@ -71,7 +71,7 @@ def run_ab(console: Console, args: argparse.Namespace, trace: Path) -> int:
         )
     console.print()
     _show(console, result, tally, args)
-    show_latency(console, result)
+    _show_latency(console, result)
     _survived(console, drill)
     for failure in result.failures:
         console.print(f"[red]{failure}[/red]")
@@ -114,6 +114,17 @@ def _show(console: Console, result: DemoResult, tally: Solved, args: argparse.Na
         table.add_row(task, *(tally.cell([task], by) for by in columns))
     table.add_row("all", *(tally.cell(tasks, by) for by in columns), style="bold")
     console.print(table)
+
+
+def _show_latency(console: Console, result: DemoResult) -> None:
+    """How long robots waited for a chunk."""
+    if result.latency_ms is not None:
+        p = result.latency_ms
+        console.print(
+            f"{result.calls} chunks in {result.wall_s:.0f} s, {result.refused} refused; "
+            f"latency p50 {p.p50:.1f} ms, p90 {p.p90:.1f}, p99 {p.p99:.1f}; "
+            f"mean batch {result.mean_batch_size or 0:.1f} requests"
+        )
 
 
 def _survived(console: Console, drill: Drill) -> None:

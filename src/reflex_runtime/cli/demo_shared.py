@@ -18,7 +18,6 @@ from reflex_runtime.telemetry.files import create
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from reflex_runtime.demo.run import DemoResult
     from reflex_runtime.telemetry.journal import BatchLine
 
     Window = Callable[[Sequence[BatchLine]], Sequence[BatchLine]]
@@ -58,7 +57,9 @@ def _wait_ready(stderr: Any, kept: Any, log: Path) -> str:
 
 
 @contextlib.contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+def progress(
+    console: Console, total: int, name: str = "robots at work"
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """A bar over episodes, with the chunks answered so far; quiet when the console is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -78,22 +79,11 @@ def progress(console: Console, total: int) -> Iterator[Callable[[Mapping[str, An
             nonlocal chunks
             if event["event"] == "act":
                 chunks += event["status"] == 200
-                bar.update(task, chunks=chunks, description="robots at work")
+                bar.update(task, chunks=chunks, description=name)
             elif event["event"] == "episode_end":
                 bar.advance(task)
 
         yield on_progress
-
-
-def show_latency(console: Console, result: DemoResult) -> None:
-    """How long robots waited for a chunk."""
-    if result.latency_ms is not None:
-        p = result.latency_ms
-        console.print(
-            f"{result.calls} chunks in {result.wall_s:.0f} s, {result.refused} refused; "
-            f"latency p50 {p.p50:.1f} ms, p90 {p.p90:.1f}, p99 {p.p99:.1f}; "
-            f"mean batch {result.mean_batch_size or 0:.1f} requests"
-        )
 
 
 def draw(console: Console, trace: Path, prefix: Path, window: Window | None = None) -> None:

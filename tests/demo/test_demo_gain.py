@@ -1,0 +1,72 @@
+"""`reflex demo`: the same robots without and with batching, and the picture of both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from reflex_runtime.cli import main
+from reflex_runtime.demo.gain import Lanes
+from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+
+
+def run_of(*batches: tuple[float, float, Iterable[tuple[int, str, float, str]]]) -> Journal:
+    """A journal of batches: begin, end, and its members as (seq, robot, age, outcome)."""
+    lines = [
+        BatchLine(
+            id=i, group="default", reason="", cause="", at=at, finished=end, elapsed=end - at,
+            expected=None, cost=None, unit=None, size=1, queued=None,
+            members=[Member(seq, "", robot, 1.0, 1.0, "waiting", age, outcome=how) for seq, robot, age, how in members],
+        )
+        for i, (at, end, members) in enumerate(batches)
+    ]  # fmt: skip
+    return cast(Journal, SimpleNamespace(batches=lines))
+
+
+def near(pairs: list[tuple[float, float]]) -> Any:
+    return [pytest.approx(pair) for pair in pairs]
+
+
+def test_lanes_show_waits_calls_and_answers_of_the_window() -> None:
+    run = run_of(
+        (1.0, 2.0, [(0, "r0", 0.5, "more"), (1, "r1", 0.25, "done")]),
+        (3.0, 4.0, [(0, "r0", 2.5, "done")]),  # it waited between two calls
+        (5.0, 6.0, [(2, "r1", 0.0, "done")]),
+    )
+    every = Lanes.of(run, window=8.0)  # both are at work from 1.0 to 4.0, so it begins at -1.5
+    assert every.waits == {"r0": near([(2.0, 0.5), (3.5, 1.0)]), "r1": near([(2.25, 0.25)])}
+    assert every.calls == {"r0": near([(2.5, 1.0), (4.5, 1.0)]), "r1": near([(2.5, 1.0), (6.5, 1.0)])}
+    assert every.answered == 3
+    part = Lanes.of(run, window=2.0)  # from 1.5 to 3.5
+    assert part.waits == {"r0": near([(0.5, 1.0)]), "r1": []}
+    assert part.calls == {"r0": near([(0.0, 0.5), (1.5, 0.5)]), "r1": near([(0.0, 0.5)])}
+    assert part.answered == 1
+    assert Lanes.of(run_of()).answered == 0
+
+
+def test_the_demo_plays_without_and_with_batching(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--robots", "3", "--episodes", "1", "--call-ms", "5", "--out", str(tmp_path)]
+    assert main(["demo", *options]) == 0, capsys.readouterr().out
+    out = capsys.readouterr().out
+    alone, batched = (read_journal(tmp_path / f"{name}.jsonl") for name in ("alone", "batches"))
+    assert {batch.size for batch in alone.batches} == {1}
+    assert min(batch.elapsed for batch in (*alone.batches, *batched.batches)) >= 0.005
+    assert re.search(r"requests in a call, mean +│ +1\.0 │ +\d\.\d ", out), out
+    for name, size in (("alone", "1"), ("batches", "256")):
+        assert re.search(rf"--max-batch-size +{size}\b", (tmp_path / f"{name}.log").read_text()), name
+    assert "every call 5 ms longer" in out
+    for name in ("gain.png", "gain.svg", "batches.png"):
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "without and with batching" in (tmp_path / "gain.svg").read_text()
+
+
+@pytest.mark.parametrize("wrong", [["--call-ms", "-1"], ["--call-ms", "2000"], ["--ab", "--call-ms", "3"]])
+def test_call_ms_is_checked(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *wrong]) == 2
+    assert f"reflex demo: --call-ms={wrong[-1]}: " in capsys.readouterr().err
