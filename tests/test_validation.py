@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import again, flag, headed, option, validate, whole
+from reflex_runtime.options import again, flag, headed, option, seconds, validate, whole
 
 
 @dataclass(frozen=True)
@@ -60,3 +60,9 @@ def test_a_whole_number_of_a_flag() -> None:
             whole("--n", text, 1, high)
     with pytest.raises(ConfigError, match="--n=0: must be a whole number >= 1"):
         whole("--n", "0", 1)
+
+
+def test_seconds_of_a_text() -> None:
+    assert [seconds(text, "ms", "s") for text in ("150ms", " 1.5s ", ".5s")] == [0.15, 1.5, 0.5]
+    assert [seconds(text, "s", "m", "h") for text in ("90s", "10m", "1.5h")] == [90.0, 600.0, 5400.0]
+    assert [seconds(text, "ms", "s") for text in ("", "150", "1h", "-1s", "1 s", "1.s", "nans", "1s,")] == [0.0] * 8

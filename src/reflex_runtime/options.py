@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from math import inf
@@ -118,6 +119,15 @@ def whole(setting: str, text: str, low: int, high: float = inf) -> int:
         wanted = f">= {low}" if high == inf else f"in [{low}, {high}]"
         raise ConfigError(f"{setting}={one_line(text)}: must be a whole number {wanted}")
     return value
+
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(text: str, *units: str) -> float:
+    """The seconds in a text such as 150ms or 1.5h, with one of these units; 0 for any other text."""
+    found = re.fullmatch(rf"([0-9]{{0,9}}\.?[0-9]{{1,9}})({'|'.join(units)})", text.strip())
+    return 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:

@@ -1,9 +1,17 @@
-"""When a runtime process is given up, and when it is started again. Pure: told what happened, it answers how long to
-wait."""
+"""How long to wait before trying again, when to give up waiting, and how often to say what goes wrong.
+
+Pure: times are passed in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
+
+
+def doubled(first: float, longest: float, times: int) -> float:
+    """`first`, doubled so many times, and `longest` at most."""
+    return min(longest, first * 2.0 ** min(times, 64))  # 2**64 of anything is longer, and no overflow
 
 
 class Restarts:
@@ -38,8 +46,7 @@ class Restarts:
         """Seconds until the next start."""
         if self.open:
             return self.rest
-        doublings = min(max(0, self.failures - 1), 64)  # 2**64 of anything is longer than `longest`, and no overflow
-        return min(self.longest, self.first * 2.0**doublings) * (1 - self._jitter() / 2)
+        return doubled(self.first, self.longest, max(0, self.failures - 1)) * (1 - self._jitter() / 2)
 
 
 class Pulse:
@@ -73,3 +80,53 @@ class Pulse:
     def over(self) -> bool:
         """Whether it was given up."""
         return self.silent >= self.limit
+
+
+class Throttle:
+    """Counts occurrences and says how many to report now: the first at once, then at most once per `every` seconds.
+
+    Every method takes `now` and returns the count to report, 0 for nothing. What they return and what is `held` add up
+    to what was counted. A recovery reports what is held early, at most once between two regular reports: a source that
+    fails and recovers thirty times a second causes two reports per `every` seconds.
+    """
+
+    __slots__ = ("_early", "_next", "every", "held")
+
+    def __init__(self, every: float = 1.0) -> None:
+        self.every = every
+        self.held = 0
+        self._next = -inf  # no regular report before this time
+        self._early = False  # the last report was early
+
+    def count(self, now: float) -> int:
+        """Count one more."""
+        self.held += 1
+        return self.due(now)
+
+    def due(self, now: float) -> int:
+        """What is held, if a report is due."""
+        return self._tell(now) if now >= self._next else 0
+
+    def recover(self, now: float) -> int:
+        """What is held, after a success: reported early."""
+        if now >= self._next or not self._early:
+            early = now < self._next
+            told = self._tell(now)
+            self._early = early and told > 0
+            return told
+        return 0
+
+    def flush(self, now: float) -> int:
+        """What is held, at the end."""
+        return self._tell(now)
+
+    def quiet(self, now: float) -> bool:
+        """Whether a new one would behave the same."""
+        return not self.held and now >= self._next
+
+    def _tell(self, now: float) -> int:
+        told, self.held = self.held, 0
+        if told:
+            self._next = now + self.every
+            self._early = False
+        return told

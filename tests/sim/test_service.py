@@ -12,6 +12,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.sim import Affine, Drifting, Noisy, Table
+from reflex_runtime.sim.service import line_through
 
 RNG = Random(1)
 
@@ -78,3 +79,19 @@ def test_a_share_of_batches_stalls() -> None:
 def test_wrong_values_name_their_field(make: object, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("points", "line"),
+    [
+        ([(1.0, 3.0, 1.0), (2.0, 5.0, 1.0), (4.0, 9.0, 1.0)], (1.0, 2.0)),
+        ([(1.0, 3.0, 9.0), (2.0, 5.0, 9.0), (3.0, 100.0, 0.0)], (1.0, 2.0)),  # a weight of none
+        ([(2.0, 5.0, 1.0), (2.0, 7.0, 1.0)], (6.0, 0.0)),  # one size only
+        ([(1.0, 5.0, 1.0), (3.0, 1.0, 1.0)], (3.0, 0.0)),  # falling: flat
+        ([(1.0, 1.0, 1.0), (3.0, 7.0, 1.0)], (0.0, 2.2)),  # below zero at 0: through the origin
+    ],
+)
+def test_a_line_through_measured_points(
+    points: list[tuple[float, float, float]], line: tuple[float, float]
+) -> None:
+    assert line_through(points) == pytest.approx(line)

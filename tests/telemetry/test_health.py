@@ -33,6 +33,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.request import Admission, Request, Ticket
+from reflex_runtime.pacing import Throttle
 from reflex_runtime.telemetry import health as module
 from reflex_runtime.telemetry.health import (
     BatchError,
@@ -43,7 +44,6 @@ from reflex_runtime.telemetry.health import (
     Health,
     HealthEvent,
     StageError,
-    Throttle,
 )
 
 OK, BAD = Done(1), Failed(ProcessorError("no model today"))

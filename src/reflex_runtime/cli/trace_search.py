@@ -18,7 +18,7 @@ from reflex_runtime.cli.trace_prompts import Setup, setup_of
 from reflex_runtime.cli.trace_table import ROWS
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.options import one_line
+from reflex_runtime.options import one_line, seconds
 
 if TYPE_CHECKING:
     from reflex_runtime.sim.slo import Bounds, Tried
@@ -158,14 +158,14 @@ def bounds_of(text: str) -> Bounds:
 
     found: dict[str, float] = {}
     for part in text.split(","):
-        one = re.fullmatch(r"\s*(ttft|gap)=([0-9]*\.?[0-9]+)(ms|s)\s*", part)
-        seconds = float(one[2]) * (1e-3 if one[3] == "ms" else 1.0) if one is not None else 0.0
-        if one is None or one[1] in found or not 0.0 < seconds <= 86_400.0:
+        name, _, time = part.strip().partition("=")
+        bound = seconds(time, "ms", "s")
+        if name not in Bounds._fields or name in found or not 0.0 < bound <= 86_400.0:
             raise ConfigError(
                 f"--slo={one_line(text)}: must be ttft=TIME,gap=TIME, or one of them, with TIME such as 200ms or "
                 "0.2s in (0, 86400] s"
             )
-        found[one[1]] = seconds
+        found[name] = bound
     return Bounds(**found)
 
 

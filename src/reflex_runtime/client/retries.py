@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reflex_runtime.client.errors import ClientError, ServerError
+from reflex_runtime.pacing import doubled
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts where the server names none, doubling
 
@@ -33,7 +34,7 @@ class Retries:
             return None
         pause = error.retry_after
         if pause is None:
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0**self.made)
+            pause = doubled(FIRST_PAUSE, LONGEST_PAUSE, self.made)
         pause *= 1.0 + 0.1 * self.spread()
         if now + pause >= self.until:
             return None

@@ -13,6 +13,7 @@ from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
 from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.pacing import doubled
 from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
@@ -27,16 +28,17 @@ class Backoff:
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
-        self._next = self.FIRST_S
+        self._made = 0
 
     def next(self) -> float:
         """Seconds until the next attempt."""
-        pause, self._next = self._next, min(self.MOST_S, 2.0 * self._next)
+        pause = doubled(self.FIRST_S, self.MOST_S, self._made)
+        self._made += 1
         return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
 
     def reset(self) -> None:
         """It worked."""
-        self._next = self.FIRST_S
+        self._made = 0
 
 
 class Capture:

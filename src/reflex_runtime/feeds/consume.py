@@ -27,7 +27,8 @@ from reflex_runtime.feeds.frame import Frame
 from reflex_runtime.feeds.pipeline import Pipeline, Result, SubmitHandle
 from reflex_runtime.feeds.queue import FrameQueue
 from reflex_runtime.feeds.snapshot import Ledger
-from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent, Throttle
+from reflex_runtime.pacing import Throttle
+from reflex_runtime.telemetry.health import FeedFrozen, FeedStageError, HealthEvent
 
 log = logging.getLogger("reflex.feeds")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run
-from reflex_runtime.telemetry.files import replace
-from reflex_runtime.telemetry.picture import drawn
+from reflex_runtime.telemetry.picture import saved
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLOURS = {
     "budget_reached": "#4477aa",
@@ -29,7 +31,14 @@ def draw_run(run: Run, path: Path, title: str = "") -> list[Path]:
 
     path: its suffix is replaced by .svg and .png; returns both.
     """
-    figure, (top, middle, bottom) = _pyplot().subplots(3, 1, figsize=(9, 9), layout="constrained")
+    return _saved(path, lambda: _run_figure(run, title))
+
+
+def _run_figure(run: Run, title: str) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 9), layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1)
     good = [a for a in run.answers if a.on_time]
     late = [a for a in run.answers if a.outcome == "ok" and not a.on_time]
     lost = [a for a in run.answers if a.outcome != "ok"]
@@ -52,36 +61,28 @@ def draw_run(run: Run, path: Path, title: str = "") -> list[Path]:
     for axes in (top, middle):
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, markerscale=3)
-    return _save(figure, path)
+    return figure
 
 
 def draw_overload(results: Mapping[str, Mapping[str, Report]], path: Path, slo: float) -> list[Path]:
     """On-time share over offered load, one line per rule."""
-    figure, axes = _pyplot().subplots(figsize=(8, 5), layout="constrained")
+    return _saved(path, lambda: _overload_figure(results, slo))
+
+
+def _overload_figure(results: Mapping[str, Mapping[str, Report]], slo: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for (rule, by_rate), marker in zip(results.items(), "osv^DPX*", strict=False):
         poisson = {float(name.removesuffix("/s")): report for name, report in by_rate.items() if name.endswith("/s")}
         rates, shares = list(poisson), [report.on_time or 0.0 for report in poisson.values()]
         axes.plot(rates, shares, marker=marker, label=rule, linewidth=2.5 if rule == "window" else 1.2)
     axes.set(xlabel="offered, requests/s", ylabel=f"answered within {slo * 1e3:g} ms", ylim=(-0.02, 1.02))
     axes.legend(fontsize=8)
-    return _save(figure, path)
+    return figure
 
 
-def _pyplot() -> Any:
-    """matplotlib without a display; imported here because it is slow to load and most runs draw nothing."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "reflex"  # the same run gives the same file
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, path: Path) -> list[Path]:
+def _saved(path: Path, draw: Callable[[], Figure]) -> list[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(".svg"), path.with_suffix(".png")]
-    replace(paths[0], drawn(figure, format="svg", metadata={"Date": None}))
-    replace(paths[1], drawn(figure, format="png", dpi=120))
-    _pyplot().close(figure)
-    return paths
+    return list(saved(path.with_suffix(""), draw, flag="--picture"))

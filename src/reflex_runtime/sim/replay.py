@@ -27,6 +27,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Ran, RequestEnd, Run, simulate
+from reflex_runtime.sim.service import line_through
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
 from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, Scheduled, Warm
 from reflex_runtime.telemetry.journal_reader import Journal
@@ -356,18 +357,9 @@ class MeasuredDevice:
 
 
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """(fixed, marginal) seconds, neither below zero, of least relative error over the medians of the sizes."""
-    points = [(float(n), median(seen), len(seen)) for n, seen in sizes.items()]
-    w = [count / y**2 for _, y, count in points]
-    total = sum(w)
-    mx = sum(wi * x for wi, (x, _, _) in zip(w, points, strict=True)) / total
-    my = sum(wi * y for wi, (_, y, _) in zip(w, points, strict=True)) / total
-    spread = sum(wi * (x - mx) ** 2 for wi, (x, _, _) in zip(w, points, strict=True))
-    if spread <= 0.0:
-        return my, 0.0
-    slope = sum(wi * (x - mx) * (y - my) for wi, (x, y, _) in zip(w, points, strict=True)) / spread
-    slope = min(max(0.0, slope), my / mx)
-    return my - slope * mx, slope
+    """(fixed, marginal) seconds of least relative error over the medians of the sizes."""
+    points = ((float(n), median(seen), len(seen)) for n, seen in sizes.items())
+    return line_through((n, y, count / y**2) for n, y, count in points)
 
 
 def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:

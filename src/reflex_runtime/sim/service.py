@@ -6,7 +6,7 @@ A service model answers with seconds for one batch at one time. Models wrap each
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf
 from random import Random
@@ -21,6 +21,20 @@ class Service(Protocol):
 
     def seconds(self, batch: Batch, now: float, rng: Random) -> float:
         """Seconds the batch takes if it starts now."""
+
+
+def line_through(points: Iterable[tuple[float, float, float]]) -> tuple[float, float]:
+    """(fixed, slope) of the straight line of least squares through (x, y, weight), neither of them negative."""
+    known = list(points)
+    total = sum(w for _, _, w in known)
+    mx, my = sum(w * x for x, _, w in known) / total, sum(w * y for _, y, w in known) / total
+    spread = sum(w * (x - mx) ** 2 for x, _, w in known)
+    if spread <= 0.0:
+        return my, 0.0
+    slope = max(0.0, sum(w * (x - mx) * (y - my) for x, y, w in known) / spread)
+    if my >= slope * mx:
+        return my - slope * mx, slope
+    return 0.0, sum(w * x * y for x, y, w in known) / sum(w * x * x for x, _, w in known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
-
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestProgressed, RequestSettled
 from reflex_runtime.core.request import Priority
+from reflex_runtime.sim.service import line_through
 
 FIT_BUDGETS = (32, 256, 2048)
 
@@ -95,14 +94,7 @@ class StepTime:
     @classmethod
     def fit(cls, steps: Iterable[tuple[float, float]]) -> StepTime:
         """Through measured (tokens, seconds), by least squares; neither part is negative."""
-        tokens, seconds = np.array(list(steps), dtype=np.float64).T
-        spread = tokens - tokens.mean()
-        slope = float((spread * seconds).sum() / (spread**2).sum()) if spread.any() else 0.0
-        slope = max(0.0, slope)
-        fixed = float(seconds.mean() - slope * tokens.mean())
-        if fixed < 0.0:
-            fixed, slope = 0.0, float((tokens * seconds).sum() / (tokens**2).sum())
-        return cls(fixed, slope)
+        return cls(*line_through((tokens, seconds, 1.0) for tokens, seconds in steps))
 
 
 class Measured(NamedTuple):

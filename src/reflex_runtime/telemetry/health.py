@@ -23,6 +23,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.pacing import Throttle
 
 FEEDS = 4096  # feeds that a coordinator's health remembers
 
@@ -118,56 +119,6 @@ class ThreadDetached(HealthEvent):
     """A thread did not end within its time limit and was abandoned."""
 
     name: str
-
-
-class Throttle:
-    """Counts occurrences and says how many to report now: the first at once, then at most once per `every` seconds.
-
-    Every method takes `now` and returns the count to report, 0 for nothing. What they return and what is `held` add up
-    to what was counted. A recovery reports what is held early, at most once between two regular reports: a source that
-    fails and recovers thirty times a second causes two reports per `every` seconds.
-    """
-
-    __slots__ = ("_early", "_next", "every", "held")
-
-    def __init__(self, every: float = 1.0) -> None:
-        self.every = every
-        self.held = 0
-        self._next = -inf  # no regular report before this time
-        self._early = False  # the last report was early
-
-    def count(self, now: float) -> int:
-        """Count one more."""
-        self.held += 1
-        return self.due(now)
-
-    def due(self, now: float) -> int:
-        """What is held, if a report is due."""
-        return self._tell(now) if now >= self._next else 0
-
-    def recover(self, now: float) -> int:
-        """What is held, after a success: reported early."""
-        if now >= self._next or not self._early:
-            early = now < self._next
-            told = self._tell(now)
-            self._early = early and told > 0
-            return told
-        return 0
-
-    def flush(self, now: float) -> int:
-        """What is held, at the end."""
-        return self._tell(now)
-
-    def quiet(self, now: float) -> bool:
-        """Whether a new one would behave the same."""
-        return not self.held and now >= self._next
-
-    def _tell(self, now: float) -> int:
-        told, self.held = self.held, 0
-        if told:
-            self._next = now + self.every
-            self._early = False
-        return told
 
 
 _Counted = type[BatchSubmissionRejected] | type[BatchInFlightExceeded] | type[BatchTimeout]

@@ -99,10 +99,10 @@ def write_pictures(
     return saved(prefix, lambda: _draw(drawing, trace, batches), "; choose another, or --no-picture")
 
 
-def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "") -> tuple[Path, Path]:
-    """Draw in the house's style and save as PREFIX.svg and PREFIX.png; the same figure gives the same bytes.
+def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "", flag: str = "--out") -> tuple[Path, Path]:
+    """Draw in the common style and save as PREFIX.svg and PREFIX.png; the same figure gives the same bytes.
 
-    Raises ConfigError, with the hint, when a file cannot be written.
+    Raises ConfigError, which names the flag and ends with the hint, when a file cannot be written.
     """
     import matplotlib
 
@@ -132,7 +132,7 @@ def saved(prefix: Path, draw: Callable[[], Figure], hint: str = "") -> tuple[Pat
             replace(svg, drawn(figure, format="svg", metadata={"Date": None, "Creator": None}))
             replace(png, drawn(figure, format="png", dpi=200, metadata={"Software": None}))
         except OSError as error:
-            raise ConfigError(f"--out={prefix}: cannot be written: {error.strerror or error}{hint}") from error
+            raise ConfigError(f"{flag}={prefix}: cannot be written: {error.strerror or error}{hint}") from error
     return svg, png
 
 

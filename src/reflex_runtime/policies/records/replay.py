@@ -26,6 +26,7 @@ from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.observation import ActionChunk
 from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.processors.base import Processor, run_batch
+from reflex_runtime.processors.by_hand import advance, run_through
 from reflex_runtime.telemetry.journal import BatchLine, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal
 
@@ -329,17 +330,13 @@ class _Alone(_Runner):
         self._progress(len(answered), len(answered))
 
     def _run(self, slot: str, ticket: Ticket) -> tuple[Done | Failed, list[tuple[str, float]]]:
-        processor, times = self._models[slot][1], []
-        ticket.stage, ticket.wants = ticket.request.stage, ticket.request.wants
-        while True:
-            batch = Batch(0, slot, "", ticket.stage, Cause.IDLE, 0.0, 0.0, 0.0, {ticket: 1.0}, (ticket,))
-            began = self._clock()
-            (outcome,) = run_batch(processor, batch)
-            times.append((batch.stage, self._clock() - began))
-            if not isinstance(outcome, More):
-                assert not isinstance(outcome, Apart)  # it is alone
-                return outcome, times
-            _advance(ticket, outcome)
+        policy, processor = self._models[slot]
+        try:
+            ran = run_through(processor, [ticket], policy.stages, group=slot, clock=self._clock)
+        except ReflexError as error:
+            return Failed(error), []
+        assert isinstance(ticket.outcome, Done)
+        return ticket.outcome, [(batch.stage, seconds) for batch, seconds in ran]
 
     def _time(self, line: RequestLine, times: Sequence[tuple[str, float]]) -> None:
         """Compare times where the request was alone in all of its recorded batches, too."""
@@ -468,7 +465,7 @@ class _Composed(_Runner):
         ticket, line = self._tickets[seq], self._line_of[seq]
         ended = self._last[seq] == recorded.id
         if isinstance(outcome, More):
-            _advance(ticket, outcome)
+            advance(ticket, outcome)
             if not ended:
                 return False
             self._models[recorded.group][1].drop([ticket])  # it was cancelled, or the recorded model took fewer steps
@@ -487,11 +484,6 @@ class _Composed(_Runner):
         if not item.error and (item.max_abs == inf and not item.composed):
             where = "none of its batches is in the file" if ticket not in self._last else "its batches cannot be formed"
             item.error = f"{where}: it can only be replayed alone"
-
-
-def _advance(ticket: Ticket, more: More) -> None:
-    ticket.wants = more.wants
-    ticket.stage = ticket.stage if more.stage is None else more.stage
 
 
 def distance(recorded: NDArray[np.float32], replayed: NDArray[Any]) -> tuple[float, float]:

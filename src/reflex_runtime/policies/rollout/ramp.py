@@ -15,14 +15,13 @@ from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
+from reflex_runtime.options import seconds
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
+from reflex_runtime.policies.rollout.slo import Objective
 
 LEAST_BAD: Final = 3  # a guard does not trip over one hiccup, nor over two
 BEYOND_CHANCE: Final = 2.326348  # standard deviations: 99 %, one-sided
-_LATENCY: Final = re.compile(r"p([0-9]{1,2}(?:\.[0-9]{1,6})?)=([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s)")
 _ERROR: Final = re.compile(r"error=([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
-_EVERY: Final = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|m|h)")
-_SECONDS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST: Final = 720 * 3600.0
 
 State = Literal["running", "finished", "rolled_back"]
@@ -45,10 +44,9 @@ class RampGuard:
         """From `p99=150ms,error=1%`; either part alone will do. ConfigError names flag, value and format."""
         percentile = limit = rate = None
         for part in text.split(","):
-            latency, error = _LATENCY.fullmatch(part.strip()), _ERROR.fullmatch(part.strip())
-            if latency is not None and percentile is None and min(float(latency[1]), float(latency[2])) > 0:
-                percentile = float(latency[1])
-                limit = float(latency[2]) * (0.001 if latency[3] == "ms" else 1.0)
+            latency, error = Objective.read(part), _ERROR.fullmatch(part.strip())
+            if latency is not None and percentile is None:
+                percentile, limit = latency.percentile, latency.limit
             elif error is not None and rate is None:
                 rate = float(error[1]) / 100.0
             else:
@@ -190,14 +188,13 @@ class Ramp:
     @classmethod
     def every_of(cls, text: str) -> float:
         """The seconds in `10m`, `90s` or `1.5h`. ConfigError names flag, value and format."""
-        match = _EVERY.fullmatch(text.strip())
-        seconds = float(match[1]) * _SECONDS[match[2]] if match is not None else 0.0
-        if not 1.0 <= seconds <= _LONGEST:
+        every = seconds(text, "s", "m", "h")
+        if not 1.0 <= every <= _LONGEST:
             raise ConfigError(
                 f"--ramp-every={text!r:.200}: must be a number with s, m or h, from 1s to 720h, such as 10m",
                 field="ramp_every",
             )
-        return seconds
+        return every
 
     @property
     def share(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import Event, RequestAnswered
 from reflex_runtime.core.percentile import percentile
-from reflex_runtime.options import one_line
+from reflex_runtime.options import one_line, seconds
 
 log = logging.getLogger("reflex.slo")
 
@@ -27,14 +27,21 @@ class Objective:
     limit: float
 
     @classmethod
+    def read(cls, text: str) -> Objective | None:
+        """From `p99=150ms`; None for any other text."""
+        name, _, time = text.strip().partition("=")
+        rank = re.fullmatch(r"p([0-9]{1,2}(?:\.[0-9]{1,6})?)", name)
+        limit = seconds(time, "ms", "s")
+        return cls(float(rank[1]), limit) if rank is not None and float(rank[1]) > 0 and limit > 0 else None
+
+    @classmethod
     def parse(cls, text: str) -> Objective:
-        """From `p99=150ms`."""
-        match = re.fullmatch(r"p(\d{1,2}(?:\.\d+)?)=(\d+(?:\.\d+)?)(ms|s)", text.strip())
-        if match is None or not 0 < float(match[1]) < 100 or float(match[2]) <= 0:
+        """The same; ConfigError names flag, value and format."""
+        if (found := cls.read(text)) is None:
             raise ConfigError(
                 f"--slo={one_line(text)}: must be pNN=MSms with NN in (0, 100) and a limit > 0, such as p99=150ms"
             )
-        return cls(float(match[1]), float(match[2]) * (0.001 if match[3] == "ms" else 1.0))
+        return found
 
 
 class SloTracker:

@@ -1,4 +1,4 @@
-"""Says in the log what failed and for whom: the first at once, then at most one line a second with the count."""
+"""The log of failed requests: the first at once, then at most one line a second with the count."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 from reflex_runtime.core.batch import Failed
 from reflex_runtime.core.events import Event, RequestAnswered
+from reflex_runtime.pacing import Throttle
 
 log = logging.getLogger("reflex.server")
 
@@ -18,11 +19,8 @@ class FailureLog:
 
     events = frozenset({RequestAnswered})
 
-    PERIOD = 1.0  # seconds between lines
-
     def __init__(self) -> None:
-        self._told = float("-inf")
-        self._silent = 0
+        self._throttle = Throttle()
 
     def __call__(self, event: Event) -> None:
         if not isinstance(event, RequestAnswered) or event.outcome != "failed" or event.served_in is None:
@@ -32,9 +30,6 @@ class FailureLog:
 
     def tell(self, now: float, request_id: str, error: BaseException) -> None:
         """One request failed. now: seconds."""
-        if now - self._told < self.PERIOD:
-            self._silent += 1
-            return
-        more = f" ({self._silent} more since the last line)" if self._silent else ""
-        log.error("request %s failed: %s%s", request_id, error, more)
-        self._told, self._silent = now, 0
+        if count := self._throttle.count(now):
+            more = f" ({count - 1} more since the last line)" if count > 1 else ""
+            log.error("request %s failed: %s%s", request_id, error, more)
