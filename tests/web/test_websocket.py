@@ -156,9 +156,9 @@ def test_w1_a_plain_request_is_answered_as_one_and_a_bad_handshake_is_400() -> N
     async def check(run: Running) -> None:
         upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
         upgrade += "Sec-WebSocket-Key: short\r\n"
-        for head, status in (("", b"404"), (upgrade, b"400")):
+        for path, head, status in (("/echo", "", b"404"), ("/echo", upgrade, b"400"), ("/other", upgrade, b"404")):
             reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
-            writer.write(f"GET /echo HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode())
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode())
             assert (await reader.readline()).split()[1] == status
             writer.write(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert b'"no such path: /nothing"' in await reader.read()  # it goes on as HTTP

@@ -42,7 +42,7 @@ examples:
   {id, status, expected, actual, remediation, environment, duration_ms}. Texts are for people and may change; ids,
   statuses and keys stay. environment is true when what failed is this machine's and not the export's.
 ids:
-  files normalisation config opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
+  files normalisation config wires opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
   determinism batch_parity rtc_boundary clock
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 all that failed is this machine's

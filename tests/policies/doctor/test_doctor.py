@@ -228,6 +228,14 @@ def test_t7_configuration(tmp_path: Path) -> None:
     assert "vlm_prefix_onnx" in failed(root, "config").actual
 
 
+def test_t7_wires(tmp_path: Path) -> None:
+    plain = found(examine(write_export(tmp_path / "x")), "wires")
+    assert (plain.status, plain.actual) == ("pass", "front, state, prompt (no block: found by name)")
+    same = {"openpi": {"images": {"front": "observation/it"}, "state": ["observation/it"]}}
+    root = write_export(tmp_path / "y", change=lambda c: c.update(wires=same))
+    assert failed(root, "wires", "warn").actual == "observation/it, observation/it, prompt"
+
+
 def test_t7_opset(tmp_path: Path, split: Path) -> None:
     root = write_export(tmp_path / "x", change=lambda c: c.update(opset=13))
     finding = failed(root, "opset", "warn")

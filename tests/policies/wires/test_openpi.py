@@ -255,6 +255,18 @@ def _recorded(folder: Path) -> list[Asked]:
     return [recorded.request for recorded in read_journal(file).requests]
 
 
+def test_w9_pictures_of_floats_with_channels_first_are_recorded_as_they_were_seen(seeing: Path, tmp_path: Path) -> None:
+    with Server(seeing, "--record", str(tmp_path), "--record-images", "full") as server, robot(server) as client:
+        wrist = np.arange(6 * 8 * 3, dtype=np.float32).reshape(3, 6, 8) / 255
+        sent = {"observation/image": PICTURE, "observation/wrist_image": wrist, "observation/state": np.array(STATE)}
+        client.infer(sent)
+        server.stop()
+    (asked,) = _recorded(tmp_path)
+    kept = {name: np.asarray(PIL.Image.open(io.BytesIO(data))) for name, data in asked.images().items()}
+    assert (kept["image"] == PICTURE).all()
+    assert (kept["image_wrist"] == (wrist * 255).astype(np.uint8).transpose(1, 2, 0)).all()
+
+
 def test_w12_a_batch_is_as_many_requests_each_with_its_own_answer_or_error(tiny: Path) -> None:
     with Server(tiny) as server, robot(server) as client:
         found = client.infer({"batch": [seen(0), {"prompt": "no state"}, seen(2), 5, seen(4)]})["batch"]

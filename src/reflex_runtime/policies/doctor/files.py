@@ -11,6 +11,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.doctor.findings import Finding, Patient, failed, json_object, passed, size, some, warned
 from reflex_runtime.policies.export.directory import CONFIG_FILE, EMBODIMENT_FILE, MODEL_PATTERNS, Export
 from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
+from reflex_runtime.policies.serving.ask import OPENPI
+from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.processors.onnx import TensorSpec
 
 TINY_STD: Final = 1e-6
@@ -160,6 +162,20 @@ def check_config(patient: Patient) -> Finding:
         f"{export.model_id}, {export.export_kind}, {export.num_denoising_steps} steps, chunk of {export.chunk_size} x "
         f"{export.action_dim}, model {export.model_hash}",
     )
+
+
+def check_wires(patient: Patient) -> Finding:
+    """What observations of openpi have to hold; docs/wires.md."""
+    export = patient.export
+    wire, expected = export.wires.get(OPENPI), "names of an observation for all that the policy needs, each once"
+    told = Reading(export, wire).describe()
+    names = [*told["images"], *told.get("state", {}).get("names", ()), *([told["prompt"]] if "prompt" in told else [])]
+    if len(told["images"]) < len(export.images) or len(set(names)) < len(names):
+        return warned(
+            expected, ", ".join(names),
+            f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
+        )
+    return passed(expected, f"{', '.join(names)}{'' if wire else ' (no block: found by name)'}")
 
 
 def check_opset(patient: Patient) -> Finding:

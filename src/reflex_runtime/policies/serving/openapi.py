@@ -130,6 +130,7 @@ def _or_null(schema: Mapping[str, Any], described: Mapping[str, Any]) -> dict[st
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/health": ("200 only when ready, else 503; answers while batches run", ("200", "503"), _OBJECT),
+    "/healthz": ("OK when ready, else 503; what clients of openpi ask", ("200", "503"), _TEXT),
     "/config": ("the export's configuration and the settings in force", ("200",), _OBJECT),
     "/metrics": ("Prometheus text", ("200",), _TEXT),
     "/diagnostics/cost-model": ("what the cost model learned, per key", ("200",), _OBJECT),
@@ -140,7 +141,7 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/openapi.json": ("this document", ("200",), _OBJECT),
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
 }  # fmt: skip
-_OPEN = ("/health", "/metrics", "/openapi.json", "/docs")
+_OPEN = ("/health", "/healthz", "/metrics", "/openapi.json", "/docs")
 
 
 def _posts(slots: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
 from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.policies.serving.slots import Slot
 from reflex_runtime.telemetry.answered import Answered, SentImage
@@ -103,13 +104,13 @@ def _images(question: Question) -> dict[str, SentImage]:
     return {
         name: read
         for name, _, image in question.images
-        if (read := _array(image, name) if isinstance(image, Array) else image) is not None
+        if (read := image if isinstance(image, str | bytes) else _array(image, name)) is not None
     }
 
 
-def _array(sent: Array, name: str) -> NDArray[Any] | None:
+def _array(sent: Array | NDArray[Any], name: str) -> NDArray[Any] | None:
     """None when it is none: that is why the request was refused."""
     try:
-        return array_of(sent, name)
+        return array_of(sent, name) if isinstance(sent, Array) else pixels_in(sent, name)
     except InvalidRequest:
         return None
