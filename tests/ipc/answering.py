@@ -64,7 +64,7 @@ class Child:
             case other:
                 peer.refuse(request, RpcError(METHOD_NOT_FOUND, other))
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         peer.notify("stream.event", {"heard": PLAIN.read(note.params, codec)})
 
     def lost(self, peer: Peer, error: Exception | None) -> None:

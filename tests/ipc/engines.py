@@ -141,7 +141,7 @@ class Front:
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         raise AssertionError(request)
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         self.said.append((note.method, _READERS[note.method].read(note.params, codec)))
         self._look()
 

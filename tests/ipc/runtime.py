@@ -150,7 +150,7 @@ class Runtime:
             self.answer(-1)
         self._news.set()
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         params = decoded(note.params, codec)
         id = params["stream_id"]
         if note.method == CREDIT:
@@ -201,7 +201,7 @@ class Client:
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         raise AssertionError("nobody calls the front")
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         self.registry.note(note, codec)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:

@@ -61,7 +61,7 @@ class End:
             peer.respond(request, object() if request.method == "odd" else params)
         self._news.set()
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         self.notes.append((note.method, ANY.read(note.params, codec)))
         self._news.set()
         if note.method == "break":

@@ -35,7 +35,7 @@ class Nobody:
     def called(self, *_: Any) -> None:
         pass
 
-    told = called
+    notified = called
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         self.ended.append(error)

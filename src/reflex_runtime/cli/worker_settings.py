@@ -24,7 +24,7 @@ _OF_THE_FRONT = {
 
 
 def load_model(directory: Path, config: LLMServeConfig) -> tuple[Runner, Tokenizer]:
-    """The runner and the tokenizer as the settings want them; 0 leaves a number to the runner. Errors name flags."""
+    """The runner and the tokenizer by the settings; 0 leaves a number to the runner. Errors name flags."""
     from reflex_runtime.llm.load import load as load_directory
 
     try:
@@ -84,7 +84,7 @@ def trace_of(path: str, number: int, restarts: int = 0) -> str:
 
 
 def settings_of(config: LLMServeConfig, number: int, restarts: int = 0) -> dict[str, Any]:
-    """What a runtime process is told of the settings: those of the model, its own trace, its part of the CPU."""
+    """The settings of a runtime process: those of the model, its own trace, its part of the CPU."""
     names = LLMServeConfig.__dataclass_fields__.keys() - _OF_THE_FRONT
     found = {name: getattr(config, name) for name in sorted(names)}
     if config.trace:

@@ -1,7 +1,7 @@
-"""The front's end of one runtime process: starts it, speaks with it, notices when it is gone, and starts it again.
+"""The front's end of one runtime process: starts it, sends it calls, notices when it is lost, and starts it again.
 
-Calls that wait when a process is lost fail at once and are not said again: the process may have done what they asked.
-Calls made while there is none fail with `WorkerUnavailable`, after which a retry is safe.
+Calls that wait when a process is lost fail at once and are not repeated: the process may have executed them. Calls made
+while there is none fail with `WorkerUnavailable`, after which a retry is safe.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger("reflex.ipc")
 State = Literal["starting", "ready", "restarting", "open", "stopped"]
 
 GRACE = 1.0  # seconds that a process has to end by itself once its connection did: its exit status says why
-SOON = 1.0  # seconds after which to ask again while a start is under way
+SOON = 1.0  # seconds until a retry while a start is under way
 _DAY = 86400.0
-_COUNTED = frozenset({CHUNK, STATS, EVENT})  # what a runtime tells; other names come from outside and are many
+_COUNTED = frozenset({CHUNK, STATS, EVENT})  # by name; other names come from outside and may be many
 
 
 class WorkerUnavailable(Rejected):
-    """There is no runtime process to ask right now. retry_after: seconds until it is tried again."""
+    """There is no runtime process right now. retry_after: seconds until the next start."""
 
     code = "worker_unavailable"
 
@@ -46,10 +46,10 @@ class WorkerUnavailable(Rejected):
 class ClientConfig:
     """Limits of one runtime process, in seconds.
 
-    call_timeout_s: of a `request` that names none. start_timeout_s: from the start of the process until it is
-    prepared. heartbeat_s: between questions whether it is alive; 0: none. hung_after_s: that one may stay unanswered.
-    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: a process that lived so long starts the
-    back-off anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
+    call_timeout_s: of a `request` without a timeout of its own. start_timeout_s: from the start of the process until it
+    is prepared. heartbeat_s: between heartbeats; 0: none. hung_after_s: that a heartbeat may stay unanswered.
+    backoff_s, backoff_max_s: before the first restart, and at most. steady_s: after a life of this length the back-off
+    starts anew. most_failures: failed starts and shorter lives in a row that open the breaker; then one trial start
     every cooldown_s.
     """
 
@@ -81,13 +81,13 @@ class RuntimeClient:
         client = RuntimeClient(spawned(command), prepare=load, on_note=registry.note, on_lost=registry.lost)
         await client.start()
 
-    prepare: makes a process that was just started ready, as by `load_model`; only calls made by it, or by tasks that
-    it makes, go out before it has returned, and they have the time that is left to the start. on_note: every
-    notification, and its codec. on_lost: called once for each process that had been ready, before anybody else is told
-    that it is gone; on_state: each change of `state`. What these raise is logged.
+    prepare: called after every start, to make the process ready, as by `load_model`; before it has returned only its
+    own calls, and those of tasks that it makes, are sent, within start_timeout_s. on_note: every notification, and its
+    codec. on_lost: called once for each process that had been ready, before `on_state`, which is called with each
+    change of `state`. What these raise is logged.
 
     capabilities, info: of the process that was ready last. restarts: starts after the first. last_error: why the last
-    process was lost or did not start, for people.
+    process was lost or did not start.
     """
 
     def __init__(
@@ -132,8 +132,8 @@ class RuntimeClient:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the process and return when it is ready. Raises why it did not become so, and has then left nothing
-        behind: StartFailed, ProtocolError, ConnectionLost, Closed, or what `prepare` raised."""
+        """Start the process and return when it is ready. Raises StartFailed, ProtocolError, ConnectionLost, Closed, or
+        what `prepare` raised, and leaves nothing behind then."""
         if self._life is not None or self._closing is not None:
             raise ConfigError(f"{self.name}: a client is started once, and not after it was closed")
         self._first = asyncio.get_running_loop().create_future()
@@ -152,20 +152,19 @@ class RuntimeClient:
         raise error
 
     async def close(self, timeout: float = 10.0, drain: bool = True) -> None:
-        """Let the process finish its streams (`drain`; else they end with an error) and end within `timeout` seconds,
-        and end it then. Whoever still waits for it is told. Idempotent; a caller that is cancelled leaves the closing
-        to itself."""
+        """Let the process finish its streams (`drain`; else they end with an error) and exit within `timeout` seconds;
+        then kill it. Calls that wait fail. Idempotent; the closing goes on when its caller is cancelled."""
         if self._closing is None:
             served = self._link if self.ready else None
             self._become("stopped")
             self._closing = asyncio.create_task(self._close(served, timeout, drain), name=f"{self.name}-closes")
         await asyncio.shield(self._closing)
 
-    # -- saying --------------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
-        """A call: a future of its answer, which raises what the runtime says, ConnectionLost, or WorkerUnavailable if
-        nothing was said. Cancelling it forgets the answer; the runtime goes on."""
+        """A future of the answer, which raises the runtime's error, ConnectionLost, or WorkerUnavailable if nothing was
+        sent. Cancelling it drops the answer; the runtime goes on."""
         if self._link is not None and (self.ready or _PREPARES.get() is self):
             return self._link.peer.call(method, params)
         refused: asyncio.Future[RawAnswer] = asyncio.get_running_loop().create_future()
@@ -187,16 +186,16 @@ class RuntimeClient:
         return _reader(Any if kind is None else kind).read(answer.raw, answer.codec)
 
     def notify(self, method: str, params: Any) -> None:
-        """Tell the runtime, also while it is closed and its streams go on; nothing happens when there is none."""
+        """Send a notification, also while the process is closed and its streams go on; without a process, nothing."""
         if self._link is not None and (not math.isnan(self._since) or _PREPARES.get() is self):
             self._link.peer.notify(method, params)
 
     def flush(self) -> None:
-        """Write what was said in this turn of the loop, now."""
+        """Write the messages of this turn of the loop now."""
         if self._link is not None:
             self._link.peer.flush()
 
-    # -- seeing --------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> bool:
@@ -205,7 +204,7 @@ class RuntimeClient:
 
     @property
     def pid(self) -> int | None:
-        """The number of the process there is, if there is one."""
+        """Of the process, if there is one."""
         if self._link is None:
             return None
         if self._link.process is not None:
@@ -213,13 +212,13 @@ class RuntimeClient:
         return None if self.info is None else self.info.pid
 
     def unavailable(self) -> WorkerUnavailable:
-        """What to raise while it is not ready."""
+        """The error while it is not ready."""
         why = f": {self.last_error}" if self.last_error else ""
         return WorkerUnavailable(f"{self.name} is {_WORDS[self.state]}{why}", retry_after=self._retry_after())
 
     def stats(self) -> dict[str, Any]:
         """JSON-safe, counted over all processes. sent: messages by method. received: notifications by method.
-        frames: written. buffered: bytes that the process has not taken yet. up_s: since it became ready."""
+        frames: written. buffered: bytes that are not sent yet. up_s: since it became ready."""
         sent, frames, buffered = Counter(self._sent), self._frames, 0
         if self._link is not None:
             sent += self._link.peer.calls + self._link.peer.notes
@@ -242,19 +241,19 @@ class RuntimeClient:
     # -- of the connection ---------------------------------------------------------------------------------------------
 
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
-        """A runtime has nothing to ask."""
+        """Refuse: a front answers no calls."""
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         """A notification came."""
         self._received[note.method if note.method in _COUNTED else "other"] += 1
         if self.on_note is not None:
             self.on_note(note, codec)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection is over."""
+        """The connection has ended."""
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
-            return  # it was never ready, and who makes it so has noticed
+            return  # it was never ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
         if self._beat is not None:
             self._beat.cancel()
@@ -270,7 +269,7 @@ class RuntimeClient:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _live(self, first: asyncio.Future[None]) -> None:
-        """Process after process until it is closed; the first has to become ready."""
+        """One process after another until `close`; the first has to become ready."""
         try:
             while True:
                 try:
@@ -286,7 +285,7 @@ class RuntimeClient:
                         first.set_result(None)
                     hung = await self._until_lost(link)
                     if self.state == "stopped":
-                        return  # who closes has the link
+                        return  # `close` has the link
                     await self._drop(link, 0.0 if hung else GRACE)
                     if link.process is not None:
                         self.last_error += f"; its process {link.process.ending}"
@@ -294,11 +293,11 @@ class RuntimeClient:
                 await self._rest()
         finally:
             self._become("stopped")
-            if self._link is not None and self._closing is None:  # the loop ends, and nobody has closed it
+            if self._link is not None and self._closing is None:  # the loop ends without `close`
                 await self._drop(self._link)
 
     async def _ready_link(self) -> Link:
-        """Start a process, hear what it is, and prepare it. Leaves nothing behind when that fails."""
+        """Start a process, read its `runtime/info`, and prepare it. Leaves nothing behind when that fails."""
         limit = asyncio.timeout(self.config.start_timeout_s)
         try:
             async with limit:
@@ -335,7 +334,7 @@ class RuntimeClient:
             peer.codec = Codec.MSGPACK
 
     async def _until_lost(self, link: Link) -> bool:
-        """Ready until the connection is over. Returns whether it was ended here because the process hangs."""
+        """Ready until the connection has ended. Returns whether it was ended here because the process hangs."""
         self._since = asyncio.get_running_loop().time()
         log.info("%s is ready, process %s", self.name, self.pid)
         self._become("ready")
@@ -346,9 +345,9 @@ class RuntimeClient:
         return pulse.over
 
     def _ask(self, peer: Peer, pulse: Pulse) -> None:
-        """Ask whether it is alive."""
+        """Send a heartbeat."""
         answer = peer.call(INFO, {})
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is looked at by the tick
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # `_tick` looks at it
         self._await_tick(peer, pulse, answer)
 
     def _await_tick(self, peer: Peer, pulse: Pulse, answer: asyncio.Future[RawAnswer]) -> None:
@@ -362,7 +361,7 @@ class RuntimeClient:
             self._await_tick(peer, pulse, answer)
         else:
             if answer.exception() is None:
-                with contextlib.suppress(ProtocolError):  # it is alive, whatever it says
+                with contextlib.suppress(ProtocolError):  # any answer says that it is alive
                     self.info = _reader(Info).read(answer.result().raw, answer.result().codec)
             self._ask(peer, pulse)
 
@@ -387,12 +386,12 @@ class RuntimeClient:
                 self._life.cancel()
                 await asyncio.wait({self._life})
                 if not self._life.cancelled():
-                    self._life.exception()  # whoever started it was told, if he still waited
+                    self._life.exception()  # `start` has raised it
             if self._link is not None:
                 await self._drop(self._link)
 
     async def _shut_down(self, link: Link, timeout: float, drain: bool) -> None:
-        """Most of the time is for streams that finish, a little for ending by itself, a little for being told to."""
+        """Eight tenths of the time for streams to finish, one for the process to exit, one for SIGTERM."""
         said = link.peer.call(SHUTDOWN, Shutdown(drain, 0.8 * timeout))
         said.add_done_callback(lambda done: done.cancelled() or done.exception())
         if link.process is None:
@@ -405,7 +404,7 @@ class RuntimeClient:
             await asyncio.wait({link.process.ended}, timeout=0.1 * timeout)
 
     async def _drop(self, link: Link, grace: float = 0.0) -> None:
-        """The end of a link, and of its counters."""
+        """End a link, and keep its counts."""
         await link.kill(grace)
         if link is self._link:
             self._link = None
@@ -420,7 +419,7 @@ class RuntimeClient:
         return max(0.0, self._next_start - asyncio.get_running_loop().time())
 
     def _become(self, state: State) -> None:
-        if state != self.state and self.state != "stopped":  # the end is the end
+        if state != self.state and self.state != "stopped":
             self.state = state
             self._tell(self.on_state, state)
 

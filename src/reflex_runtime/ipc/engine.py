@@ -1,4 +1,4 @@
-"""What a runtime process asks of a model. It comes as a factory, from above: nothing here knows what a model is."""
+"""The protocols between a runtime process and its engines. The process gets a factory of engines, not a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 
 
 class Output(Protocol):
-    """One token of output; every name is that of `llm.TokenOutput`."""
+    """One token of output, as `llm.TokenOutput`."""
 
     @property
     def token_id(self) -> int: ...
@@ -27,10 +27,10 @@ class Output(Protocol):
 
 
 class OutputStream(Protocol):
-    """One request's tokens, wherever they are made.
+    """One request's tokens, made in this process or in another.
 
-    prompt_tokens, cached_tokens: of the prompt, and those of them that the prefix cache had, known once it has begun.
-    completion_tokens: so far. ended: whether no more will come, of which the bell has rung; what came may be unread.
+    prompt_tokens, cached_tokens: of the prompt, and how many of them the prefix cache had; known once it has begun.
+    completion_tokens: so far. ended: whether no more will come; the bell has rung then, and outputs may be unread.
     """
 
     @property
@@ -43,15 +43,14 @@ class OutputStream(Protocol):
     def ended(self) -> bool: ...
 
     def take(self, most: int | None = None) -> Sequence[Output]:
-        """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
-        read."""
+        """Unread outputs, at most so many, without waiting. Once all are read, raises the error that it ended with."""
 
     def close(self) -> None:
         """Take the request back unless it has ended."""
 
 
 class EngineStream(OutputStream, Protocol):
-    """The same at its engine. unread: outputs that wait. held: whether it makes no more until some are taken."""
+    """The stream at its engine. unread: outputs. held: whether it makes no more until some are taken."""
 
     @property
     def unread(self) -> int: ...
@@ -66,7 +65,7 @@ class Engine(Protocol):
         """What `load_model` answers; JSON-safe."""
 
     def state(self) -> dict[str, Any]:
-        """How it is; JSON-safe."""
+        """Its part of `runtime/state`; JSON-safe."""
 
     def metrics(self) -> str:
         """Prometheus text, or nothing."""
@@ -75,11 +74,11 @@ class Engine(Protocol):
         """Token ids of a text or a conversation. Raises ConfigError."""
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> EngineStream:
-        """Take a request. bell: rung when the stream has news. leader: None, or a stream of this engine that has said
-        nothing yet and has the same prompt. Raises ReflexError."""
+        """Start a request. bell: set when there is something to read. leader: None, or a stream of this engine with the
+        same prompt and no output yet. Raises ReflexError."""
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Take nothing more; every stream has ended when it returns. Whether nothing is at work any more."""
+        """Admit nothing more; every stream has ended when it returns. Whether no thread is at work any more."""
 
 
 Load = Callable[[LoadModel], Awaitable[Engine]]

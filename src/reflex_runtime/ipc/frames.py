@@ -1,9 +1,8 @@
 """JSON-RPC 2.0 in length-prefixed frames: bytes in, messages out, and back. No socket, no clock, no task.
 
-A frame is one byte that names the codec (`J`: JSON, `M`: msgpack), the length of its body in four bytes, big-endian,
-and the body: one JSON-RPC message, or an array of them, which is how everything of one moment travels together. Every
-frame names its own codec, so that both ends may change theirs at any time; what an end may send is what the other has
-said it reads.
+A frame is one byte for the codec (`J`: JSON, `M`: msgpack), the length of its body in four bytes, big-endian, and the
+body: one JSON-RPC message, or an array of those that were sent in the same turn of the loop. Every frame has its own
+codec: both ends may change theirs at any time, to one that the other end has said it reads.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ Id = int | str | None
 
 MAX_FRAME = 64 * 2**20  # bytes of a body: a list of 4 MiB of token ids takes a fifth of it
 MAX_MESSAGES = 100_000  # in one frame
-SALVAGED = 2**20  # bytes of a body, of which the good messages are read where others are none
+SALVAGED = 2**20  # bytes of a body up to which its valid messages are read although others are not
 
 PARSE_ERROR, INVALID_REQUEST, METHOD_NOT_FOUND, INVALID_PARAMS, INTERNAL_ERROR = -32700, -32600, -32601, -32602, -32603
-APPLICATION_ERROR = -32000  # one of the runtime's own; `data` says which
+APPLICATION_ERROR = -32000  # an error of the runtime; `data` says which
 
 _HEADER = struct.Struct(">BI")
 
@@ -45,7 +44,7 @@ class Codec(IntEnum):
 
 
 class ProtocolError(ReflexError):
-    """The other end sent what is not the protocol. `rpc_code` is what it is told."""
+    """The other end broke the protocol. `rpc_code` is the code of the error that it gets."""
 
     code, http_status = "protocol_error", 502
 
@@ -58,11 +57,11 @@ class ProtocolError(ReflexError):
 
 
 class OversizeFrame(ProtocolError):
-    """A frame larger than this end reads. What follows it cannot be found: the connection is over."""
+    """A frame larger than this end reads. The next frame cannot be found: the connection ends."""
 
 
 class RpcError(msgspec.Struct, omit_defaults=True):
-    """Why a call failed. data: for errors of the runtime, what rebuilds them: see `error_of`."""
+    """Why a call failed. data: of errors of the runtime, to raise the same error at the other end: see `error_of`."""
 
     code: int
     message: str
@@ -79,7 +78,7 @@ class RpcRequest(msgspec.Struct):
 
 
 class Notification(msgspec.Struct):
-    """Told, and not answered."""
+    """A message without an answer."""
 
     method: str
     params: Any = msgspec.UNSET
@@ -95,7 +94,7 @@ class Response(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """A call failed; id None: it could not be told which."""
+    """A call failed; id None: it is not known which."""
 
     id: Id
     error: RpcError
@@ -109,7 +108,7 @@ _NOTHING = msgspec.Raw(b"")
 
 
 class _Any(msgspec.Struct):
-    """Any of the four, as it comes. What its parts hold is decoded by who knows their type."""
+    """Any of the four kinds. Params and results stay raw: their type depends on the method."""
 
     jsonrpc: Literal["2.0"]
     method: _Name | None = None
@@ -146,12 +145,12 @@ _DECODE_PARTS: dict[Codec, Callable[[Any], list[msgspec.Raw]]] = {
     Codec.JSON: msgspec.json.Decoder(list[msgspec.Raw]).decode,
     Codec.MSGPACK: msgspec.msgpack.Decoder(list[msgspec.Raw]).decode,
 }
-_NOT_IT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # how bytes that are not the codec's show
+_NOT_IT = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoders raise on invalid bytes
 
 
 def encode(messages: list[Message], codec: Codec, most: int = MAX_FRAME) -> bytes:
-    """One frame of at least one message. Raises OversizeFrame when it would be larger than `most` bytes, and
-    ProtocolError when what is in it cannot be written at all."""
+    """One frame of at least one message. Raises OversizeFrame beyond `most` bytes, and ProtocolError for a value that
+    the codec cannot write."""
     try:
         body = _ENCODE[codec](messages[0] if len(messages) == 1 else messages)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -162,14 +161,14 @@ def encode(messages: list[Message], codec: Codec, most: int = MAX_FRAME) -> byte
 
 
 class FrameDecoder:
-    """Finds the frames in a stream of bytes, however they are torn.
+    """Finds the frames in a stream of bytes that come in pieces of any size.
 
         decoder.feed(data)
-        for messages in decoder: ...
+        for codec, messages in decoder: ...
 
-    A body that is no message raises ProtocolError, once, and the frames after it are read on; of an array of which some
-    are none, the others come first. A frame beyond `most` bytes raises OversizeFrame, and a first byte that is no codec
-    ProtocolError, with `broken` set: nothing after them can be read.
+    A body that is no message raises ProtocolError, once, and the frames after it are read. Of an array with invalid
+    messages the valid ones come first. A frame beyond `most` bytes raises OversizeFrame, and a first byte that is no
+    codec ProtocolError; both set `broken`: nothing after them can be read.
     """
 
     def __init__(self, most: int = MAX_FRAME) -> None:
@@ -181,14 +180,14 @@ class FrameDecoder:
         """More bytes came."""
         if self.broken:
             return
-        if self._at:  # what was read goes when more comes, not frame by frame
+        if self._at:  # what was read is removed when more comes, not after each frame
             del self._data[: self._at]
             self._at = 0
         self._data += data
 
     @property
     def pending(self) -> int:
-        """Bytes of a frame that has not come to its end: what a connection that ends now has torn."""
+        """Bytes of a frame whose end has not come."""
         return len(self._data) - self._at
 
     def __iter__(self) -> Iterator[tuple[Codec, list[Message]]]:
@@ -241,7 +240,7 @@ def _read(codec: Codec, body: bytes) -> tuple[list[Message], ProtocolError | Non
 
 
 def _sorted(several: list[Any], codec: Codec) -> tuple[list[Message], ProtocolError | None]:
-    """Those that are messages, and why others are none."""
+    """The valid messages, and what is wrong with the others."""
     messages: list[Message] = []
     first, wrong = "", 0
     for one in several:
@@ -262,10 +261,8 @@ def _sorted(several: list[Any], codec: Codec) -> tuple[list[Message], ProtocolEr
 
 
 class Reader:
-    """Decodes the params or results of one type, in either codec. Raises ProtocolError (−32602) that names the field.
-
-    A body is msgpack or JSON as its frame was; here it is told apart by who received it.
-    """
+    """Decodes the params or results of one type, in either codec. Raises ProtocolError (−32602) that names the field,
+    and ConfigError for a value out of its range."""
 
     def __init__(self, kind: Any) -> None:
         self._decode: dict[Codec, Callable[[Any], Any]] = {
@@ -274,7 +271,7 @@ class Reader:
         }
 
     def read(self, raw: msgspec.Raw, codec: Codec) -> Any:
-        """What a part of a message holds; one that was left out is an empty object."""
+        """The params or result; left out, an empty object."""
         try:
             return self._decode[codec](raw or _EMPTY[codec])
         except _NOT_IT as error:
@@ -291,7 +288,7 @@ _KINDS: dict[str, type[ReflexError]] = {
 
 
 def error_of(error: ReflexError) -> RpcError:
-    """An error of the runtime as the other end is told: wrong params, or what `raised` makes the same error of."""
+    """An error of the runtime on the wire; `raised` makes the same error of it."""
     if isinstance(error, ProtocolError):
         return RpcError(error.rpc_code, error.message)
     known = next(kind.__name__ for kind in type(error).__mro__ if _KINDS.get(kind.__name__) is kind)
@@ -301,7 +298,7 @@ def error_of(error: ReflexError) -> RpcError:
 
 
 def raised(error: RpcError) -> ReflexError:
-    """The error that the other end meant."""
+    """The error that `error_of` was given at the other end."""
     data = error.data if isinstance(error.data, dict) else {}
     kind, details, after = _KINDS.get(str(data.get("type"))), data.get("details"), data.get("retry_after")
     if kind is None:

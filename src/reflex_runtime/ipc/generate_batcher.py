@@ -1,7 +1,8 @@
-"""Puts concurrent `generate` calls into few `batch_generate` messages, and tells each caller what became of its own.
+"""Puts concurrent `generate` calls into few `batch_generate` messages. Each caller gets its own answer.
 
-The scheduler decides who leaves when, the dispatcher drives it, the registry says how many may be active; here is what
-is particular to generating: what may share a message, when a message cannot be used, and how a request is taken back.
+The scheduler decides which requests leave when, the dispatcher drives it, the registry knows the free places. Here is
+what is particular to generation: which requests may share a message, when a message cannot be used, and how a request
+is taken back.
 
     enqueue ──▶ waits ──▶ out, in a message ──▶ answered: its stream has begun
                   │           │
@@ -44,7 +45,7 @@ from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 
 GROUP = "generate"
 OFF = "REFLEX_DISABLE_GENERATE_BATCHING"
-CROWDED = 0.8  # of the places taken: no time to wait for more company
+CROWDED = 0.8  # of the places are taken: the target does not grow
 
 _SPENT = GenerateParams()
 _PLAIN = GenerateBatcherConfig()
@@ -52,7 +53,7 @@ _NONE = (0.0, 0.0, 0.0)
 
 
 class _Targets(HoldTarget):
-    """Knows the streams. Requests that go by themselves have nobody to wait for."""
+    """Knows the streams, and that requests that go by themselves do not wait for others."""
 
     def __init__(self, registry: StreamRegistry, config: GenerateBatcherConfig) -> None:
         super().__init__(
@@ -154,7 +155,7 @@ class GenerateBatcher:
             del answer  # its error has this frame in its traceback: this breaks the circle
 
     def get_stats(self) -> dict[str, Any]:
-        """What was done so far and what waits, JSON-safe."""
+        """Counts so far and what waits; JSON-safe."""
         stats, active = self._stats, self._registry.active_count()
         group = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
         return {
@@ -179,12 +180,12 @@ class GenerateBatcher:
         }
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> None:
-        """Admit nothing more; with `drain` let what waits be sent and answered within `timeout` seconds. Every caller
-        has its answer when this returns. Streams that have begun go on."""
-        self._started()  # nothing is admitted after this, also where nothing was before
+        """Admit nothing more; with `drain` requests that wait are sent and answered within `timeout` seconds. Every
+        caller has its answer when this returns. Streams that have begun go on."""
+        self._started()  # also a batcher without any request must refuse from now on
         await self._dispatcher.close(drain, timeout)
 
-    # -- coming --------------------------------------------------------------------------------------------------------
+    # -- admission -----------------------------------------------------------------------------------------------------
 
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -206,7 +207,7 @@ class GenerateBatcher:
     def _completed(
         params: GenerateParams, handle: StreamHandle, priority: str, telemetry: Mapping[str, Any] | None
     ) -> GenerateParams:
-        """With what the batcher knows of a request."""
+        """The request with its stream's id, its priority and its credits."""
         if params.credits != WINDOW:
             handle.window = params.credits
         handle.most = params.max_tokens
@@ -216,7 +217,7 @@ class GenerateBatcher:
         )
 
     def _submit(self, call: Call, timeout_ms: float | None) -> None:
-        """Into the queue."""
+        """Queue a request."""
         params, handle = call.params, call.handle
         limit = params.timeout_ms if timeout_ms is None else timeout_ms
         if limit is not None and not (limit >= 0.0 and isfinite(limit)):
@@ -277,7 +278,7 @@ class GenerateBatcher:
             handle.close()
 
     def _settled(self, ticket: Ticket) -> None:
-        """The scheduler has done with it: answered, failed, or never sent."""
+        """Its ticket has settled: answered, failed, or never sent."""
         call: Call = ticket.request.payload
         call.ticket = call.handle.on_left = None  # they hold the call: this breaks the circles
         call.params = _SPENT  # the scheduler may remember the ticket for a while, and prompts are large
@@ -298,9 +299,9 @@ class GenerateBatcher:
         else:
             self._registry.release(call.handle, copy.copy(error))
         if answer is not None and not answer.done():
-            answer.set_exception(copy.copy(error))  # one each: a traceback grows with everybody who raises it
+            answer.set_exception(copy.copy(error))  # a copy: a traceback grows with each raise
 
-    # -- going ---------------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
         """Write a batch."""
@@ -359,12 +360,12 @@ class GenerateBatcher:
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
 
     def _stream_completed(self, handle: StreamHandle) -> None:
-        """Its caller may ask again in a moment. The scheduler decides anew when the place is free."""
+        """Its caller may ask again soon. The scheduler decides again when the place is free."""
         if not handle.closed:
             self._targets.ended(handle.partition, self._clock(), handle.token_s)
 
     def _stream_event(self, handle: StreamHandle, event: str) -> None:
-        """Its reader is slow: what its model would be sent next waits a little."""
+        """Its reader is slow: pause the stream's partition."""
         pause, key = self.config.pause_on_backpressure_ms / 1000.0, handle.partition
         if self._loop is not None and isinstance(key, tuple) and pause > 0.0:
             self._dispatcher.input(lambda scheduler, now: scheduler.pause(GROUP, now + pause, now, key))
@@ -392,6 +393,6 @@ def _group(config: GenerateBatcherConfig, targets: HoldTarget) -> GroupConfig:
 
 
 def _prompt_units(params: GenerateParams) -> float:
-    """Tokens of a prompt; characters, where it is text: never fewer."""
-    said = sum(len(str(message.get("content", ""))) for message in params.messages or ())
-    return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + said))
+    """Tokens of a prompt, or characters of a text: at least as many."""
+    characters = sum(len(str(message.get("content", ""))) for message in params.messages or ())
+    return float(max(1, len(params.prompt_token_ids or ()) + len(params.prompt or "") + characters))

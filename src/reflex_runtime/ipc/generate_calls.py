@@ -1,6 +1,6 @@
-"""What a batch of requests says to the runtime, and what the runtime's answer says of each of them.
+"""The messages of a batch of requests to the runtime, and the outcome of each request by its answer.
 
-Nothing is said twice once it was written: a runtime that has read a request may be computing it.
+Nothing is sent twice once it was written: a runtime that has read a request may be computing it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflex_runtime.ipc.peer import ConnectionLost, RawAnswer
 from reflex_runtime.ipc.registry import StreamHandle
 
 _RESULT, _STARTED = Reader(BatchResult), Reader(Started)
-_UNSAID = RpcError(INTERNAL_ERROR, "the runtime did not start it, and did not say why")
+_UNEXPLAINED = RpcError(INTERNAL_ERROR, "the runtime did not start it, and gave no reason")
 
 
 class RuntimeConnection(Protocol):
@@ -43,9 +43,9 @@ class RuntimeConnection(Protocol):
 class Call:
     """One request from `enqueue` to the answer of its message.
 
-    params: until it has settled. answer: for the caller; None once it is settled or has left. out: whether it was put
-    into a message. refused: whether the runtime said that it did not start. timer: goes off when it is out and its time
-    is over.
+    params: until it has settled. answer: for the caller; None once it has settled or was taken back. out: whether it
+    was put into a message. refused: whether the runtime answered that it did not start. timer: of its time limit, when
+    out.
     """
 
     __slots__ = ("answer", "handle", "out", "params", "priority", "refused", "ticket", "timer")
@@ -60,7 +60,7 @@ class Call:
 
 
 class SentBatch:
-    """A batch that is out. alone: whether each of its calls goes by itself. sent: what is to be answered."""
+    """A batch that is out. alone: whether each of its calls goes by itself. sent: answers that are awaited."""
 
     __slots__ = ("alone", "batch", "calls", "sent")
 
@@ -78,7 +78,7 @@ class SentBatch:
         """Its answers are not wanted any more."""
         for call in self.sent:
             if not call.cancel() and not call.cancelled():
-                call.exception()  # it has been looked at
+                call.exception()  # retrieved: asyncio would log it
         self.sent = []  # their errors have this message in their tracebacks: this breaks the circle
 
 
@@ -94,7 +94,7 @@ class RuntimeMessages:
 
     def write(self, message: SentBatch) -> None:
         """Write it."""
-        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was there when they came
+        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was there when they were queued
             message.fall_back("capability")
         params = [call.params for call in message.calls]
         if message.alone:
@@ -120,7 +120,7 @@ class RuntimeMessages:
     async def _all(self, message: SentBatch) -> list[Outcome]:
         try:
             answer = await message.sent[0]
-        except OversizeFrame:  # nothing was written; together they are too large, each of them may not be
+        except OversizeFrame:  # nothing was written; each by itself may fit
             if len(message.calls) == 1:
                 raise
             message.fall_back("oversize")
@@ -130,7 +130,7 @@ class RuntimeMessages:
         if len(results) != len(message.calls):
             raise ProtocolError(f"the runtime answered {len(results)} requests of {len(message.calls)}", INTERNAL_ERROR)
         return [
-            _outcome(call, item.result if item.success else item.error or _UNSAID)
+            _outcome(call, item.result if item.success else item.error or _UNEXPLAINED)
             for call, item in zip(message.calls, results, strict=True)
         ]
 
@@ -139,7 +139,7 @@ class RuntimeMessages:
         return [self._one(call, answer) for call, answer in zip(message.calls, answers, strict=True)]
 
     def _one(self, call: Call, answer: RawAnswer | BaseException) -> Outcome:
-        """What became of a request that went by itself."""
+        """The outcome of a request that went by itself."""
         if isinstance(answer, ConnectionLost):
             self.errors += 1
             return Failed(self._unheard(answer))
@@ -152,16 +152,16 @@ class RuntimeMessages:
             return Failed(copy.copy(error))
 
     def _unheard(self, lost: ConnectionLost) -> ReflexError:
-        """What its callers are told: what was not written may be asked again."""
+        """The error for its callers: a retry is safe where nothing was written."""
         return lost if lost.written else self._client.unavailable()
 
 
 def _outcome(call: Call, said: Started | RpcError | None) -> Outcome:
-    """What the runtime said of one request."""
+    """The outcome of one request."""
     if isinstance(said, RpcError):
         call.refused = True
         return Failed(raised(said))
     if said is None or said.stream_id != call.handle.id:
         other = "nothing" if said is None else f"stream {said.stream_id!r:.220}"
-        return Failed(ProtocolError(f"the answer to stream {call.handle.id!r} tells of {other}"))
+        return Failed(ProtocolError(f"the answer to stream {call.handle.id!r} is about {other}"))
     return Done({"stream_id": said.stream_id, "prompt_tokens": said.prompt_tokens})

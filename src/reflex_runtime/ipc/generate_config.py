@@ -11,7 +11,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.messages import GenerateParams
 from reflex_runtime.options import option, validate
 
-# Fields of a request, and what they are when nobody says.
+# Fields of a request, and their defaults.
 OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(GenerateParams)}
 
 
@@ -19,14 +19,13 @@ OPTIONS: dict[str, Any] = {f.name: f.default for f in msgspec.structs.fields(Gen
 class GenerateBatcherConfig:
     """The section `generate_batcher` of the configuration file.
 
-    enabled: False sends every request by itself. min_batch_size, max_batch_size: how many the batcher waits for at
-    least and at most, and the most that share a message. min_hold_ms, max_hold_ms: how long a request may wait for
-    company once so many wait, and before. background_extra_ms: how much longer a background request may.
-    target_batch_time_ms: time of a message and its answer beyond which it waits for fewer. pause_on_backpressure_ms:
-    how long nothing is sent for the model of a stream whose reader is slow. max_pending, max_pending_tokens: requests,
-    and prompt tokens of theirs (characters, where a prompt is text), that may wait. stream_limit: streams that may be
-    active. call_timeout_ms: time for the answer to a message.
-    ungroupable_options: fields of a request that make it go by itself.
+    enabled: False sends every request by itself. min_batch_size, max_batch_size: bounds of the target, and the most
+    requests in a message. min_hold_ms, max_hold_ms: how long a request may wait for others once the target is reached,
+    and before. background_extra_ms: how much longer a background request may. target_batch_time_ms: time of a message
+    and its answer above which the target shrinks. pause_on_backpressure_ms: pause of a model's messages when a reader
+    is slow. max_pending, max_pending_tokens: requests that may wait, and their prompt tokens (characters of text).
+    stream_limit: streams that may be active. call_timeout_ms: time for the answer to a message. ungroupable_options:
+    fields of a request that make it go by itself.
     """
 
     enabled: bool = True

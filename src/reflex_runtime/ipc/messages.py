@@ -1,6 +1,6 @@
-"""The messages of a runtime process, as values: what each method is told and answers, and what streams say.
+"""The messages of a runtime process: params and results of each method, and the notifications of streams.
 
-The page `docs/workers.md` shows every one of them. Fields that a newer end adds are ignored by an older one.
+docs/workers.md shows every one of them. An older end ignores fields that a newer one adds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GENERATE, BATCH_GENERATE, CANCEL, SHUTDOWN = "generate", "batch_generate", "canc
 CHECK_DRAFT = "check_draft"
 CHUNK, STATS, EVENT, CREDIT = "stream.chunk", "stream.stats", "stream.event", "stream.credit"
 
-PROTOCOL = 1  # told in runtime/info; another number is another protocol
+PROTOCOL = 1  # in runtime/info; other numbers are refused
 
 EventName = Literal["completed", "cancelled", "error", "backpressure", "slowConsumer"]
 TERMINAL: frozenset[str] = frozenset({"completed", "cancelled", "error"})
@@ -30,8 +30,8 @@ MOST_CREDITS = 1_000_000  # at a time
 
 
 class Info(msgspec.Struct):
-    """The answer of `runtime/info`. codecs: that it reads. capabilities: methods and features beyond the plain ones,
-    such as `batch_generate`. models: loaded, by id, as `load_model` answered."""
+    """The result of `runtime/info`. codecs: that it reads. capabilities: optional methods and features, such as
+    `batch_generate`. models: those that are loaded, by id, as `load_model` answered."""
 
     name: str
     version: str
@@ -44,7 +44,7 @@ class Info(msgspec.Struct):
 
 class LoadModel(msgspec.Struct):
     """Params of `load_model`. path: of its directory. options: settings of `reflex serve MODEL_DIR`, by name. only:
-    `tokenizer` loads no more than that, for `tokenize`."""
+    `tokenizer` loads the tokenizer alone, for `tokenize`."""
 
     model_id: str
     path: str = ""
@@ -59,8 +59,8 @@ class UnloadModel(msgspec.Struct):
 
 
 class Tokenize(msgspec.Struct):
-    """Params of `tokenize`: a text, or a conversation in the model's own form. most: tokens that are of use; more are
-    an error, and are not sent. Answer: {"token_ids": [...]}."""
+    """Params of `tokenize`: a text, or a conversation for the model's chat template. most: more tokens are an error.
+    Result: {"token_ids": [...]}."""
 
     model_id: str
     text: str | None = None
@@ -100,7 +100,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class BatchGenerate(msgspec.Struct):
-    """Params of `batch_generate`. Each item is read by itself, so that one that is wrong fails alone."""
+    """Params of `batch_generate`. Each request is decoded by itself: a wrong one fails alone."""
 
     requests: list[msgspec.Raw]
 
@@ -113,7 +113,7 @@ class Started(msgspec.Struct):
 
 
 class Item(msgspec.Struct):
-    """What became of one request of a batch, in its place."""
+    """The result of one request of a batch."""
 
     success: bool
     result: Started | None = None
@@ -121,7 +121,8 @@ class Item(msgspec.Struct):
 
 
 class BatchResult(msgspec.Struct):
-    """The result of `batch_generate`. groups: requests by model and draft model. duration_ms: that it took."""
+    """The result of `batch_generate`, in the order of its requests. groups: requests by model and draft model.
+    duration_ms: from its arrival until all were started."""
 
     results: list[Item]
     size: int = 0
@@ -130,7 +131,7 @@ class BatchResult(msgspec.Struct):
 
 
 class StreamId(msgspec.Struct):
-    """Params of `cancel`. Answer to the call: {"cancelled": whether there was such a stream}."""
+    """Params of `cancel`. Result: {"cancelled": whether there was such a stream}."""
 
     stream_id: str
 
@@ -143,8 +144,8 @@ class Shutdown(msgspec.Struct):
 
 
 class Token(msgspec.Struct, omit_defaults=True):
-    """One token of output. text: that may be shown with it. top: the likeliest (id, logprob), where they were asked
-    for. held: characters of earlier tokens that were not shown when those came. finish: why it is the last."""
+    """One token of output. text: to show with it. top: the likeliest (id, logprob), with `logprobs`. held: characters
+    of earlier tokens that are shown only now. finish: why it is the last."""
 
     text: str
     token_id: int
@@ -175,7 +176,7 @@ class StreamStats(msgspec.Struct):
 
 class StreamEvent(msgspec.Struct, omit_defaults=True):
     """`stream.event`. Exactly one of a stream is terminal (completed, cancelled, error), and nothing follows it.
-    backpressure, slowConsumer: its producer is held, or is about to be given up, for a reader that takes nothing."""
+    backpressure: its producer is held until the reader reads. slowConsumer: it was held too long and ends."""
 
     stream_id: str
     event: EventName

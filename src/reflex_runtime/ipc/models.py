@@ -1,4 +1,4 @@
-"""The models of a runtime process: loaded, asked for by their ids, unloaded."""
+"""The models of a runtime process: loaded, found by id, unloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_MODELS = 64
 
 @dataclass(slots=True)
 class Model:
-    """closing: it takes nothing more; the answer of its engine's `close`."""
+    """closing: the result of its engine's `close`; from then on it admits nothing."""
 
     id: str
     engine: Engine
@@ -34,10 +34,10 @@ class Model:
 
 
 class Models:
-    """Those that are loaded, in that order. What is asked is decided at once; what takes time is a coroutine.
+    """The loaded models, oldest first. Checks are made at once; what takes time is a coroutine.
 
-    loading: ids of those on their way. shut: the process takes nothing more. grace: seconds that an engine may take to
-    close beyond the time it was given.
+    loading: ids of those that are being loaded. shut: the process admits nothing more. grace: seconds that an engine
+    may take to close beyond the time that it was given.
     """
 
     def __init__(self, load: Load, outlets: Outlets, grace: float) -> None:
@@ -50,7 +50,7 @@ class Models:
         return iter(self._models.values())
 
     def get(self, id: str) -> Model:
-        """The one of that id; without one, the only one. Raises ConfigError, Closed."""
+        """The model of that id; without an id, the only one. Raises ConfigError, Closed."""
         self._check_open()
         model = next(iter(self)) if not id and len(self._models) == 1 else self._models.get(id)
         if model is None:
@@ -60,7 +60,7 @@ class Models:
         return model
 
     def load(self, asked: LoadModel) -> Coroutine[Any, Any, dict[str, Any]]:
-        """Load a model; what its engine says of itself. Raises ConfigError, Closed; then whatever loading it raises."""
+        """Load a model; its engine's `info`. Raises ConfigError, Closed; the coroutine raises what `load` raises."""
         id = asked.model_id
         if not (0 < len(id) <= LONGEST_ID and id.isprintable()):
             raise ConfigError(f"load_model: model_id={id[:50]!r}: must be 1 to {LONGEST_ID} printable characters")
@@ -73,13 +73,13 @@ class Models:
         return self._loaded(asked)
 
     def unload(self, id: str) -> Coroutine[Any, Any, dict[str, bool]]:
-        """Close a model; its streams end with an error. clean: whether nothing of it is at work any more."""
+        """Close a model; its streams end with an error. clean: whether no thread of it is at work any more."""
         model = self.get(id)
         model.close(False, self._grace)
         return self._unloaded(model)
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Close them all. Whether nothing is at work any more."""
+        """Close them all. Whether no thread is at work any more."""
         clean = await asyncio.gather(*(self._closed(model, drain, timeout) for model in self))
         self._models.clear()
         return all(clean)
@@ -97,7 +97,7 @@ class Models:
         except Exception:
             self.loading.discard(id)
             raise
-        self.loading.discard(id)  # not of one that was cut short: it may still be at work in a thread
+        self.loading.discard(id)  # not after a cancellation: a thread may still be loading
         model = Model(id, engine)
         if self.shut:
             await self._closed(model, False, self._grace)

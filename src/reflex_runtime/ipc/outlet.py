@@ -1,8 +1,8 @@
-"""How tokens leave a runtime process: each stream within the credits that its reader has given.
+"""How tokens leave a runtime process: each stream within the credits of its reader.
 
-An engine rings the bell of a stream that has news. At the end of that turn of the loop everything that rang is passed
-on at once, so that a step is one write. A stream without credits leaves its tokens with its engine, which holds it
-alone: nothing is kept here. What is done for a token costs a few microseconds; nothing is done for one that has none.
+An engine sets the bell of a stream that has new tokens. At the end of that turn of the loop the tokens of all such
+streams are sent together, so that a step is one write. Tokens of a stream without credits stay with its engine, which
+holds that stream alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Outlet:
 
 
 class _Bell(asyncio.Event):
-    """Says whose it is when it rings. Nobody waits for it."""
+    """Calls `rang` with its outlet in place of waking a waiter."""
 
     def __init__(self, outlet: Outlet, rang: Callable[[Outlet], None]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Outlets:
         return outlet
 
     def begin(self, outlet: Outlet, stream: EngineStream) -> None:
-        """Its engine has taken it: from now on its tokens are passed on. Raises why it is not wanted any more."""
+        """Its engine has started it: from now on its tokens are sent. Raises the error if it was taken back before."""
         if outlet.gone is not None:
             _close(stream)
             raise outlet.gone
@@ -111,14 +111,14 @@ class Outlets:
         self._rang(outlet)
 
     def drop(self, outlet: Outlet) -> None:
-        """It does not begin: whoever asked for it is told in the answer, and nothing is said of it here."""
+        """It does not begin: the answer to its request has the error, and no notification is sent."""
         outlet.begun.set()
         self._forget(outlet)
 
     # -- the reader's --------------------------------------------------------------------------------------------------
 
     def credit(self, id: str, tokens: int) -> None:
-        """So many more may be sent. Of a stream that has ended: nothing."""
+        """So many more tokens may be sent. Ignored for a stream that has ended."""
         if not 1 <= tokens <= MOST_CREDITS:
             raise ProtocolError(f"tokens={tokens}: must be in [1, {MOST_CREDITS}]", INVALID_PARAMS)
         outlet = self.live.get(id)
@@ -127,8 +127,8 @@ class Outlets:
             self._rang(outlet)
 
     def cancel(self, id: str) -> bool:
-        """Take a stream back: event `cancelled`, or an answer that says so when it has not begun. Whether there was
-        such a stream."""
+        """Take a stream back: it ends with the event `cancelled`, or its request with that error if it has not begun.
+        Whether there was such a stream."""
         outlet = self.live.get(id)
         if outlet is None:
             return False
@@ -141,16 +141,16 @@ class Outlets:
     # -- the engines' --------------------------------------------------------------------------------------------------
 
     def forward(self) -> None:
-        """Pass on what there is."""
+        """Send the new tokens of all streams."""
         self._asked = False
         peer = self.peer
         if peer is None or peer.congested:
-            return  # asked again by its relief
+            return  # `on_relief` calls it again
         news, self._news = self._news, {}
         for outlet in news:
             if outlet.stream is not None:
                 try:
-                    self._pass_on(peer, outlet, outlet.stream)
+                    self._send(peer, outlet, outlet.stream)
                 except ReflexError as error:
                     self._failed(peer, outlet, error)
                 except Exception as error:
@@ -181,7 +181,7 @@ class Outlets:
             self._asked = True
             asyncio.get_running_loop().call_soon(self.forward)
 
-    def _pass_on(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> None:
+    def _send(self, peer: Peer, outlet: Outlet, stream: EngineStream) -> None:
         unread = stream.unread
         if unread and outlet.credits:
             outputs = stream.take(min(unread, outlet.credits))
@@ -201,17 +201,17 @@ class Outlets:
                 self._end(outlet, "completed")
         elif not stream.held:
             outlet.stalled = False
-        elif not outlet.stalled:  # without credits, then; one stall lasts until its engine goes on with it
+        elif not outlet.stalled:  # it has no credits; one event for each time that its engine holds it
             outlet.stalled = True
             peer.notify(EVENT, StreamEvent(outlet.id, "backpressure"))
 
     def _failed(self, peer: Peer, outlet: Outlet, error: ReflexError) -> None:
-        if isinstance(error, Cancelled):  # nobody did here: its engine has waited long enough for a reader
+        if isinstance(error, Cancelled):  # by its engine, which has held it too long
             peer.notify(EVENT, StreamEvent(outlet.id, "slowConsumer"))
         self._end(outlet, "error", error)
 
     def _end(self, outlet: Outlet, event: EventName, error: ReflexError | None = None) -> None:
-        """The last that is said of a stream."""
+        """Send the last messages of a stream."""
         stream, outlet.stream = outlet.stream, None
         self._forget(outlet)
         if stream is None:

@@ -1,7 +1,7 @@
 """One end of a connection: calls, answers and notifications, in both directions, on one event loop.
 
-What is said in one turn of the loop leaves in one frame: a step's tokens of all streams are one write and one read.
-Nothing waits here; who calls may, with a time limit of his own.
+All messages of one turn of the loop leave in one frame: a step's tokens of all streams are one write and one read.
+There are no time limits here; callers have their own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger("reflex.ipc")
 
 
 class RawAnswer:
-    """The result of a call as it came. codec: how to read it."""
+    """The result of a call, not decoded yet."""
 
     __slots__ = ("codec", "raw")
 
@@ -46,16 +46,16 @@ class RawAnswer:
 
 
 class Handler(Protocol):
-    """Who is behind a peer. All are called on the loop; what they raise is logged and, for a call, answered."""
+    """Receives what a peer reads, on the loop. What its methods raise is logged and, for a call, answered."""
 
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
         """A notification came."""
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection is over; called once. None: it was closed here, or by the other end between two frames."""
+        """The connection has ended; called once. None: it was closed here, or by the other end between two frames."""
 
 
 class ConnectionLost(ReflexError):
@@ -72,10 +72,10 @@ class ConnectionLost(ReflexError):
 
 
 class Peer(asyncio.Protocol):
-    """See the module. codec: what this end sends in; JSON until the other is known to read msgpack.
+    """See the module. codec: of what this end sends; JSON until the other end has said that it reads msgpack.
 
-    calls, notes: messages sent, by method. frames: written. ended: done when the connection is over. congested: the
-    other end does not take what is written; whoever can wait with more should, until `on_relief` is called.
+    calls, notes: messages sent, by method. frames: written. ended: done when the connection has ended. congested: the
+    other end does not read; hold back what can wait until `on_relief` is called.
     """
 
     def __init__(self, handler: Handler, codec: Codec = Codec.JSON, most: int = MAX_FRAME) -> None:
@@ -95,11 +95,11 @@ class Peer(asyncio.Protocol):
         self._over = False
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
-    # -- saying --------------------------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, params: Any) -> asyncio.Future[RawAnswer]:
-        """A call: a future of its answer, which raises what the other end says, or ConnectionLost. Cancelling it
-        forgets the answer; the other end goes on."""
+        """A future of the answer, which raises the other end's error, or ConnectionLost. Cancelling it drops the
+        answer; the other end goes on."""
         waiting: asyncio.Future[RawAnswer] = self._loop.create_future()
         if self._over:
             waiting.set_exception(ConnectionLost("the connection is over", written=False))
@@ -113,7 +113,7 @@ class Peer(asyncio.Protocol):
         return waiting
 
     def notify(self, method: str, params: Any) -> None:
-        """Tell the other end; nothing happens when the connection is over."""
+        """Send a notification; nothing happens when the connection has ended."""
         self.notes[method] += 1
         self._say(Notification(method, params))
 
@@ -126,7 +126,7 @@ class Peer(asyncio.Protocol):
         self._say(ErrorResponse(request.id, error if isinstance(error, RpcError) else error_of(error)))
 
     def flush(self) -> None:
-        """Write what was said in this turn, now."""
+        """Write the messages of this turn now."""
         if not self._out or self._transport is None or self._over:
             return
         out, self._out = self._out, []
@@ -135,11 +135,11 @@ class Peer(asyncio.Protocol):
 
     @property
     def buffered(self) -> int:
-        """Bytes that the other end has not taken yet."""
+        """Bytes that are written here and not sent yet."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, error: Exception | None = None) -> None:
-        """End the connection after what was said. Calls that wait fail."""
+        """End the connection after the messages so far. Calls that wait fail."""
         self.flush()
         self._end(error)
 
@@ -152,7 +152,7 @@ class Peer(asyncio.Protocol):
     # -- the loop's ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        if self._over:  # given up before it was there
+        if self._over:  # closed before it was there
             transport.abort()
             return
         self._transport = transport
@@ -206,7 +206,7 @@ class Peer(asyncio.Protocol):
             if len(messages) == 1:
                 self._unsent(messages[0], error)
                 return
-            for message in messages:  # only what is wrong by itself stays behind, and who said it is told
+            for message in messages:  # only what cannot be written stays behind, and its caller gets the error
                 self._write([message])
             return
         self._transport.write(data)
@@ -226,7 +226,7 @@ class Peer(asyncio.Protocol):
     def _receive(self, message: Message, codec: Codec) -> None:
         try:
             if isinstance(message, Notification):
-                self._handler.told(self, message, codec)
+                self._handler.notified(self, message, codec)
             elif isinstance(message, RpcRequest):
                 self._handler.called(self, message, codec)
             else:

@@ -1,9 +1,9 @@
-"""The front's side of the streams of one runtime process: who is fed, and how many may be.
+"""The front's side of the streams of one runtime process, and the places that they hold there.
 
-A stream is registered before its request waits in a queue, so that no early notification is lost, and takes one of
-`limit` places when its request is put into a message: whoever waits holds none, and who is urgent gets the next that is
-free. The place is held until the terminal event of the stream, also when its reader has left long before: it is the
-runtime's place, and only the runtime knows when it is free.
+A stream is registered before its request is queued, so that no early notification is lost. It takes one of `limit`
+places when its request is put into a message: requests that wait hold none, and an urgent one gets the next free place.
+The place is held until the terminal event of the stream, also when its reader left before: only the runtime knows when
+the place is free.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from reflex_runtime.ipc.messages import (
 log = logging.getLogger("reflex.ipc")
 
 MAX_ID = 200  # characters
-WINDOWS = 4  # that may lie unread; a runtime that keeps to its credits never gets beyond one
-MAX_KEPT = 1024  # streams that ended before anybody asked for them
+WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
+MAX_KEPT = 1024  # streams that ended before `get` was called for them
 
 
 class StreamHandle(Stream[Token]):
     """One stream, for its one reader. See `Stream`; made by `StreamRegistry.register`.
 
-    partition: free for who queues it. prompt_tokens, cached_tokens, completion_tokens, ttft_ms: as far as they are
-    known; whole once it has ended. reserved: whether it holds a place. window: tokens that the runtime may be ahead.
-    most: tokens it may say, for who queues it to set. token_s: seconds from one token to the next, once it has ended.
-    on_left: called when its reader leaves before it ended; on_end: once, when it ends. Both are for who queues it.
+    prompt_tokens, cached_tokens, completion_tokens, ttft_ms: so far; final once it has ended. reserved: whether it
+    holds a place. window: tokens that the runtime may be ahead of the reader. token_s: seconds from one token to the
+    next, once it has ended. For the batcher: partition; most: tokens it may have; on_left: called when its reader
+    leaves before it ended; on_end: called once, when it ends.
     """
 
     __slots__ = (
@@ -86,7 +86,7 @@ class StreamHandle(Stream[Token]):
 
     @property
     def left(self) -> int:
-        """The most tokens it may still say; all of them where its producer waits for its reader."""
+        """The most tokens that may still come; all of them while its producer waits for its reader."""
         return self.most - (self.completion_tokens if self.unread < self.window else 0)
 
     @property
@@ -108,10 +108,10 @@ class StreamRegistry:
     """The streams towards one runtime process. Only on the loop.
 
     limit: streams that may hold a place at a time. window: see `StreamHandle.window`.
-    say: how the runtime is told something. on_room: called when the number of free places may have changed.
+    say: sends the runtime a notification. on_room: called when the number of free places may have changed.
     on_event: called with every `backpressure` and `slowConsumer` of a stream that holds a place. on_completed: called
-    with every stream that came to its end while somebody was reading it.
-    stray: notifications that nobody wanted, by why: unknown or ended streams, unknown methods, malformed ones.
+    with every stream that completes while it is read.
+    stray: notifications that were dropped, by reason: unknown or ended streams, unknown methods, malformed ones.
     """
 
     def __init__(self, limit: int = 64, window: int = WINDOW) -> None:
@@ -123,7 +123,7 @@ class StreamRegistry:
         self.on_room: Callable[[], None] | None = None
         self.on_event: Callable[[StreamHandle, str], None] | None = None
         self.on_completed: Callable[[StreamHandle], None] | None = None
-        self.say: Callable[[str, Any], None] = _nobody
+        self.say: Callable[[str, Any], None] = _dropped
         self.stray: Counter[str] = Counter()
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
         self._holders: dict[StreamHandle, None] = {}  # of a place
@@ -138,7 +138,7 @@ class StreamRegistry:
             EVENT: self._event,
         }
 
-    # -- for who queues them -------------------------------------------------------------------------------------------
+    # -- for the batcher -----------------------------------------------------------------------------------------------
 
     def register(
         self,
@@ -147,10 +147,10 @@ class StreamRegistry:
         bell: asyncio.Event | None = None,
         kept: bool = False,
     ) -> StreamHandle:
-        """A stream that holds no place yet. Whoever registers one closes it, or reads it to its end.
+        """A stream that holds no place yet. Close it, or read it to its end.
 
         stream_id: 1 to 200 printable characters; None makes one up. kept: whether `get` finds it once after it has
-        ended, for who learns of it late. Raises ConfigError.
+        ended. Raises ConfigError.
         """
         if stream_id is None:
             self._number += 1
@@ -171,7 +171,7 @@ class StreamRegistry:
         return handle
 
     def find(self, stream_id: str) -> StreamHandle | None:
-        """The stream of that name that has not ended, for who queues it."""
+        """The stream of that name that has not ended."""
         return self._streams.get(stream_id)
 
     def active_count(self) -> int:
@@ -179,7 +179,7 @@ class StreamRegistry:
         return len(self._holders)
 
     def left(self, partition: Hashable) -> list[int]:
-        """The most tokens that each stream of the partition that holds a place may still say."""
+        """The most tokens that may still come, for each stream of the partition that holds a place."""
         return [handle.left for handle in self._holders if handle.partition == partition]
 
     def capacity(self) -> tuple[int, int]:
@@ -210,7 +210,7 @@ class StreamRegistry:
             self._end(handle, error)
 
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
-        """Nobody knows whether the runtime has it: it is told to stop, and not waited for."""
+        """It is not known whether the runtime has it: it is cancelled there, and its place is free at once."""
         if self._streams.get(handle.id) is handle:
             if handle.reserved:
                 self.say(CANCEL, StreamId(handle.id))
@@ -218,8 +218,8 @@ class StreamRegistry:
             self._end(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """It ends with `error` for its reader, and the runtime is told to stop it; its place is taken until it has.
-        Nothing when it has ended."""
+        """It ends with `error` for its reader and is cancelled at the runtime, which frees its place. Nothing when it
+        has ended."""
         if not handle.ended and self._streams.get(handle.id) is handle:
             self._give_up(handle, error)
 
@@ -243,7 +243,8 @@ class StreamRegistry:
         self._notes[note.method](handle, said)
 
     def lost(self, error: ReflexError) -> None:
-        """The runtime process is gone: what it fed ends with `error`. Who waits may be served by the next one."""
+        """The runtime process was lost: streams that hold a place end with `error`. Requests that wait go to the next
+        process."""
         for handle in [handle for handle in self._streams.values() if handle.reserved]:
             self._end(handle, error)
 
@@ -291,7 +292,7 @@ class StreamRegistry:
             self._end(handle, raised(said.error))
 
     def _malformed(self, note: Notification, codec: Codec, error: ProtocolError) -> None:
-        """What it said is lost, and half an answer must not pass for a whole one: the stream it was for ends."""
+        """Tokens are missing now: the stream ends with an error, so that a part does not pass for a whole answer."""
         self.stray["malformed"] += 1
         log.warning("%s: %s", note.method, error.message)
         try:
@@ -303,7 +304,7 @@ class StreamRegistry:
             self._give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
 
     def _give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """It ends for its reader; its place stays taken until the runtime has stopped it."""
+        """It ends for its reader; its place is taken until the runtime has stopped it."""
         if not handle.closed:
             self.say(CANCEL, StreamId(handle.id))
         handle.end(error)
@@ -348,5 +349,5 @@ class StreamRegistry:
 _ID = Reader(StreamId)
 
 
-def _nobody(method: str, params: Any) -> None:
-    """There is no runtime yet."""
+def _dropped(method: str, params: Any) -> None:
+    """`say` before there is a runtime."""

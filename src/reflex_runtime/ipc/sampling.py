@@ -1,4 +1,4 @@
-"""What a request says of sampling: declared once for the wire (`GenerateParams`) and for the engine (`Sequence`)."""
+"""How output is sampled: declared once for the wire (`GenerateParams`) and for the engine (`Sequence`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
         well = len(self.stop) <= MOST_STOPS and all(0 < len(text) <= 1000 for text in self.stop)
         _check("stop", self.stop, well, f"must be at most {MOST_STOPS} texts of 1 to 1000 characters")
         logprobs = self.logprobs
-        _check("logprobs", logprobs, logprobs is None or 0 <= logprobs <= MOST_LOGPROBS, f"[0, {MOST_LOGPROBS}]")
+        well = logprobs is None or 0 <= logprobs <= MOST_LOGPROBS
+        _check("logprobs", logprobs, well, f"must be in [0, {MOST_LOGPROBS}]")
 
     @classmethod
     def greedy(cls, max_tokens: int = 16, **more: Any) -> Self:
@@ -52,5 +53,4 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 def _check(name: str, value: object, holds: bool, rule: str) -> None:
     if not holds:
-        told = rule if rule.startswith("must") else f"must be in {rule}"
-        raise ConfigError(f"SamplingParams.{name}={value!r}: {told}")
+        raise ConfigError(f"SamplingParams.{name}={value!r}: {rule}")

@@ -142,7 +142,7 @@ Opener = Callable[[Handler], Awaitable[Link]]
 
 
 def from_socket(sock: socket.socket) -> Opener:
-    """A runtime at the other end of a connected stream socket. Works once: a client without a process restarts none."""
+    """A runtime at the other end of a connected stream socket. Works once: there is no process to start again."""
     sockets = [sock]
 
     async def opened(handler: Handler) -> Link:

@@ -1,8 +1,7 @@
 """The runtime process: models on one side, a connection to the front on the other.
 
-The front asks, the engines compute, `outlet.py` passes on what they say. Nothing here knows what a model is: an engine
-comes from the `load` that this process was given. When the connection ends there is nobody left to compute for: every
-stream is closed, and the process ends.
+The front sends requests, engines compute, and `outlet.py` sends their tokens. Engines are made by the `load` that this
+process was given. When the connection ends, every stream is closed, and the process ends.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ _STREAM_ID, _CREDIT, _SHUTDOWN = Reader(StreamId), Reader(Credit), Reader(Shutdo
 
 
 class Worker:
-    """What a runtime process answers; the handler of one peer.
+    """Answers the calls of the front; the handler of one peer.
 
-    capabilities: advertised, and without which `batch_generate`, draft models and guidance are refused. grace: seconds
+    capabilities: advertised; `batch_generate`, draft models and guidance are refused without theirs. grace: seconds
     beyond its time that work may take to end, before this process ends without it.
     """
 
@@ -114,14 +113,14 @@ class Worker:
             self._methods[BATCH_GENERATE] = self._batch_generate
 
     async def run(self, peer: Peer) -> bool:
-        """Until `shutdown`, or until the connection ends. Every stream and engine is closed when it returns; whether
-        nothing is at work any more, so that the process can end by itself."""
+        """Serve until `shutdown`, or until the connection ends. Every stream and engine is closed when it returns;
+        whether no thread is at work any more, so that the process can exit in the usual way."""
         self._meet(peer)
         await self._over.wait()
         stopping = self._stop(False, self._grace)
         await asyncio.wait([stopping], timeout=2 * self._grace)
         clean = stopping.done() and stopping.result() and not self._models.loading
-        if self._tasks:  # they answer what they were asked
+        if self._tasks:  # calls that are not answered yet
             _, late = await asyncio.wait(self._tasks, timeout=self._grace)
             for task in late:
                 task.cancel()
@@ -133,13 +132,13 @@ class Worker:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether it ended because of `shutdown`."""
+        """Whether it was ended by `shutdown`."""
         return self._told
 
     # -- handler -------------------------------------------------------------------------------------------------------
 
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
-        """A call: answered at once, or when it is done."""
+        """A call came: answer at once, or when its coroutine is done."""
         self._meet(peer)
         peer.codec = codec
         method = self._methods.get(request.method)
@@ -154,8 +153,8 @@ class Worker:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def told(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        """A notification."""
+    def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
+        """A notification came."""
         self._meet(peer)
         peer.codec = codec
         if note.method == CREDIT:
@@ -166,14 +165,14 @@ class Worker:
         elif note.method == SHUTDOWN:
             self._told_to_stop(note.params, codec)
         else:
-            log.debug("a notification %r that nobody knows", note.method)
+            log.debug("unknown notification %r", note.method)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """Nobody is there to be told anything."""
+        """The connection has ended: end every stream and task."""
         if error is not None:
             log.warning("the connection ended: %s", error)
         self._outlets.end(Drained("the connection ended"))
-        for task in self._tasks:  # not before their first step: what they were given to wait for has to be begun
+        for task in self._tasks:  # after their first step: the coroutines that they hold must have begun
             asyncio.get_running_loop().call_soon(task.cancel)
         self._over.set()
 
@@ -210,7 +209,7 @@ class Worker:
         return _clean(self._told_to_stop(params, codec))
 
     def _told_to_stop(self, params: Any, codec: Codec) -> asyncio.Task[bool]:
-        """The first one counts; who asks again is answered when that is done."""
+        """The first call decides; later ones are answered when it is done."""
         asked = _SHUTDOWN.read(params, codec)
         if not (isfinite(asked.timeout_s) and 0 <= asked.timeout_s <= LONGEST_DRAIN):
             raise ConfigError(f"shutdown: timeout_s={asked.timeout_s}: must be in [0, {LONGEST_DRAIN}] seconds")
@@ -224,7 +223,7 @@ class Worker:
         return self._stopping
 
     async def _stopped(self, drain: bool, timeout: float) -> bool:
-        """Everything ends: by itself within `timeout` seconds where `drain`, else with an error."""
+        """End every stream: with `drain` they may finish within `timeout` seconds, else they end with an error."""
         end = self._clock() + timeout
         if drain:
             beginning = [outlet.begun.wait() for outlet in self._outlets.live.values()]
@@ -270,7 +269,7 @@ class Worker:
         return self._begin(asked, self._accept(asked))
 
     def _batch_generate(self, params: Any, codec: Codec) -> Coroutine[Any, Any, BatchResult]:
-        """Every request is accepted here, in their order; they begin in the task."""
+        """All requests are accepted here, in order; the task starts them."""
         arrived = self._clock()
         requests = _BATCH.read(params, codec).requests
         if len(requests) > MOST_REQUESTS:
@@ -308,7 +307,7 @@ class Worker:
             return Item(False, error=error_of(error))
 
     def _accept(self, params: GenerateParams) -> Outlet:
-        """What can be said of a request without its engine. From here on its stream is live and can be cancelled."""
+        """Check what needs no engine. From here on its stream is live and can be cancelled."""
         wants = {"draft": params.draft_model, "guidance": params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
@@ -323,7 +322,7 @@ class Worker:
             if outlet.gone is not None:
                 raise outlet.gone
             first = leader.stream if leader is not None else None
-            if first is not None and (first.ended or first.completion_tokens):  # its prompt is there, or never will be
+            if first is not None and (first.ended or first.completion_tokens):  # nothing to wait for
                 first = None
             stream = await outlet.engine.submit(params, outlet.bell, first)
             self._outlets.begin(outlet, stream)
@@ -339,7 +338,7 @@ class Worker:
 async def serve(load: Load) -> tuple[int, bool]:
     """A runtime process from its first to its last message, on the connection that its parent gave it: see `inherited`.
 
-    Returns the exit status (0: told to shut down; 1: the connection ended) and whether nothing is at work any more;
+    Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
     else the process has to leave by `os._exit`.
     """
     worker = Worker(load)
@@ -361,7 +360,7 @@ def inherited() -> socket.socket:
 
 
 async def _answer(peer: Peer, request: RpcRequest, work: Coroutine[Any, Any, Any]) -> None:
-    """Every call gets its answer, whatever becomes of it."""
+    """Answer a call with its result or its error."""
     try:
         result = await work
     except ReflexError as error:
@@ -381,6 +380,6 @@ async def _clean(stopping: asyncio.Task[bool]) -> dict[str, bool]:
 
 
 async def _within(seconds: float, waiting: asyncio.Future[Any]) -> None:
-    """Wait for it so long, and no longer."""
+    """Wait at most so long, then cancel it."""
     await asyncio.wait([waiting], timeout=max(0.0, seconds))
     waiting.cancel()

@@ -1,8 +1,8 @@
-"""Long prompts into tokens in a process that does nothing else.
+"""Tokenises long prompts in a process of its own.
 
 A tokenizer holds the interpreter for tens of milliseconds over a megabyte: in the server's process every stream would
-wait that long for its next token, in a model's process every step. It is a runtime process like the others, with the
-tokenizer of the model and no model; while it is not there, the server does its work.
+wait that long for its next token, in a model's process every step. It is a runtime process with the model's tokenizer
+alone. While it is not ready, the server tokenises itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reflex_runtime.ipc.spawn import Opener
 
 
 class TokenizerProcess:
-    """See the module. path: of the model. name: by which clients ask for it."""
+    """See the module. path: of the model. name: its id."""
 
     def __init__(self, open: Opener, config: ClientConfig, name: str, path: str) -> None:
         self._load = LoadModel(name, path, only="tokenizer")
@@ -26,8 +26,8 @@ class TokenizerProcess:
         await client.request(LOAD, self._load)
 
     async def tokenize(self, what: str | list[dict[str, Any]], most: int) -> list[int] | None:
-        """The tokens of a text or a conversation; None when it could not be asked. Raises ConfigError for what cannot
-        be tokenised, TooLarge for more than `most` tokens."""
+        """The tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for what
+        cannot be tokenised, TooLarge for more than `most` tokens."""
         said = Tokenize(self._load.model_id, most=most)
         if isinstance(what, str):
             said.text = what

@@ -27,22 +27,22 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
 
 class WorkerEngine:
-    """One model of a runtime process. See `ipc.worker.Engine` for what its methods promise."""
+    """One model of a runtime process: an `ipc.engine.Engine`."""
 
     def __init__(self, model: LocalModel, registry: CollectorRegistry) -> None:
         self._model, self._registry = model, registry
 
     @property
     def runtime(self) -> GenerationRuntime:
-        """What generates."""
+        """Of the model."""
         return self._model.generator
 
     def info(self) -> dict[str, Any]:
-        """What a front has to know to measure requests itself, and the runner's name."""
+        """The limits, by which a front checks requests, and the runner's name."""
         return asdict(self.runtime.limits) | {"runner": self.runtime.processor.runner.name}
 
     def state(self) -> dict[str, Any]:
-        """What /health would say."""
+        """As /health of a server without workers."""
         return {"state": self._model.state} | self._model.health()
 
     def metrics(self) -> str:
@@ -57,7 +57,7 @@ class WorkerEngine:
     async def submit(
         self, params: GenerateParams, bell: asyncio.Event, leader: GenerationStream | None
     ) -> GenerationStream:
-        """Queue a request. leader: a stream whose prompt this one has too: it waits until that has been computed."""
+        """Queue a request. leader: a stream with the same prompt: this one waits until that has computed it."""
         request = self.runtime.request(
             await self._prompt(params),
             params,
@@ -85,17 +85,17 @@ class WorkerEngine:
 
 
 class TokenizerEngine:
-    """A model's tokenizer, and nothing that generates: the engine of a `TokenizerProcess`."""
+    """A model's tokenizer alone: the engine of a `TokenizerProcess`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._texts = Texts(tokenizer)
 
     def info(self) -> dict[str, Any]:
-        """That there is no more."""
+        """That only the tokenizer is loaded."""
         return {"only": "tokenizer"}
 
     def state(self) -> dict[str, Any]:
-        """It has none."""
+        """Always ready."""
         return {"state": "ready"}
 
     def metrics(self) -> str:
@@ -111,7 +111,7 @@ class TokenizerEngine:
         raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Nothing is at work."""
+        """Stop its thread."""
         self._texts.close()
         return True
 
@@ -124,21 +124,21 @@ async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[
 
 
 class _Opening:
-    """What a `LocalModel` is told in a runtime process."""
+    """The settings of a `LocalModel` in a runtime process."""
 
     def __init__(self, config: LLMServeConfig, name: str, lost: Callable[[], None]) -> None:
         self.config, self.name, self.lost = config, name, lost
         self.registry = CollectorRegistry()
 
     def reached(self, state: str) -> None:
-        """Nobody asks before it is there."""
+        """States while it loads are not reported."""
 
 
 def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], Tokenizer]) -> Load:
-    """How a runtime process loads a model: `make` reads it, `tokenizer` its tokenizer alone. lost: called on the loop
+    """The `Load` of a runtime process: `make` loads a model, `tokenizer` a tokenizer alone. lost: called on the loop
     when a model is lost for good.
 
-    ConfigError for options that are none of `reflex serve MODEL_DIR`, and for a directory that is no model.
+    It raises ConfigError for options that `reflex serve MODEL_DIR` does not have, and for a directory without a model.
     """
 
     async def load(params: LoadModel) -> WorkerEngine | TokenizerEngine:
@@ -149,7 +149,7 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
         opening = _Opening(_config(params.options), params.model_id, lost)
         model = await opened(lambda: make(Path(params.path), opening.config))(opening)
         gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        gc.freeze()  # what is loaded stays: the collector skips it
         return WorkerEngine(model, opening.registry)
 
     return load

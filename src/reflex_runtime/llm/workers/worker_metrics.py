@@ -1,4 +1,4 @@
-"""The series of several runtime processes as one page: each sample says which process it is of."""
+"""The series of several runtime processes as one page: each sample has its process as a label."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class _Families:
-    """A collector of what is there already."""
+    """A collector of existing families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

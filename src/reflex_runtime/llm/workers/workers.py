@@ -1,7 +1,8 @@
-"""A model in runtime processes: the server parses and tokenises, they compute, and neither disturbs the other.
+"""A model in runtime processes: the server parses and tokenises, they compute.
 
-Each process has its own copy of the model, its own line of requests and its own places; a request goes where fewest are
-unfinished, and stays there. One that dies fails its own requests at once and is started again; the others go on.
+Each process has its own copy of the model, its own queue and its own places. A request goes to the process with the
+fewest unfinished requests, and stays there. When a process dies its requests fail at once and it is started again; the
+others go on.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from reflex_runtime.telemetry.series import Counter
 
 log = logging.getLogger("reflex.server")
 
-ASKED_WITHIN = 2.0  # seconds that a process has to say how it is; one that takes longer is left out of a page
-ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds that a process has to end, of those that are left, and if none are
+ASKED_WITHIN = 2.0  # seconds for an answer for /status or /metrics; a process that takes longer is left out
+ENDS_WITHIN, AT_LEAST = 10.0, 2.0  # seconds for a process to exit: at most, of the time that is left, and at least
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersConfig:
     """count: processes. spawn: starts one, by its number. path: of the model. batcher, client: settings of each line.
-    options: settings of `reflex serve MODEL_DIR` that each gets, by its number and how often it was started again."""
+    options: settings of `reflex serve MODEL_DIR` for a process, by its number and its restarts."""
 
     count: int
     spawn: Callable[[int], Opener]
@@ -56,7 +57,7 @@ class WorkersConfig:
 
 
 class Line:
-    """One runtime process and the way to it."""
+    """One runtime process with its client, streams and batcher."""
 
     def __init__(self, number: int, config: WorkersConfig, opening: Opening) -> None:
         self.name = f"worker-{number}"
@@ -75,7 +76,7 @@ class Line:
 
     @property
     def unfinished(self) -> int:
-        """Requests that were given to it and have not ended."""
+        """Its requests that have not ended."""
         return self.registry.unfinished
 
     async def _prepare(self, client: RuntimeClient) -> None:
@@ -86,14 +87,14 @@ class Line:
         self.about = about
 
     async def ask(self, method: str) -> Any:
-        """What the process says of itself; None when it does not."""
+        """The result of a call without params; None when the process does not answer."""
         try:
             return await self.client.request(method, {}, timeout=ASKED_WITHIN) if self.client.ready else None
         except ReflexError:
             return None
 
     def health(self) -> dict[str, Any]:
-        """What /health says of it."""
+        """Its part of /health."""
         client = self.client
         found = {"name": self.name, "state": client.state, "pid": client.pid, "restarts": client.restarts}
         active = self.registry.active_count()
@@ -119,7 +120,8 @@ class Workers:
         self._refresh()
 
     async def start(self) -> None:
-        """Start all processes; returns when every one has loaded the model. Raises what the first to fail says."""
+        """Start all processes; returns when every one has loaded the model. Raises the error of the first that
+        fails."""
         self._opening.reached("loading")
         clients = [*(line.client for line in self.lines), self._tokenizing.client]
         starting = [asyncio.create_task(client.start()) for client in clients]
@@ -145,7 +147,7 @@ class Workers:
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
-        """What /health says."""
+        """The body of /health."""
         workers = [line.health() for line in self.lines]
         return {
             "runner": self.lines[0].about.get("runner", ""),
@@ -158,7 +160,7 @@ class Workers:
         }
 
     async def status(self) -> dict[str, Any]:
-        """How requests fare on their way, line by line, and what each process says of itself."""
+        """The statistics of each line, and the state that its process reports."""
         states = await asyncio.gather(*(line.ask(STATE) for line in self.lines))
         return {
             "lines": [
@@ -174,11 +176,11 @@ class Workers:
         }
 
     def get_batch_stats(self) -> dict[str, Any]:
-        """How batches were formed; `generate`: by process, as `GenerateBatcher.get_stats` tells it."""
+        """`generate`: `GenerateBatcher.get_stats` of each process."""
         return {"generate": {line.name: line.batcher.get_stats() for line in self.lines}}
 
     def _refresh(self) -> None:
-        """Bring the series in the registry up to date."""
+        """Update the series in the registry."""
         for line in self.lines:
             self._ready.labels(line.name).set(line.client.ready)
             self._restarts.labels(line.name).value = float(line.client.restarts)
@@ -195,7 +197,7 @@ class Workers:
     def turn(self) -> None:
         """See `ModelHost.turn`."""
         for line in self.lines:
-            if line.client.ready and line.client.pid is not None:  # before it is, the signal would end it
+            if line.client.ready and line.client.pid is not None:  # before that the signal would end it
                 with suppress(ProcessLookupError):
                     os.kill(line.client.pid, signal.SIGHUP)
 
@@ -215,7 +217,7 @@ class Workers:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The front's own: what it does with it keeps nobody from computing."""
+        """The server's own: tokenising here delays no step."""
         return self._texts.tokenizer
 
     @property
@@ -237,7 +239,7 @@ class Workers:
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None,
     ) -> GenerateParams:  # fmt: skip
-        """See `Generator.request`: measured here, so that what can never run never crosses."""
+        """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         return GenerateParams(
@@ -260,7 +262,7 @@ class Workers:
         return handles
 
     def _line(self) -> Line:
-        """Where fewest requests are unfinished, of those that can be asked."""
+        """The ready line with the fewest unfinished requests."""
         ready = [line for line in self.lines if line.client.ready]
         if not ready:
             raise min((line.client.unavailable() for line in self.lines), key=_soonest)
@@ -268,7 +270,7 @@ class Workers:
 
     @staticmethod
     async def _send(line: Line, handle: StreamHandle, params: GenerateParams) -> None:
-        """What keeps a request from beginning ends its stream."""
+        """Send a request; an error before it begins ends its stream."""
         if handle.closed:  # its reader left before this task began
             return
         try:
