@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "options": set(),
     "processors": {"core"},
     "telemetry": {"core"},
-    "drivers": {"core", "processors"},
+    "drivers": {"core", "processors", "telemetry"},
     "web": {"core", "drivers"},
     "sim": MIDDLE,
     "feeds": MIDDLE,

@@ -63,7 +63,6 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.scheduler import Scheduler as Scheduler
     from reflex_runtime.core.time_cost import TimeCost as TimeCost
     from reflex_runtime.drivers.audience import Audience as Audience
-    from reflex_runtime.drivers.batch_metrics import BatchMetrics as BatchMetrics
     from reflex_runtime.drivers.batch_processor import BatchConfig as BatchConfig
     from reflex_runtime.drivers.batch_processor import BatchEntry as BatchEntry
     from reflex_runtime.drivers.batch_processor import BatchProcessor as BatchProcessor
@@ -78,6 +77,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.processors.base import Processor as Processor
     from reflex_runtime.processors.function import FunctionProcessor as FunctionProcessor
     from reflex_runtime.processors.onnx import OnnxProcessor as OnnxProcessor
+    from reflex_runtime.telemetry.batch_metrics import BatchMetrics as BatchMetrics
     from reflex_runtime.telemetry.journal_reader import read_journal as read_journal
     from reflex_runtime.telemetry.journal_writer import JournalWriter as JournalWriter
 
@@ -101,7 +101,7 @@ _NAMES = {
     "core.scheduler": "Scheduler",
     "core.time_cost": "TimeCost",
     "drivers.audience": "Audience",
-    "drivers.batch_metrics": "BatchMetrics",
+    "telemetry.batch_metrics": "BatchMetrics",
     "drivers.batch_processor": "BatchConfig BatchEntry BatchProcessor",
     "drivers.batched_coroutine": "BatchedCoroutine",
     "drivers.batched_function": "BatchedFunction",

@@ -39,7 +39,7 @@ from reflex_runtime.core.events import (
     RequestSettled,
 )
 from reflex_runtime.drivers import coordinator as module
-from reflex_runtime.drivers.batch_metrics import BatchMetrics, FeedBatchMetrics
+from reflex_runtime.telemetry.batch_metrics import BatchMetrics, FeedBatchMetrics
 from reflex_runtime.telemetry.health import BatchSubmissionRejected, Health, HealthEvent
 
 

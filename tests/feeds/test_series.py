@@ -11,13 +11,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from drivers.helpers import PATIENCE
-from drivers.test_batch_metrics import FAULT, Play
 from reflex_runtime.core.batch import Done
-from reflex_runtime.drivers.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
 from reflex_runtime.drivers.batch_processor import BatchConfig
 from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.series import SIZES, FeedSeries
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.telemetry.batch_metrics import BOUNDS, BatchMetrics, Durations, Times
+from telemetry.test_batch_metrics import FAULT, Play
 
 Page = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

@@ -15,10 +15,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.drivers.batch_metrics import BatchMetrics
 from reflex_runtime.feeds import status
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.status import StatusServer, health_of
+from reflex_runtime.telemetry.batch_metrics import BatchMetrics
 
 PATIENCE = 60.0
 

@@ -7,8 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from reflex_runtime.cli.feeds_words import drops, frames, in_one_line, progress, seconds, state, states
-from reflex_runtime.drivers.batch_metrics import BatchMetrics
 from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.telemetry.batch_metrics import BatchMetrics
 
 _STYLES = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
 _TROUBLE = {"failed": 0, "reconnecting": 1, "connecting": 2, "running": 3, "stopped": 4, "ended": 5}

@@ -41,9 +41,9 @@ from reflex_runtime.core.events import DeviceLost, Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink
-from reflex_runtime.drivers.batch_metrics import BatchMeter, BatchMetrics
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 
 log = logging.getLogger("reflex.coordinator")
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from reflex_runtime.drivers.batch_metrics import BatchMetrics, Durations, Times
 from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.telemetry.batch_metrics import BatchMetrics, Durations, Times
 
 DROPS = {
     "overrun": "a newer frame took its place in the queue",
