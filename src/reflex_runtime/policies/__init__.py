@@ -20,7 +20,8 @@ share), `monolithic` and `decomposed` (the two kinds), `prefix_cache`, `guard`, 
 
 from __future__ import annotations
 
-from reflex_runtime.policies.export.directory import Embodiment, Export
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.policy.base import Policy, WarmUp
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault

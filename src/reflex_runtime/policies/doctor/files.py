@@ -9,7 +9,10 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.doctor.findings import Finding, Patient, failed, json_object, passed, size, some, warned
-from reflex_runtime.policies.export.directory import CONFIG_FILE, EMBODIMENT_FILE, MODEL_PATTERNS, Export
+from reflex_runtime.policies.export.config_file import CONFIG_FILE
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
+from reflex_runtime.policies.export.model_files import MODEL_PATTERNS
 from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
 from reflex_runtime.policies.serving.ask import OPENPI
 from reflex_runtime.policies.wires.observations import Reading

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from reflex_runtime.policies.export.directory import CONFIG_FILE, Export
+from reflex_runtime.policies.export.config_file import CONFIG_FILE
+from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.onnx_file import OnnxFile
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.observation import ActionChunk

@@ -23,7 +23,8 @@ from reflex_runtime.policies.doctor.findings import (
     warned,
 )
 from reflex_runtime.policies.doctor.trial import run_together, sample
-from reflex_runtime.policies.export.directory import CONFIG_FILE, EMBODIMENT_FILE
+from reflex_runtime.policies.export.config_file import CONFIG_FILE
+from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.memory import SHARE, Room
 from reflex_runtime.policies.policy.load import load_policy
 from reflex_runtime.processors import onnx

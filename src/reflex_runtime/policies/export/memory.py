@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.directory import model_bytes
+from reflex_runtime.policies.export.model_files import model_bytes
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 SHARE: Final = 0.7

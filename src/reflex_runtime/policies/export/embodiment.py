@@ -1,0 +1,127 @@
+"""The robot that an export was made for, and how its states and actions are normalised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from reflex_runtime.policies.export.config_file import (
+    LARGEST,
+    ExportObject,
+    ImageSizes,
+    Number,
+    Size,
+    Text,
+    list_of,
+    names_of,
+    read_json,
+    whole,
+)
+
+EMBODIMENT_FILE: Final = "embodiment.json"
+_RANGES: Final = "pairs [low, high] of finite numbers with low < high"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    """normalised = (value − mean) / std, element by element; float32 [dim], std > 0."""
+
+    mean: NDArray[np.float32]
+    std: NDArray[np.float32]
+
+    def normalise(self, value: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Into the model's units; the last axis is dim."""
+        return ((value - self.mean) / self.std).astype(np.float32, copy=False)
+
+    def denormalise(self, value: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Into the robot's units; the last axis is dim."""
+        return (value * self.std + self.mean).astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embodiment:
+    """The robot a policy was made for.
+
+    action_space: "absolute" (targets), "relative" (changes), or None when the file does not say.
+    action_ranges: float32 [action_dim, 2], lowest and highest value the robot takes, or None.
+    cameras: (height, width) by name. control_rate_hz: actions executed per second.
+    """
+
+    name: str = "unknown"
+    action_space: Literal["absolute", "relative"] | None = None
+    action_ranges: NDArray[np.float32] | None = None
+    action_names: tuple[str, ...] | None = None
+    action_units: tuple[str, ...] | None = None
+    state_names: tuple[str, ...] | None = None
+    gripper_index: int | None = None
+    cameras: Mapping[str, Size] | None = None
+    control_rate_hz: float | None = None
+
+
+def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
+    """The normalisation under a key of `dim` elements; None without the key."""
+    if not config.has(key):
+        return None
+    table = ExportObject(config.file, config.get(key), config.name(key))
+    fields = table.read(_norm_keys(dim))
+    norm = Norm(_frozen(fields.mean), _frozen(fields.std))
+    if not (norm.std > 0.0).all():
+        table.wrong("std", "numbers > 0", norm.std.tolist())
+    return norm
+
+
+def read_embodiment(
+    root: Path, config: ExportObject, dims: Mapping[str, int]
+) -> tuple[Embodiment, dict[str, Norm | None]]:
+    """The file that `embodiment` names, else embodiment.json where there is one, else an unknown robot."""
+    file = config.file_in(root, "embodiment") if config.has("embodiment") else root / EMBODIMENT_FILE
+    if not config.has("embodiment") and not file.is_file():
+        return Embodiment(), dict.fromkeys(dims)
+    table, action_dim = ExportObject(file, read_json(file)), dims["action_norm"]
+    values = msgspec.structs.asdict(table.read(_embodiment_keys(dims["state_norm"], action_dim)))
+    if table.has("action_ranges"):
+        if not all(low < high for low, high in values["action_ranges"]):
+            table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
+        values["action_ranges"] = _frozen(values["action_ranges"])
+    if table.has("action_names"):
+        values["action_names"] = table.different("action_names", names_of(action_dim))
+    if table.has("cameras"):
+        values["cameras"] = table.sizes("cameras", values["cameras"])
+    norms = {key: read_norm(table, key, dim) for key, dim in dims.items()}
+    return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
+
+
+def _norm_keys(dim: int) -> Any:
+    vector = list_of(Number, dim, "finite numbers")
+    return msgspec.defstruct("_Norm", [("mean", vector), ("std", vector)], forbid_unknown_fields=True)
+
+
+def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
+    """The struct of the embodiment's file."""
+    space = Meta(description="'absolute' or 'relative'")
+    optional: dict[str, Any] = {
+        "action_space": Annotated[Literal["absolute", "relative"], space],
+        "action_ranges": list_of(tuple[Number, Number], action_dim, _RANGES),
+        "action_names": Any,
+        "action_units": list_of(str, action_dim, "texts"),  # for people; they may repeat (two joints in radians)
+        "state_names": list_of(str, state_dim, "texts"),
+        "gripper_index": Annotated[int, whole(0, action_dim - 1)],
+        "cameras": ImageSizes,
+        "control_rate_hz": Annotated[float, Meta(gt=0, le=LARGEST, description="a number > 0")],
+        **dict.fromkeys(("state_norm", "action_norm", "metadata"), Any),
+    }
+    keys: list[Any] = [("name", Text), *((name, kind | None, None) for name, kind in optional.items())]
+    return msgspec.defstruct("_EmbodimentFile", keys, forbid_unknown_fields=True)
+
+
+def _frozen(value: Any) -> NDArray[np.float32]:
+    array = np.array(value, np.float32)
+    array.setflags(write=False)
+    return array
