@@ -184,7 +184,8 @@ def _check_files(export: Export) -> None:
             file = graph.file.parent / data.location
             size = file.stat().st_size if file.is_file() else 0
             if size < data.end:
-                raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}")
+                again = "copy it again (git lfs pull, where it was cloned)"
+                raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}; {again}")
 
 
 def _check(config: ServeConfig) -> None:

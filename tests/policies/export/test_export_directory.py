@@ -28,6 +28,7 @@ from policies.tiny import (
 )
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import DecomposedPolicy, Export, load_policy
+from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -314,6 +315,22 @@ def test_export_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "model.onnx").unlink()
     with pytest.raises(ConfigError, match=r"model\.onnx: not found, expected the model of a monolithic export"):
         Export.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "next_step"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n", "run git lfs pull"),
+        (b"", "copy or export it again"),
+        (b"no model", "copy or export it again"),
+    ],
+)
+def test_export_a_model_file_that_was_not_copied_whole_says_what_to_do(
+    tmp_path: Path, data: bytes, next_step: str
+) -> None:
+    (tmp_path / "model.onnx").write_bytes(data)
+    with pytest.raises(NotOnnx, match=next_step):
+        read_onnx(tmp_path / "model.onnx")
 
 
 # -- the configuration against the graphs ------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ def test_everything_it_tells_is_json(versions: Versions) -> None:
     told = json.loads(json.dumps(versions.rollout.snapshot(5.0)))
     assert told["slots"] == {"a": {"verdict": "ok"}, "b": {"verdict": "drained"}}
     assert [c["ago_s"] for c in told["changes"]] == [5.0, 2.0]
-    with pytest.raises(NotFound, match="no slot 'x': a, b"):
+    with pytest.raises(NotFound, match="no slot 'x'; the slots are a, b"):
         versions.rollout.reset("x", 6.0)
 
 

@@ -215,7 +215,7 @@ def completion(body: bytes) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong."""
     fields = _decode(_completion, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise BadRequest("best_of: only as many as n are made, and all of them are answered", "best_of")
+        raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     return _asked(fields, _prompts(fields.prompt), None, 16 if fields.max_tokens is None else fields.max_tokens,
                   "max_tokens", fields.logprobs)  # fmt: skip
 
@@ -228,7 +228,8 @@ def chat(body: bytes) -> CompletionRequest:
         raise BadRequest(f"messages: holds {len(fields.messages)}, must hold 1 to {MOST_MESSAGES}", "messages")
     both = fields.max_completion_tokens, fields.max_tokens
     if None not in both and both[0] != both[1]:
-        raise BadRequest("max_tokens: says another number than max_completion_tokens", "max_tokens")
+        differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
+        raise BadRequest(differ, "max_tokens")
     name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
@@ -411,7 +412,7 @@ def _message(place: int, message: Message) -> dict[str, Any]:
         for i, part in enumerate(content):
             if part.type != "text" or part.text is None:
                 name = f"{where}.content[{i}]"
-                raise BadRequest(f"{name}: only parts of type text, with their text, are taken", name)
+                raise BadRequest(f"{name}: has type {part.type[:50]!r}; only type text, with its text, is taken", name)
         content = "\n".join(part.text or "" for part in content)
     if content is None:
         raise BadRequest(f"{where}.content: is missing", f"{where}.content")

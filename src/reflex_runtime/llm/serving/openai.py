@@ -129,14 +129,16 @@ class OpenAI:
         """They are queued together: more than may wait never are, however often it is tried."""
         choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
         if choices > most:
-            raise wire.BadRequest(f"n: asks for {choices} choices of all prompts, at most {most} may wait", "n")
+            what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
+            raise wire.BadRequest(what, "n")
 
     def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
         """The same for their tokens. One that is alone may wait whatever its length."""
         tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
         if tokens > most and asked.n * len(prompts) > 1:
             name = "n" if asked.n > 1 else asked.field
-            raise wire.BadRequest(f"{name}: all choices have {tokens} prompt tokens, at most {most} may wait", name)
+            what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
+            raise wire.BadRequest(f"{name}: {what}", name)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 HALF: Final = ("float16", "bfloat16")
+_LFS: Final = b"version https://git-lfs."  # how a file begins that Git LFS has not fetched
 
 # Element types by number, and the field numbers used here, as onnx.proto has them.
 _TYPES: Final = {
@@ -68,13 +69,15 @@ def read_onnx(path: Path) -> OnnxFile:
         try:
             data = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         except ValueError:
-            raise NotOnnx("the file is empty") from None
+            raise NotOnnx("the file is empty; copy or export it again") from None
+    if bytes(data[: len(_LFS)]) == _LFS:
+        raise NotOnnx("a pointer of Git LFS, not the model; run git lfs pull where it was cloned")
     try:
         return _model(data)
     except NotOnnx:
         raise
     except (LookupError, ValueError, TypeError, AttributeError) as error:  # bytes that are no such message
-        raise NotOnnx("not an ONNX model, or only part of one") from error
+        raise NotOnnx("not an ONNX model, or only part of one; copy or export it again") from error
 
 
 def _model(data: memoryview) -> OnnxFile:
@@ -87,7 +90,7 @@ def _model(data: memoryview) -> OnnxFile:
             graphs += 1
             _graph(value, found)
     if not graphs or not found.outputs or not found.opsets:
-        raise NotOnnx("it holds no whole graph")
+        raise NotOnnx("it holds no whole graph; copy or export it again")
     return found
 
 
@@ -152,9 +155,9 @@ def _fields(data: memoryview | bytes) -> Iterator[tuple[int, Any]]:
         elif kind in (_FIXED64, _FIXED32):
             at += 8 if kind == _FIXED64 else 4
         else:
-            raise NotOnnx("not an ONNX model")
+            raise NotOnnx("not an ONNX model; copy or export it again")
         if at > end:
-            raise NotOnnx("the file breaks off")
+            raise NotOnnx("the file breaks off; copy or export it again")
         yield key >> 3, value
 
 
@@ -168,7 +171,7 @@ def _varint(data: memoryview | bytes, at: int) -> tuple[int, int]:
             return value, at
         shift += 7
         if shift > 63:
-            raise NotOnnx("not an ONNX model")
+            raise NotOnnx("not an ONNX model; copy or export it again")
 
 
 def _text(value: memoryview | bytes) -> str:

@@ -169,7 +169,9 @@ class Ramp:
         if not (every > 0.0 and isfinite(every)):
             raise ConfigError(f"--ramp-every={every!r}: must be > 0 s", field="ramp_every")
         if comparison is not None and self.shares[0] == 100:
-            raise ConfigError("--ramp=100 --ramp-evidence: without a share for a there is nothing to compare b with")
+            raise ConfigError(
+                "--ramp=100 --ramp-evidence: a has no share to compare b with; begin below 100, or without evidence"
+            )
         self.every, self.guard, self.comparison, self.least = every, guard, comparison, least
         self.state: State = "running"
         self.decisions: list[Decision] = []  # at most two a stage

@@ -181,7 +181,7 @@ class Rollout:
         exchanged since; the first word counts."""
         by = self._episodes.get(episode_id)
         if by is None:
-            raise NotFound(f"no episode {episode_id[:100]!r} was answered here lately")
+            raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
         mixed = len({slot for slot, _ in by}) > 1
         slot, policy = next(iter(by))
         counted = len(by) == 1 and policy == self._policies[slot]
@@ -221,7 +221,7 @@ class Rollout:
     def reset(self, slot: str, now: float) -> None:
         """Forget a slot's crashes."""
         if slot not in self.slots:
-            raise NotFound(f"no slot {slot[:20]!r}: {', '.join(self.slots)}")
+            raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
         self._forget_crashes(slot, now)
         self.changed(now, "return", f"{slot} was reset by an operator: {self.breaker.verdict}", self._why(slot, now))
 

@@ -181,7 +181,7 @@ class Views:
     def shadow(self, exchange: Exchange, _: bytes) -> None:
         """How far the shadow's actions are from the served ones."""
         if self.runtime.shadow is None:
-            raise NotFound("no shadow is served: --shadow-policy DIR")
+            raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
         exchange.answer(200, wire.encode_json(dict(self.runtime.shadow.snapshot())))
 
     def openapi(self, exchange: Exchange, _: bytes) -> None:

@@ -34,9 +34,9 @@ class Exchanging:
     async def exchange(self, name: str, path: Path) -> Version:
         """Load the export of this path beside, warm it, switch. ConfigError leaves everything as it is."""
         if name not in self._slots:
-            raise NotFound(f"no slot {name[:20]!r}: {', '.join(self._slots)}")
+            raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self._slots)}")
         if self._config.captured_sizes:
-            raise Conflict("with --cuda-graphs no policy can be exchanged: graphs belong to the thread that made them")
+            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other export")
         self._rollout.may_exchange()
         slot = self._slots[name]
         await in_thread(lambda: self._has_room(path))

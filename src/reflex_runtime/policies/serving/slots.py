@@ -180,7 +180,7 @@ def check_alike(exports: Mapping[str, Export]) -> None:
             if (found := getattr(export, name)) != (expected := getattr(first, name)):
                 raise ConfigError(
                     f"{export.path}: {name}: found {found} for slot {slot}, expected {expected} as in {first.path} "
-                    f"(slot {first_slot})"
+                    f"(slot {first_slot}): policies of one server drive the same robot"
                 )
 
 
