@@ -25,7 +25,7 @@ from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
-from serving.requests import WAITING, busy
+from serving.requests import WAITING, busy, marked
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -216,6 +216,43 @@ def test_w11_what_cannot_be_in_time_is_refused_at_once(tiny: Path) -> None:
         assert (error["error"], error["retry_safe"]) == ("deadline_unreachable", True)
 
 
+def test_w11_a_newer_observation_of_the_robot_takes_the_place_of_the_one_that_waits(tiny: Path) -> None:
+    with Server(tiny, "--latest-only", held=True) as server, busy(server), ThreadPoolExecutor(1) as pool:
+        with robot(server, "/?robot_id=arm") as old, robot(server, "/?robot_id=arm") as new:
+            waiting = pool.submit(old.infer, seen(1))
+            server.reach(lambda m: m(WAITING) == 1)
+            new._ws.send(msgpack_numpy.packb(seen(2)))
+            assert refused(waiting.result)["error"] == "superseded"
+            server.release()
+            assert right(msgpack_numpy.unpackb(new._ws.recv()), 2)
+
+
+def test_w11_a_model_that_fails_is_a_text_for_its_request_alone(tiny: Path) -> None:
+    ids = [f"request-{i}" for i in range(100)]
+    bad = min(marked("raise", 0.05, ids))
+    fine = min(set(ids) - marked("raise", 0.05, ids))
+    with Server(tiny, "--inject-fault", "prod:raise:0.05") as server, robot(server) as client:
+        error = refused(lambda: client.infer(seen(request_id=bad)))
+        assert (error["error"], error["request_id"], error["retry_safe"]) == ("processor_failed", bad, False)
+        assert right(client.infer(seen(1, request_id=fine)), 1)
+        metrics = server.metrics()
+        assert metrics("reflex_requests_total", outcome="failed", wire="openpi") == 1
+        assert metrics("reflex_requests_total", outcome="ok", wire="openpi") == 1
+
+
+def test_w10_an_urgent_robot_goes_first(tiny: Path) -> None:
+    with Server(tiny, "--max-batch-size", "1", held=True) as server, busy(server):
+        with robot(server, "/?priority=background") as last, robot(server) as second, robot(server) as first:
+            for place, (client, more) in enumerate(((last, {}), (second, {}), (first, {"priority": "urgent"})), 1):
+                client._ws.send(msgpack_numpy.packb(seen(**more)))
+                server.reach(lambda m, place=place: m(WAITING) == place)
+            server.release()
+            answers = [msgpack_numpy.unpackb(client._ws.recv()) for client in (first, second, last)]
+            ids = [answer["batch"]["id"] for answer in answers]
+            assert ids == sorted(ids)
+            assert len(set(ids)) == 3
+
+
 def test_w10_identity_and_limits_come_from_the_query_and_from_the_observation(tiny: Path, tmp_path: Path) -> None:
     with Server(tiny, "--record", str(tmp_path)) as server:
         with robot(server, "/?robot_id=arm%201&episode_id=e1&priority=urgent&deadline_ms=60000") as client:
@@ -276,6 +313,16 @@ def test_w12_a_batch_is_as_many_requests_each_with_its_own_answer_or_error(tiny:
         assert server.metrics()("reflex_requests_total", outcome="ok") == 3
         for bad in ([], "x", [seen()] * 300):
             assert refused(lambda bad=bad: client.infer({"batch": bad}))["error"] == "invalid_request"
+
+
+def test_w12_its_rows_share_a_batch_of_the_scheduler(tiny: Path) -> None:
+    with Server(tiny, held=True, takes="0.001 * len(batch)") as server, busy(server), robot(server) as client:
+        client._ws.send(msgpack_numpy.packb({"batch": [seen(i) for i in range(8)]}))
+        server.reach(lambda m: m(WAITING) == 8)
+        server.release()
+        found = msgpack_numpy.unpackb(client._ws.recv())["batch"]
+        assert all(right(item, i) for i, item in enumerate(found))
+        assert {item["batch"]["size"] for item in found} == {8}
 
 
 def test_w12_latest_only_does_not_take_the_rows_of_a_batch_for_one_robot(tiny: Path) -> None:

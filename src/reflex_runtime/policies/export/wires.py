@@ -11,6 +11,9 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
 
+BLOCKS: Final = ("openpi",)
+"""The wires that an export may describe."""
+
 _Name = Annotated[str, Meta(min_length=1)]
 _OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]
 _Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of names in the observation")]
@@ -80,12 +83,17 @@ def read_wires(config: JsonObject, cameras: Collection[str], takes_state: bool) 
         return {}
     said = config.get("wires")
     if isinstance(said, str):
-        return {"openpi": _preset(config, "wires", said, cameras, takes_state)}
+        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, takes_state)}
     table = JsonObject(config.file, said, "wires")
-    table.only(["openpi"])
-    if isinstance(table.get("openpi"), str):
-        return {"openpi": _preset(table, "openpi", table.get("openpi"), cameras, takes_state)}
-    return {"openpi": _described(JsonObject(config.file, table.get("openpi"), "wires.openpi"), cameras, takes_state)}
+    table.only(BLOCKS)
+    return {wire: _read(table, wire, cameras, takes_state) for wire in BLOCKS if table.has(wire)}
+
+
+def _read(table: JsonObject, wire: str, cameras: Collection[str], takes_state: bool) -> WireMap:
+    said = table.get(wire)
+    if isinstance(said, str):
+        return _preset(table, wire, said, cameras, takes_state)
+    return _described(JsonObject(table.file, said, table.name(wire)), cameras, takes_state)
 
 
 def _preset(table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool) -> WireMap:
