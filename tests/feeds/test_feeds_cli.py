@@ -211,7 +211,7 @@ def test_f14_a_feed_given_up_is_exit_status_1_and_the_others_go_on(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("flag", "says"), [("--results", "3 results are not in it"), ("--trace", "batches are not in it: No space left")]
+    ("flag", "says"), [("--results", "3 results are not in it"), ("--trace", "lines are not in it: No space left")]
 )
 def test_f14_a_full_disk_is_said_and_exit_status_1(flag: str, says: str, tmp_path: Path) -> None:
     many = "a=markers:feed=1,frames=3,live=0"

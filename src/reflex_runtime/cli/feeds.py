@@ -336,7 +336,7 @@ class _Session:
             self._results = None
         if self._trace is not None and (self._trace.error is not None or self._trace.dropped):
             why = f": {self._trace.error.strerror}" if self._trace.error is not None else ""
-            logging.error("--trace=%s: %d batches are not in it%s", self._config.trace, self._trace.dropped, why)
+            logging.error("--trace=%s: %d lines are not in it%s", self._config.trace, self._trace.dropped, why)
             self._trace, complete = None, False
         return complete
 

@@ -19,7 +19,7 @@ from reflex_runtime.telemetry.journal_head import hardware
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies.records.replay import ModelReplay
+    from reflex_runtime.policies.records.replayed import ModelReplay
 
 _DESCRIPTION = """\
 Run what `reflex serve --record DIR` wrote again.
@@ -114,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, served_by
-    from reflex_runtime.policies.records.replay import DIFFS, replay_model
+    from reflex_runtime.policies.records.replay import replay_model
+    from reflex_runtime.policies.records.replayed import DIFFS
     from reflex_runtime.processors.base import Processor
     from reflex_runtime.processors.onnx import CPU, CUDA
 

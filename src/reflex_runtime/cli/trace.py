@@ -146,7 +146,7 @@ def _show(
     last, first, final = (None if text is None else whole(name, text, low) for name, text, low in limits)
     if first is not None and final is not None and first > final:
         raise ConfigError(f"--to={final}: must be >= --from, which is {first}")
-    trace = read_journal(file)
+    trace = read_journal(file, images=False)
     batches = _select(trace, args.group, first, final, last)
     pictures: Sequence[Path] = ()
     kept = args.out is not None or not outputs

@@ -95,7 +95,7 @@ def scheduled(ticket: int | None, arrived: float, facts: Facts) -> Scheduled:
 
 
 class Taken(msgspec.Struct):
-    """An answer as it waits to be written. entered: ids of those admitted with it.
+    """An answer as it waits to be written. entered: ids of those that entered with its batch.
 
     ticket, arrived, facts: of a request that came to the scheduler and could run.
     """

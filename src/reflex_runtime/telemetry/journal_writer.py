@@ -10,7 +10,6 @@ from __future__ import annotations
 import platform
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass
@@ -130,11 +129,11 @@ class JournalWriter:
         self._groups = {config.name: info_of(config) for config in groups}
         self._header = dict(header or {})
         self._warm: list[bytes] = []
-        self._scheduled: dict[int, BatchScheduled] = {}
+        self._scheduled: dict[int, tuple[int, tuple[float, ...]]] = {}  # batch in flight → queued, looked
         self._open: BatchLine | None = None  # finished; the outcomes of its members are the next events
         self._next = 0  # the member whose outcome comes next
         self._behind: list[bytes] = []  # notes that stand behind it, whatever the order of sinks
-        self._entered: OrderedDict[int, list[str]] = OrderedDict()  # batch → ids of those that entered with it
+        self._entered: dict[int, list[str]] = {}  # batch → ids of those that entered: answers may come before its line
         self._progress = ProgressFold()
         self._early: list[bytes] | None = None  # notes from before the first request
         self._waiting_bytes = self._written_bytes = self._too_large = 0
@@ -219,12 +218,12 @@ class JournalWriter:
                 self._outcome(self._open, event)
             if self._progress:
                 self._follow(event)
-            if isinstance(event, RequestSettled):
-                self._settled(event)
+            if isinstance(event.ticket.outcome, Failed):  # of one that progressed there is none yet
+                self._failed(event)
         elif isinstance(event, RequestAnswered):
             self._answered(event)
         elif isinstance(event, BatchScheduled):
-            self._scheduled[event.batch.id] = event
+            self._scheduled[event.batch.id] = event.queued, event.looked
         elif isinstance(event, BatchFinished):
             self._finished(event)
         elif isinstance(event, RequestRejected):
@@ -234,14 +233,13 @@ class JournalWriter:
     def _finished(self, event: BatchFinished) -> None:
         self._flush()
         batch = event.batch
-        left = self._scheduled.pop(batch.id, None)
+        queued, looked = self._scheduled.pop(batch.id, (None, ()))
         info = self._groups.get(batch.group)
         tokens = self._progress.ran(batch, event.apart) if info is not None and info.unit == "tokens" else None
         if not self._lines.takes():
             return
         self._entered[batch.id] = [ticket.request.id for ticket in batch.admitted]
-        if len(self._entered) > KEPT:
-            self._entered.popitem(last=False)
+        self._entered.pop(batch.id - KEPT, None)
         members = _members(batch)
         if tokens is not None:
             for member, before in zip(members, tokens, strict=True):
@@ -256,18 +254,18 @@ class JournalWriter:
             at=batch.scheduled_at,
             finished=event.at,
             elapsed=event.elapsed,
-            expected=round(batch.expected, 6) if batch.expected > 0.0 else None,
-            cost=round(batch.cost, 6),
+            expected=batch.expected if batch.expected > 0.0 else None,
+            cost=batch.cost,
             unit=info.unit if info is not None else None,
             size=len(members),
-            queued=None if left is None else left.queued,
+            queued=queued,
             crashed=event.crashed,
             apart=event.apart,
             left=[ticket.seq for ticket in batch.left],
             notes=dict(batch.notes) if self._notes is None else {**batch.notes, **self._notes(event)},
             members=members,
             short_of=batch.short_of,
-            looked=[] if left is None else list(left.looked),
+            looked=list(looked),
         )
         self._next = 0
         if event.apart:
@@ -285,9 +283,9 @@ class JournalWriter:
             if self._next == len(open_batch.members):
                 self._flush()
 
-    def _settled(self, event: RequestSettled) -> None:
+    def _failed(self, event: RequestSettled | RequestProgressed) -> None:
         ticket = event.ticket
-        if isinstance(ticket.outcome, Failed) and ticket.ready_at < inf:
+        if isinstance(event, RequestSettled) and ticket.ready_at < inf:
             self._put(EndedLine(ticket.seq, event.at, _ending(ticket)))
 
     def _follow(self, event: RequestSettled | RequestProgressed) -> None:
@@ -363,7 +361,7 @@ class JournalWriter:
             return item
         if isinstance(item, BatchLine):
             self._batches += 1
-            return _safe(item)
+            return _safe(_tidy(item))
         return _safe(item) if isinstance(item, EndedLine) else self._request(item)
 
     def _request(self, taken: Taken) -> bytes:
@@ -387,10 +385,21 @@ def _members(batch: Batch) -> list[Member]:
     for ticket, units in batch.grants.items():
         asked = ticket.request
         state = "waiting" if ticket in entered else "resident"
-        limit = None if asked.time_limit is None else round(asked.time_limit, 6)
-        client, age = str(asked.client), round(at - ticket.arrived, 6)
+        client, age, limit = str(asked.client), at - ticket.arrived, asked.time_limit
         members.append(Member(ticket.seq, asked.id, client, units, asked.wants, state, age, limit))
     return members
+
+
+def _tidy(batch: BatchLine) -> BatchLine:
+    """Microseconds are enough where no replay needs more."""
+    batch.expected, batch.cost = _micro(batch.expected), _micro(batch.cost)
+    for member in batch.members:
+        member.age, member.limit = round(member.age, 6), _micro(member.limit)
+    return batch
+
+
+def _micro(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
 
 
 def _ending(ticket: Ticket) -> str:

@@ -20,7 +20,8 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import export_dir
 from reflex_runtime.policies import Policy, load_policy, served_by
 from reflex_runtime.policies.policy.rtc import Rtc
-from reflex_runtime.policies.records.replay import ModelReplay, ReplayedRequest, distance, replay_model
+from reflex_runtime.policies.records.replay import replay_model
+from reflex_runtime.policies.records.replayed import ModelReplay, ReplayedRequest, distance
 from reflex_runtime.processors.base import Processor
 from reflex_runtime.telemetry.journal_head import hardware
 from reflex_runtime.telemetry.journal_reader import read_journal
