@@ -80,7 +80,7 @@ class ServeConfig(ServerConfig):
         low=0, high=100, needs="policy_b", unless="ramp",
     )
     shadow_policy: str = option(
-        "", "export that is asked the same as the served one when the device has time; nobody sees its answers",
+        "", "export that runs the same requests as the served one when the device has time; its answers are not sent",
         metavar="DIR",
     )
     shadow_sample: float = option(

@@ -255,7 +255,7 @@ def check_needs(config: Any, places: Places, missing: Mapping[str, str] | None =
     missing = {} if missing is None else missing
     for f in fields(config):
         place = places.get(f.name)
-        if place is None or getattr(config, f.name) is False:  # what is said to be off is off
+        if place is None or getattr(config, f.name) is False:  # a setting that is switched off needs no effect
             continue
         why = _without_effect(config, f.name, missing)
         if why and place == flag(f.name):

@@ -15,7 +15,7 @@ def doubled(first: float, longest: float, times: int) -> float:
 
 
 class Restarts:
-    """How long to wait before each start: longer after each that came to nothing, and a rest when many did.
+    """How long to wait before each start: longer after each failure, and a rest after many.
 
     A failure is a start that failed or a life shorter than `steady` seconds. After `most` of them in a row the breaker
     is open: one trial every `rest` seconds, until one of them lives that long. jitter: gives numbers in [0, 1); waits
@@ -30,11 +30,11 @@ class Restarts:
         self._jitter = jitter
 
     def failed(self) -> None:
-        """A start came to nothing."""
+        """A start failed."""
         self.failures += 1
 
     def lived(self, seconds: float) -> None:
-        """A process was lost that had been ready for so long."""
+        """A process was lost that had been ready for so many seconds."""
         self.failures = 0 if seconds >= self.steady else self.failures + 1
 
     @property
@@ -50,11 +50,10 @@ class Restarts:
 
 
 class Pulse:
-    """Whether the other end is alive, by questions that it should answer: one every `every` seconds, and given up when
-    one stays unanswered for `limit`.
+    """Whether the other end is alive: it is asked every `every` seconds, and given up when a question stays unanswered
+    for `limit` seconds.
 
-    A tick that comes later than `every` after its time says that this process stood still, not the other: what it
-    waited for is not counted.
+    A tick late by more than `every` shows that this process stood still, not the other: its wait is not counted.
     """
 
     def __init__(self, every: float, limit: float) -> None:

@@ -808,7 +808,7 @@ def test_a_callback_takes_the_settled_ticket_in_place_of_a_future(caplog: pytest
             batcher.submit(Request(2), lambda ticket: told.append(ticket.outcome))
             assert await batcher.run(Request(3)) == 3
         assert told == [Done(2)]
-        assert "nobody answered request one" in caplog.text
+        assert "request one: its answer could not be delivered" in caplog.text
 
     run(main())
 

@@ -86,26 +86,25 @@ class Audience:
 
 
 class Delivery:
-    """Takes events and tells them to an audience, called by many threads.
+    """Takes events and passes them to an audience, on the threads that cause them.
 
-    One thread tells at a time, so events stay in order. The others do not wait for it: it takes their events as well.
-    take: the events since the last call. What a sink or callback raises to end its thread leaves the remaining events
-    to the next delivery.
+    One thread delivers at a time, so events stay in order. Other threads do not wait: it delivers their events as well.
+    take: the events since the last call. If a sink or callback ends its thread, the next delivery has the rest.
     """
 
     def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
         self._take, self._audience = take, audience
         self._lock = threading.RLock()  # a callback may ask for `after`
-        self._teller: int | None = None
+        self._thread: int | None = None
         self._news = False
 
     @property
     def current(self) -> bool:
         """Whether the caller is a sink or a callback of this delivery."""
-        return self._teller == threading.get_ident()
+        return self._thread == threading.get_ident()
 
     def deliver(self) -> None:
-        """Tell what has happened, or leave it to the thread that is telling."""
+        """Deliver what has happened, or leave it to the thread that is delivering."""
         self._news = True
         while self._news and not self.current and self._lock.acquire(blocking=False):
             try:
@@ -114,7 +113,7 @@ class Delivery:
                 self._lock.release()
 
     def after(self, action: Callable[[], T]) -> T:
-        """What `action()` returns, called when everything up to now is told and nothing else is being told."""
+        """Deliver everything up to now, then call `action` before anything else is delivered. Returns its result."""
         with self._lock:
             if not self.current:
                 self._news = True
@@ -122,14 +121,14 @@ class Delivery:
             return action()
 
     def _tell(self) -> None:
-        """Tell until there is nothing new. The lock is held."""
-        self._teller = threading.get_ident()
+        """Deliver until there is nothing new. The lock is held."""
+        self._thread = threading.get_ident()
         try:
             while self._news:
                 self._news = False  # first: what comes from now on is another round
                 self._audience.tell(self._take(), all=True)
         finally:
-            self._teller = None
+            self._thread = None
 
 
 def resolve(ticket: Ticket) -> None:
@@ -147,4 +146,4 @@ def resolve(ticket: Ticket) -> None:
         try:
             waiter(ticket)
         except Exception:
-            log.exception("nobody answered request %s", ticket.id)
+            log.exception("request %s: its answer could not be delivered", ticket.id)

@@ -1,6 +1,6 @@
 """What a coordinator runs, and how it batches: the processor as its user writes it, and the settings.
 
-`Owned` puts the processor behind the interface of the drivers, so that it is run, bisected and timed like any other.
+`Owned` adapts such a processor to the `Processor` of all drivers, so that it is run, repeated in parts and timed alike.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class BatchProcessor(Protocol):
 
 
 class Owned(BaseProcessor):
-    """A user's processor behind the interface of the drivers."""
+    """Makes a `Processor` of a user's `BatchProcessor`."""
 
     def __init__(self, processor: BatchProcessor) -> None:
         self._processor = processor
@@ -140,7 +140,7 @@ class Owned(BaseProcessor):
 def _of_processor(error: ReflexError) -> ProcessorError:
     """An error of the runtime that came out of a processor, such as another coordinator's refusal.
 
-    Of its own class it would tell the caller that the frame never ran and may be sent again.
+    Its own class would say that the frame never ran and may be sent again.
     """
     if isinstance(error, ProcessorError):
         return error
@@ -150,7 +150,7 @@ def _of_processor(error: ReflexError) -> ProcessorError:
 
 
 def _missing() -> Failed:
-    """A new one each time: whoever raises an exception hangs its traceback, and with it his frame, on it."""
+    """A new error each time: raising one attaches a traceback, and with it the frame of the caller."""
     return Failed(ProcessorError("process gave no result for this frame: found None"))
 
 

@@ -31,7 +31,7 @@ _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the b
 class BatchedCoroutine(Handle, Generic[Item, Result]):
     """A coroutine function over a list that is awaited with single items; `batched` makes it.
 
-    What its calls raise: `Handle`. Everything is said of the running loop: its callers, its sinks, its close.
+    What its calls raise: `Handle`. Callers, sinks and `close` are those of the running loop.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
     async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
         """Take nothing more in this loop, and finish or drop what is queued within `timeout` seconds.
 
-        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
+        Every caller is answered: what has no result by then gets Drained, or CutShort if the function still runs on it.
         """
         await self._of_this_loop().dispatcher.close(drain, timeout)
 

@@ -1,7 +1,7 @@
 """A function over a list that threads and coroutines call with one item: what `@batched` makes of a `def`.
 
-The function runs on one thread of its own and needs no lock. That thread settles the callers: a lock for a thread that
-waits, one call into its loop per batch for coroutines.
+The function runs on one thread of its own and needs no lock. That thread answers the callers: it releases the lock of a
+thread that waits, and makes one call into a loop per batch for coroutines.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         ticket = driver.submit(request, lambda _: answered.release())
         try:
             came = driver.wait(answered, ticket, timeout)
-        except BaseException:  # an interrupt: nobody waits for the answer any more
+        except BaseException:  # an interrupt: the answer has no reader any more
             driver.device.cancel(ticket)
             raise
         if not came and not driver.device.abandon(ticket):
@@ -107,7 +107,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
         """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
 
-        Nobody is left waiting: what has no answer by then gets Drained, or CutShort if the function still runs on it.
+        Every caller is answered: what has no result by then gets Drained, or CutShort if the function still runs on it.
         """
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._driver.device.stop(timeout)
@@ -121,7 +121,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
 
 
 class _Driver:
-    """The thread of one batched function and whoever waits for it; it starts with the first item."""
+    """The thread of one batched function and its callers; it starts with the first item."""
 
     def __init__(
         self, function: Callable[[list[Any]], Any], config: GroupConfig, repeatable: bool, watchdog: float, name: str
@@ -196,7 +196,7 @@ class _Inbox:
             self._called = True
             try:
                 self._loop.call_soon_threadsafe(self._empty)
-            except RuntimeError:  # the loop is closed: nobody waits in it
+            except RuntimeError:  # the loop is closed: its coroutines are gone
                 self._come.clear()
 
     def watch(self) -> None:

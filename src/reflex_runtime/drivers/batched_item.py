@@ -12,7 +12,7 @@ from reflex_runtime.core.request import Priority, Request
 
 
 class Handle:
-    """What stands in the place of a batched function, and what `object.method` is of a batched method.
+    """The object that replaces a batched function, and the `object.method` of a batched method.
 
     A call may raise `QueueFull` or `Closed` (refused), `Expired`, `Shed`, `Drained` (not computed), or `ProcessorError`
     (it ran and failed; only then a retry computes the item a second time).
@@ -34,7 +34,7 @@ class Handle:
         """Get ready for `forsaken`."""
 
     def forsaken(self) -> None:
-        """The owner is gone, so nobody can call it any more. Called in the garbage collector's place: takes no lock."""
+        """The owner is gone, and with it every caller. Called by the garbage collector: takes no lock."""
 
 
 def request_of(item: object, group: str, client: int, priority: Priority, time_limit: float | None) -> Request:

@@ -42,7 +42,7 @@ class Batcher(Generic[V]):
         async with Batcher({"default": processor}) as batcher:
             value = await batcher.run(Request(payload))
 
-    processors: one per group. watchdog: seconds a batch may run before its callers are told (0 switches it off).
+    processors: one per group. watchdog: seconds a batch may run before it fails with `ProcessorHung`; 0 is off.
     sinks: called on the loop with every event, in order; a sink with an attribute `events` (a set of event types) gets
         those only. One that raises is logged and called again with the next event. Or an `Audience`, for a server that
         publishes events of its own to the same sinks.
@@ -122,7 +122,7 @@ class Batcher(Generic[V]):
     ) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
 
-        settled: called on the loop with the settled ticket, in place of the future, for who needs no coroutine.
+        settled: called on the loop with the settled ticket, in place of the future, where no coroutine waits.
         ready: False where something is to be done before it can run; no batch takes it before `prepared`.
         """
         loop = self._loop
@@ -133,7 +133,7 @@ class Batcher(Generic[V]):
         except Rejected:
             self._pump_soon()
             raise
-        if self._replaces:  # somebody may have been replaced, and is answered at once
+        if self._replaces:  # a replaced request is answered at once
             self._pump_soon()
         if ready or ticket.deadline < inf:  # the device thread sleeps until the deadlines it knows
             self._wake_soon(loop)
@@ -173,8 +173,8 @@ class Batcher(Generic[V]):
         self._cancels.add(ticket, self._loop)
 
     def flush(self) -> None:
-        """Hand the sinks the events so far, as many as fit in a turn of the loop: those nobody waits for otherwise come
-        with the next answer."""
+        """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events that answer
+        nothing come with the next answer."""
         self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
@@ -192,7 +192,7 @@ class Batcher(Generic[V]):
             self._pump(all=True)
             stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
             ended = await asyncio.shield(stop)
-        except asyncio.CancelledError:  # in a hurry: nobody may be left waiting all the same
+        except asyncio.CancelledError:  # in a hurry: every request is settled all the same
             self.device.stop(0.0)
             raise
         finally:
@@ -216,13 +216,13 @@ class Batcher(Generic[V]):
             self._arm(self._clock() + self._soon)
 
     def _notified(self) -> None:
-        """Somebody's answer is among the events; called on any thread."""
+        """An answer is among the events; called on any thread."""
         if self._pump_due or self._loop is None:
             return
         self._pump_due = True
         try:
             self._loop.call_soon_threadsafe(self._pump)
-        except RuntimeError:  # the loop is closed: nobody is left to tell
+        except RuntimeError:  # the loop is closed, and its waiters are gone
             return
 
     def _pump_soon(self) -> None:
@@ -254,7 +254,7 @@ class Batcher(Generic[V]):
         since = self.device.running_since
         if since is not None:
             at = self.device.wake_at()
-        else:  # the thread may still be in a batch that was given up: nobody else looks at deadlines meanwhile
+        else:  # the thread may still be in a batch that was given up: deadlines are for the loop meanwhile
             at = self.device.expires_at() if self.device.busy else inf
         if self._watchdog > 0 and not self.scheduler.idle:
             limit = self.device.limit_of(self._watchdog)
@@ -262,7 +262,7 @@ class Batcher(Generic[V]):
         return at
 
     def _arm(self, at: float) -> None:
-        """See to it that the timer goes off at `at` or before. An early one is harmless: it looks and arms again."""
+        """Set the timer to `at`, unless it is set to an earlier time. An early one does no harm: it is set anew."""
         if at >= self._timer_at:
             return
         assert self._loop is not None

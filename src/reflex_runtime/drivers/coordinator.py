@@ -81,7 +81,7 @@ class _Pending(Future[Any]):
 
 
 class BatchHandle:
-    """Where feeds submit. Any thread may call it; see the errors of `submit_and_wait`."""
+    """Feeds submit frames here, on any thread. For the errors see `submit_and_wait`."""
 
     def __init__(self, coordinator: BatchCoordinator) -> None:
         self._coordinator = coordinator
@@ -104,7 +104,7 @@ class BatchHandle:
         """A future of the frame's result. Never blocks; raises `QueueFull`, `InFlightCapReached` or `Closed`.
 
         The future ends with the result or with one of the errors of `submit_and_wait`, `WaitTimeout` apart. Its
-        callbacks run on whichever thread brings the news and must be quick. Cancelling it takes the frame back.
+        callbacks run on the thread that answers and must be quick. Cancelling it takes the frame back.
         """
         future = _Pending()
         coordinator = self._coordinator
@@ -168,8 +168,9 @@ class BatchCoordinator:
     lost: why its thread died, if it did. detached: the name of a thread that did not end in time, else None.
     stop_error: what `on_stop` raised, else None.
 
-    A batch beyond the watchdog is answered with `ProcessorHung`; nobody else may call the processor, so it is waited
-    for, and works on when it comes back. A thread that dies ends the coordinator: everybody is answered.
+    A batch beyond the watchdog is answered with `ProcessorHung`. Only one thread may call the processor, so the
+    coordinator waits for it and goes on when it comes back. A thread that dies ends the coordinator, and every frame is
+    answered.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class BatchCoordinator:
             name=f"reflex-{self.id}",
             one_thread=True,
         )
-        self._obituary: DeviceLost | None = None  # told after everything else
+        self._loss: DeviceLost | None = None  # published after everything else
         self._sequences: dict[str, count[int]] = {}
         self._watchdog = config.watchdog or inf
         self._alarm = inf  # when the timekeeper looks next
@@ -251,7 +252,7 @@ class BatchCoordinator:
         return self.handle
 
     def signal(self) -> None:
-        """Admit nothing more. The batch being formed or run still ends well; whoever else waits is released now."""
+        """Admit nothing more. The batch being formed or run is still answered; all other frames are released now."""
         self._signalled = True
         self._owned.before_run = self._close_behind
         self._device.input(
@@ -261,7 +262,7 @@ class BatchCoordinator:
     def join(self, timeout: float = 5.0) -> bool:
         """After `signal`: wait for the thread's end, `on_stop` included. Returns whether it ended within `timeout`.
 
-        Nobody is left waiting when it returns. A thread that did not end is named by `detached`.
+        Every frame is answered when it returns. A thread that did not end is named by `detached`.
         """
         until = time.monotonic() + timeout
         self._device.stop(timeout)
@@ -385,22 +386,22 @@ class BatchCoordinator:
             ready.set_result(None)
 
     def _close_behind(self) -> None:
-        """After `signal`, with the last batch about to run: whoever is not in it is released before it does."""
+        """After `signal`, before the last batch runs: release the frames that are not in it."""
         self._owned.before_run = None
         self._device.input(lambda scheduler, now: scheduler.close(now, drain=False))
 
     def _events(self) -> list[Event]:
         events = self._device.take_events()
-        if self._obituary is not None:
-            events.append(self._obituary)
-            self._obituary = None
+        if self._loss is not None:
+            events.append(self._loss)
+            self._loss = None
         return events
 
     def _died(self) -> None:
-        """The thread is gone; everybody was answered. Tell the sinks, unless it was to end anyway."""
+        """The thread died and every frame was answered. Publish that, unless the thread was to end anyway."""
         assert self._device.lost is not None
         if not self._signalled:
-            self._obituary = DeviceLost(self._clock(), self._device.lost)
+            self._loss = DeviceLost(self._clock(), self._device.lost)
             self._delivery.deliver()
 
     # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
@@ -426,8 +427,8 @@ class BatchCoordinator:
                 self._device.expire()
                 self._device.check(self._watchdog)
                 self._delivery.deliver()
-            except Exception:  # nobody else watches over batches and deadlines
-                log.exception("%s: the timekeeper stumbled", self.id)
+            except Exception:  # it must go on: batches and deadlines depend on it
+                log.exception("%s: the timekeeper failed", self.id)
             if not self._scheduler.idle:
                 since = self._device.running_since
                 hangs = (self._clock() if since is None else since) + self._watchdog

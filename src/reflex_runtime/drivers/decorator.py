@@ -88,7 +88,7 @@ def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None])
 
     def there() -> object:
         owner = owner_of()
-        if owner is None:  # whoever waited held it, so nobody waits any more
+        if owner is None:  # callers hold the object, so there are none
             raise Cancelled("its object is gone")
         return owner
 

@@ -1,13 +1,13 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
-The device thread completes a batch and takes the next under one hold of the lock; everybody else only submits, cancels
-and wakes it. It sleeps until `wake_at` or an input, never by polling. Drivers for callers (`Batcher`, `batched`) add
-how results get back.
+The device thread completes a batch and takes the next under one hold of the lock; other threads submit, cancel and
+wake it. It sleeps until `wake_at` or an input, never by polling. Drivers for callers (`Batcher`, `batched`) deliver the
+results.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
 second time the device itself is given up (`on_fatal`): what is left is answered with errors, and nothing is admitted.
-A thread lost to an expendable group costs that group alone: it is not asked again. Where processors belong to their
-thread for good, there is no replacement: a thread that hangs is waited for, and one that dies ends the device.
+A thread lost to an expendable group stops that group alone. With `one_thread` there is no replacement: a thread that
+hangs is waited for, and one that dies ends the device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Clock = Callable[[], float]
 class Device:
     """Runs a scheduler's batches on processors, one per group, on one thread.
 
-    notify: called when somebody's answer is among the events, never with the lock held; on the device thread or a
-        caller's. Who takes the events must do so in one place, so that they stay in order. Events nobody waits for
-        (a request queued, a batch scheduled) come along with the next answer.
+    notify: called when an answer is among the events, never with the lock held; on the device thread or a caller's.
+        Take the events in one place, so that they stay in order. Events that answer nothing (a request queued, a batch
+        scheduled) come with the next answer.
     on_fatal: called once, from any thread, when the device is given up.
-    expendable: groups nobody waits for. A batch of theirs is given up much earlier (see `limit_of`); a thread lost to
-        one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
+    expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit_of`); a thread
+        lost to one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
     one_thread: whether no other thread may ever call the processors. A batch that hangs is answered for all the same,
         and what comes of it late is dropped.
     hung: batches given up for their time. fatal: whether the device was given up; lost: why.
@@ -105,8 +105,8 @@ class Device:
             ticket.waiter = waiter
             if wake and self._waiting and self._must_wake(ticket):
                 self._ring()
-            told = self.scheduler.settled != settled  # somebody had to make room for it
-        if told:
+            settles = self.scheduler.settled != settled  # another request had to make room for it
+        if settles:
             self._notify()
         return ticket
 
@@ -144,7 +144,7 @@ class Device:
         return result
 
     def expire(self) -> None:
-        """Let what is due take effect while the device is busy; a free device sees to it itself."""
+        """Settle what is past its deadline while the device is busy; a free device does so itself."""
         with self._lock:
             if self.busy:
                 self.scheduler.expire(self.clock())
@@ -172,7 +172,7 @@ class Device:
 
     @property
     def busy(self) -> bool:
-        """Whether the thread is in a processor, with a batch that somebody waits for or not."""
+        """Whether the thread is in a processor, also with a batch that was given up."""
         return self._running is not None or self._late
 
     @property
@@ -191,7 +191,7 @@ class Device:
         return threading.current_thread() is self._thread
 
     def limit_of(self, limit: float) -> float:
-        """Seconds that the batch now running may take. limit: of a batch somebody waits for.
+        """Seconds that the batch now running may take. limit: of a batch that is not expendable.
 
         One of an expendable group has a second, or ten times what was expected of it: others wait behind it.
         """
@@ -230,7 +230,7 @@ class Device:
         """Run what the scheduler still gives, settle the rest, stop the thread. Returns whether it ended in `timeout`.
 
         With the scheduler closed for draining it gives everything, closed otherwise nothing. Whatever is left when the
-        time is over settles here, a batch that still runs as CutShort: nobody waits for a stopped device.
+        time is over settles here, a batch that still runs as CutShort.
         """
         until = time.monotonic() + timeout
         with self._lock:
@@ -247,7 +247,7 @@ class Device:
                 self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
         self._notify()
         if ended and thread is not None and thread is not threading.current_thread():
-            thread.join(max(0.0, until - time.monotonic()))  # what is left are the processors' own `stop`
+            thread.join(max(0.0, until - time.monotonic()))  # it still calls the processors' own `stop`
         return ended
 
     def join(self, timeout: float) -> None:
@@ -256,7 +256,7 @@ class Device:
             self._thread.join(timeout)
 
     def give_up(self, error: ProcessorError) -> None:
-        """Fail the batch that still runs and start no other: for a stop that cannot wait for it."""
+        """Fail the batch that runs: for a stop that cannot wait for it."""
         with self._lock:
             self._cut_short(error)
         self._notify()
@@ -280,12 +280,12 @@ class Device:
             while (batch := self._next(generation, outcomes)) is not None:
                 outcomes = run_batch(self._processors[batch.group], batch)
                 del batch  # while this thread sleeps it keeps nothing of the batch alive
-        except BaseException as error:  # the thread is about to die: nobody else will answer for its batch
+        except BaseException as error:  # the thread is about to die: its batch is answered first
             self._died(generation, error)
             return
         with self._lock:
             if generation != self._generation:
-                return  # given up: the processors are another thread's, or nobody's
+                return  # given up: the processors are not this thread's any more
             self._ended.set()
         for processor in self._processors.values():
             try:
@@ -321,12 +321,12 @@ class Device:
             del gone
             with self._lock:
                 if generation != self._generation or (self._stopping and self.scheduler.wake_at() > self.clock()):
-                    return None  # stopping: what is not due now is not waited for
+                    return None  # stopping: nothing is due now
                 self._wait()
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
         """The batch that ran came back. The lock is held."""
-        if self._late:  # somebody answered for it meanwhile
+        if self._late:  # it was given up and answered meanwhile
             self._late = False
             return
         assert self._running is not None

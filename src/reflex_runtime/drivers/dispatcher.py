@@ -30,7 +30,7 @@ _TICK = 0.00051  # s; uvloop counts whole milliseconds, and half of one would be
 
 
 class Dispatcher:
-    """Batches requests of one event loop into calls that others answer.
+    """Batches requests of one event loop into calls that are answered elsewhere.
 
         dispatcher = Dispatcher(groups, send)
         dispatcher.start()
@@ -77,13 +77,13 @@ class Dispatcher:
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`.
 
-        settled: called with the settled ticket, in place of the future, for who needs no coroutine.
+        settled: called with the settled ticket, in place of the future, where no coroutine waits.
         """
         assert self._loop is not None, "Dispatcher.start was not called"
         try:
             ticket = self.scheduler.submit(request, self._clock())
         except Rejected:
-            self._turn_soon()  # the sinks hear of it
+            self._turn_soon()  # the refusal is an event
             raise
         ticket.waiter = settled or self._loop.create_future()
         self._turn_soon()
@@ -111,7 +111,7 @@ class Dispatcher:
         try:
             if drain:
                 await self._idle.wait(timeout)
-        finally:  # also when whoever closes is in a hurry: nobody may be left waiting
+        finally:  # also when the close is cancelled: every request is settled
             self.input(lambda scheduler, now: scheduler.close(now, drain=False))
             for batch, call in list(self._out.items()):
                 if call.done():
@@ -137,7 +137,7 @@ class Dispatcher:
         self.input(cancel)
 
     def _turn(self, all: bool = False) -> None:
-        """Decide, send, tell; with very many events, in several turns."""
+        """Form batches, send them, publish events; with very many events, in several turns."""
         self._turn_due = False  # first: what comes from now on asks for another turn
         scheduler, now = self.scheduler, self._clock()
         # a batch that was formed now could hold a request that is about to be cancelled

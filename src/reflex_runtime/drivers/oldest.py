@@ -1,4 +1,4 @@
-"""What waits, in the order in which it began to: connections, of which the one that waited longest is cut off first."""
+"""Keys in the order in which they began to wait, such as connections, of which the oldest is closed first."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Work of which thousands of pieces may come in one turn of the loop is done in slices, so that others get their turn
-in between."""
+"""Thousands of cancels or answers in one turn of the loop are done in slices, with other work in between."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Final
 
 from reflex_runtime.core.request import Ticket
 
-SLICE: Final = 64  # requests cancelled, and answers told, in one turn of the loop: a few milliseconds
+SLICE: Final = 64  # requests cancelled, and answers delivered, in one turn of the loop: a few milliseconds
 
 
 class Cancels:

@@ -1,7 +1,6 @@
-"""The driver for who wants to make every step himself: form a batch, run it, complete it, in the calling thread.
+"""A driver that makes one step per call, in the calling thread: form a batch, run it, complete it.
 
-Tests, offline generation and tracing use it: nothing happens between two calls, and after one everything is settled
-that could be.
+Tests, offline generation and tracing use it: nothing happens between two calls.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ class Stepper:
         return batch
 
     def deliver(self) -> None:
-        """Hand the sinks what has happened since they were last called, such as an input of the caller's."""
+        """Call the sinks with what has happened since the last call, such as an input of the caller."""
         for event in self.scheduler.take_events():
             for sink in self.sinks:
                 sink(event)
 
     def _drop(self) -> None:
-        """Residents that left, with no next batch to say so."""
+        """Drop residents that left, where no next batch names them."""
         for name, processor in self._processors.items():
             if left := self.scheduler.take_left(name):
                 processor.drop(left)

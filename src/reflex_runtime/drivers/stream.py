@@ -1,7 +1,7 @@
-"""What one request says over time, for one reader: the place where outputs wait until they are read.
+"""The outputs of one request over time, for one reader.
 
-Producers push on the event loop and never wait. That memory stays bounded is for whoever makes the stream: it is told
-when outputs were pushed and when they were taken, and holds the producer of this stream alone.
+Producers push on the event loop and never wait. A subclass bounds the memory: its hooks are called when outputs were
+pushed and when they were taken, and it holds the producer of this stream alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CLOSED = "closed before all of it was read"
 
 
 class Bell(asyncio.Event):
-    """Rung when there is something to read. aside: called instead while it is there, by whoever rings; False from it
-    wakes who waits. So one reader need not be woken for what can be done on the spot."""
+    """Set when there is something to read. aside: called in place of waking the reader; if it returns False, the reader
+    is woken. It saves a wake-up for what can be done at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Bell(asyncio.Event):
 class Stream(Generic[T]):
     """An async iterator of outputs. One that ends with an error raises it here, after what had come until then.
 
-    Whoever stops reading before the end calls `close`. bell: set whenever there is something to read, for who reads
+    A reader that stops before the end calls `close`. bell: set whenever there is something to read, for a reader of
     several streams. ended: whether no more will come; what came may still be unread.
     """
 
@@ -91,8 +91,8 @@ class Stream(Generic[T]):
         return outputs
 
     def close(self) -> None:
-        """Take the request back unless it has ended. Who reads on gets no half of an answer for a whole one, but
-        `Cancelled`."""
+        """Take the request back unless it has ended. Reading afterwards raises `Cancelled`, so a truncated answer does
+        not pass for a complete one."""
         if self._closed:
             return
         self._closed = True
@@ -117,7 +117,7 @@ class Stream(Generic[T]):
     # -- for the producer ----------------------------------------------------------------------------------------------
 
     def push(self, outputs: list[T]) -> None:
-        """Outputs came. Dropped when nobody wants them any more."""
+        """Outputs came. Dropped after `close`."""
         if not self._closed:
             self._outputs += outputs
             self._bell.set()
@@ -131,7 +131,7 @@ class Stream(Generic[T]):
             self._error = error
         self._bell.set()
 
-    # -- for whoever bounds it -----------------------------------------------------------------------------------------
+    # -- hooks of a subclass that bounds it ----------------------------------------------------------------------------
 
     def _pushed(self, n: int) -> None:
         """So many outputs came."""
@@ -140,4 +140,4 @@ class Stream(Generic[T]):
         """So many outputs were read."""
 
     def _left(self) -> None:
-        """The reader does not want the rest."""
+        """The reader closed it before its end."""

@@ -13,7 +13,7 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.processors.onnx import CPU, CUDA, OnnxSession
+from reflex_runtime.processors.onnx import CPU, CUDA, OnnxSession, shown
 
 _PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
 _FOUND: Final = ("boxes", "scores", "labels")  # outputs that make a graph a detector
@@ -149,9 +149,9 @@ class OnnxFrames:
             raise ConfigError(f"{self.path}: found the inputs {sorted(session.inputs)}, expected one, for pictures")
         ((name, port),) = session.inputs.items()
         where = f"{self.path}: input {name!r}"
-        shown = _shown(port.dims)
+        found = shown(port.dims)
         if len(port.dims) != 4 or 3 not in (port.dims[1], port.dims[3]):
-            raise ConfigError(f"{where}: found {shown}, expected [n, 3, h, w] or [n, h, w, 3]")
+            raise ConfigError(f"{where}: found {found}, expected [n, 3, h, w] or [n, h, w, 3]")
         if port.dtype != np.uint8 and port.dtype.kind != "f":
             raise ConfigError(f"{where}: found {port.dtype}, expected uint8 or floating")
         if port.dtype == np.uint8 and not self._plain:
@@ -160,7 +160,7 @@ class OnnxFrames:
         height, width = port.dims[1:3] if last else port.dims[2:4]
         if self.size is None:
             if width is None or height is None:
-                raise ConfigError(f"{where}: takes any size of picture, {shown}; choose one: size=(width, height)")
+                raise ConfigError(f"{where}: takes any size of picture, {found}; choose one: size=(width, height)")
             return name, last, (width, height)
         if width not in (None, self.size[0]) or height not in (None, self.size[1]):
             raise ConfigError(f"size={self.size}: {where} takes width {width} and height {height}")
@@ -171,11 +171,7 @@ class OnnxFrames:
             dims = session.outputs[name].dims
             if len(dims) != rank or (rank == 3 and dims[2] not in (4, None)):
                 expected = "[n, k, 4]" if rank == 3 else "[n, k]"
-                raise ConfigError(f"{self.path}: output {name!r}: found {_shown(dims)}, expected {expected}")
-
-
-def _shown(dims: Sequence[int | None]) -> str:
-    return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
+                raise ConfigError(f"{self.path}: output {name!r}: found {shown(dims)}, expected {expected}")
 
 
 def _fault(frame: Any) -> ProcessorError | None:

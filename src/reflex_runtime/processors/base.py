@@ -1,4 +1,4 @@
-"""Code that runs a batch, and the one wall around it.
+"""Code that runs a batch, and the one place that handles its errors.
 
 A processor belongs to one device thread and needs no lock. Whatever it does (raise, return too few results, return
 exceptions), `run_batch` turns it into exactly one outcome per ticket.
@@ -54,7 +54,7 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
 
     A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the guilty ones stand alone.
     A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
-    results: nobody can tell whose is missing.
+    results: whose is missing cannot be known.
     """
     try:
         return outcomes_of(processor.run(batch), batch)
@@ -78,7 +78,7 @@ def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome
 
 
 def _wrapped(error: BaseException) -> ProcessorError:
-    """An exception of the model, as an error that callers are told."""
+    """An exception of the model as an error for callers."""
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -81,7 +81,7 @@ def check_function(function: Any, *before: Any) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some built-in functions do not tell
+        return  # some built-in functions have no signature
     if next(iter(signature.parameters), "") == "cls":
         raise TypeError(f"{name} is a class method; write a static method, or a function outside of the class")
     try:

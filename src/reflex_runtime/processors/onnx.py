@@ -49,7 +49,7 @@ _GRAPH_ID, _NO_GRAPH = "gpu_graph_id", -1
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What somebody expects of a graph's input or output.
+    """What a caller expects of a graph's input or output.
 
     kind: numpy's letter for the type: "f" float, "i" integer, "u" unsigned (images), "" any.
     dims: sizes after the batch axis, None in a place for any; None altogether: not known.
@@ -305,7 +305,7 @@ class OnnxProcessor(BaseProcessor):
             except (TypeError, ValueError) as error:
                 raise ProcessorError(f"payload[{name!r}]: {error}") from error
             if not _fits(array.shape, port.dims[1:]):
-                raise ProcessorError(f"payload[{name!r}]: found shape {array.shape}, expected {_shown(port.dims[1:])}")
+                raise ProcessorError(f"payload[{name!r}]: found shape {array.shape}, expected {shown(port.dims[1:])}")
             row[name] = array
         return row
 
@@ -376,9 +376,9 @@ def _match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[st
             kinds = {"f": "float", "i": "int32 or int64", "u": "uint8"}
             raise ConfigError(f"{path}: {what} {spec.name!r}: found {port.dtype}, expected {kinds[spec.kind]}")
         if spec.dims is not None and not _fits(spec.dims, port.dims[1:]):
-            found = _shown(port.dims[1:])
+            found = shown(port.dims[1:])
             raise ConfigError(
-                f"{path}: {what} {spec.name!r}: found {found} after the batch axis, expected {_shown(spec.dims)}"
+                f"{path}: {what} {spec.name!r}: found {found} after the batch axis, expected {shown(spec.dims)}"
             )
 
 
@@ -388,7 +388,8 @@ def _fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:
     )
 
 
-def _shown(dims: Sequence[int | None]) -> str:
+def shown(dims: Sequence[int | None]) -> str:
+    """Sizes as errors show them."""
     return "[" + ", ".join("any" if d is None else str(d) for d in dims) + "]"
 
 

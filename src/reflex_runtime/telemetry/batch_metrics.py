@@ -1,11 +1,11 @@
-"""What a coordinator did, in figures: a fold over its events, and the frozen picture of it that callers get.
+"""What a coordinator did, in figures: a fold over its events, and the snapshot that callers get.
 
 Every submission is counted once, as it was refused or as it ended, so that in every snapshot, per feed and summed,
 
     submitted == rejected + in_flight_exceeded + closed + processed + failed + dropped + pending
 
-The meter stands on the path of every item: an event is a dictionary look-up and a few additions. Percentiles are over
-the last 512 values; counts, means and buckets are over all of them.
+The meter is called for every item: an event costs a dictionary look-up and a few additions. Percentiles are over the
+last 512 values; counts, means and buckets are over all of them.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class _FeedCounters:
 class BatchMeter:
     """A sink that keeps the figures of one coordinator. A feed is the `client` of a request.
 
-    It is called with one event at a time. `snapshot` and `take` are for whoever holds the lock under which it is
-    called: then every figure is of the same moment.
+    It is called with one event at a time. `snapshot` and `take` need the lock under which it is called: then every
+    figure is of the same moment.
     max_batch_size: what a batch can hold, for the fill ratio.
     """
 
