@@ -34,7 +34,7 @@ BELOW: dict[str, set[str]] = {
     "config": set(),
     "sources": {"config"},
 }
-READS_CONFIG = {"web", "policies", "llm"}  # a tree of frozen values; besides it only those at the top read it
+READS_CONFIG = {"web", "policies", "llm", "feeds"}  # a tree of frozen values; besides it only those at the top read it
 # What is wrong in a file or a setting is a ConfigError.
 ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli

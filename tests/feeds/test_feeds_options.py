@@ -14,6 +14,7 @@ import pytest
 from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
 from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture
+from reflex_runtime.cli import build_parser
 from reflex_runtime.telemetry.journal_reader import read_journal
 
 SIZES = ("--processor", "mine:Sizes")
@@ -22,6 +23,15 @@ SIZES = ("--processor", "mine:Sizes")
 def frames(count: int) -> str:
     """A source that waits for its reader, as a file does."""
     return f"markers:feed=1,frames={count},live=0"
+
+
+def test_feeds_may_stand_before_and_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["feeds", "a=1.mp4", "--port", "9", "b=2.mp4", "--onnx=x", "c=3.mp4"]
+    assert build_parser(words).parse_args(words).feeds == ["a=1.mp4", "b=2.mp4", "c=3.mp4"]
+    words = ["serve", "./export", "--port", "9", "more"]
+    with pytest.raises(SystemExit):  # of no other verb
+        build_parser(words).parse_args(words)
+    assert "unrecognized arguments: more" in capsys.readouterr().err
 
 
 def test_f14_processor_is_imported_from_beside_you_and_answers(tmp_path: Path) -> None:

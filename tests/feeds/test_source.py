@@ -17,11 +17,13 @@ import pytest
 from PIL import Image
 
 from feeds.videos import SIZE, clip, encoded, number_of, picture, write_video
+from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds import video
 from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.opening import source_of
 from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
 from reflex_runtime.feeds.video import VideoSource
 
 
@@ -346,3 +348,14 @@ def test_only_an_interrupted_source_sees_another_time() -> None:
         assert abs(seen[0] - time.monotonic()) < 60.0
     finally:
         video._waiting.stop = None
+
+
+def test_a_program_reads_the_feeds_of_a_configuration_file(tmp_path: Path) -> None:
+    file = tmp_path / "cameras.toml"
+    file.write_text('[[feed]]\nname = "door"\nsource = "chaos:seed=7"\nmax_age_ms = 300\n')
+    door, yard = specs_of(["yard=chaos:seed=8"], file, FeedsConfig())
+    assert (door.name, door.source, door.config.max_age_ms) == ("door", "chaos:seed=7", 300)
+    assert (yard.name, yard.config.max_age_ms) == ("yard", FeedsConfig().max_age_ms)
+    assert source_of_spec(door).live
+    made = ChaosSource.of("chaos:seed=9")
+    assert source_of_spec(FeedSpec("x", "shapes:seed=1", FeedsConfig()), {"shapes": lambda text: made}) is made

@@ -35,7 +35,11 @@ VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors are one line and exit status 2."""
+    """Usage errors are one line and exit status 2. anywhere: a list of words that may also stand behind options."""
+
+    def __init__(self, *args: Any, anywhere: str = "", **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._anywhere = anywhere
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -43,6 +47,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse an unknown option here, where the known ones are: argparse would do so at the top, which has none."""
         found, rest = super().parse_known_args(args, namespace)
+        if self._anywhere:
+            words = [word for word in rest if not word.startswith("-")]
+            setattr(found, self._anywhere, [*getattr(found, self._anywhere), *words])
+            rest = [word for word in rest if word.startswith("-")]
         unknown = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
         if unknown is not None:
             self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(unknown, self._option_string_actions)}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import signal
@@ -11,24 +10,23 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reflex_runtime.config import FeedsConfig
 from reflex_runtime.core.errors import ConfigError, ProcessorError
-from reflex_runtime.options import add_options, check_needs
+from reflex_runtime.options import add_options, check_needs, one_line
 from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
-    from reflex_runtime.cli.feeds_asked import FeedSpec
-    from reflex_runtime.cli.feeds_board import Board
-    from reflex_runtime.drivers.batch_processor import BatchProcessor
+    from reflex_runtime.cli.feeds_output import Board
+    from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
     from reflex_runtime.feeds.runtime import Runtime, StopReport
     from reflex_runtime.feeds.sinks import JsonLines
     from reflex_runtime.feeds.source import Source
+    from reflex_runtime.feeds.spec import FeedSpec
     from reflex_runtime.telemetry.journal_writer import JournalWriter
 
 _EPILOG = """\
@@ -66,6 +64,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "feeds",
+        anywhere="feeds",
         description="Run many cameras and videos on one processor: their frames share its calls, and results go "
         "back to the right feed in order.",
         epilog=_EPILOG,
@@ -75,30 +74,26 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
     add_options(parser, FeedsConfig)
     parser.set_defaults(run=run)
-    parser.parse_known_args = partial(_feeds_anywhere, parser.parse_known_args)
-
-
-def _feeds_anywhere(parse: Callable[..., Any], args: Any = None, namespace: Any = None) -> Any:
-    """Take feeds also after options: argparse takes those that stand together."""
-    found, rest = parse(args, namespace)
-    found.feeds = [*found.feeds, *(text for text in rest if not text.startswith("-"))]
-    return found, [text for text in rest if text.startswith("-")]
 
 
 def run(args: argparse.Namespace) -> int:
     """Check everything that can be checked, start, watch, stop, sum up."""
-    from reflex_runtime.cli.feeds_asked import check_outputs, missing, processor_of, source_of_spec, specs_of
+    from reflex_runtime.cli.feeds_output import check_outputs
+    from reflex_runtime.demo.markers import markers_source
+    from reflex_runtime.demo.shapes import shapes_source
+    from reflex_runtime.feeds.spec import source_of_spec, specs_of
 
     config, places = read(FeedsConfig, "feeds", args.config, environment(), vars(args), ("feed",))
+    schemes = {"shapes": shapes_source, "markers": markers_source}
     specs = specs_of(args.feeds, args.config, config)
-    sources = {spec.name: source_of_spec(spec) for spec in specs}
-    check_needs(config, places, missing(specs, sources))
+    sources = {spec.name: source_of_spec(spec, schemes) for spec in specs}
+    check_needs(config, places, _missing(specs, sources))
     check_outputs(config, specs, args.config)
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
     with redirect_stdout(sys.stderr if config.results == "-" else output):  # what a processor prints is no result
-        return _Session(config, specs, sources, processor_of(config), output).run()
+        return _Session(config, specs, sources, _processor(config), output).run()
 
 
 class _Session:
@@ -112,8 +107,7 @@ class _Session:
         processor: BatchProcessor,
         output: Any,
     ) -> None:
-        from reflex_runtime.cli.feeds_asked import batching_of
-        from reflex_runtime.cli.feeds_board import Board
+        from reflex_runtime.cli.feeds_output import Board
         from reflex_runtime.feeds.runtime import Runtime
 
         self._config = config
@@ -121,7 +115,7 @@ class _Session:
         self._sources = sources
         self._processor = processor
         self._output = output
-        self._batching = batching_of(config, len(specs))
+        self._batching = _batching(config, len(specs))
         self._runtime: Runtime = Runtime()
         on_screen = config.results == "-" and output.isatty()  # then there is no room for a table
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
@@ -137,7 +131,9 @@ class _Session:
 
     def run(self) -> int:
         """Returns the exit status."""
-        handlers = _signals(self._signalled)
+        from reflex_runtime.cli.feeds_output import Signals
+
+        handlers = Signals(self._signalled)
         with handlers:
             try:
                 status, clean = self._run()
@@ -151,8 +147,6 @@ class _Session:
 
     def _run(self) -> tuple[int, bool]:
         """The exit status, and whether every thread ended."""
-        from reflex_runtime.cli.feeds_asked import refused
-
         with ExitStack() as closing:
             coordinator = self._coordinator(closing)
             self._add_feeds(coordinator)
@@ -162,7 +156,7 @@ class _Session:
             watcher.start()
             self._say_what_starts(coordinator)
             try:
-                self._start(refused)
+                self._start()
                 with self._board:
                     why = self._wait()
             except BaseException:
@@ -193,7 +187,7 @@ class _Session:
         return self._runtime.coordinator(self._processor, self._batching, sinks)
 
     def _add_feeds(self, coordinator: BatchCoordinator) -> None:
-        from reflex_runtime.cli.feeds_asked import annotated
+        from reflex_runtime.cli.feeds_output import annotated
         from reflex_runtime.feeds.pipeline import Pipeline
         from reflex_runtime.feeds.sinks import AnnotatedVideo
 
@@ -214,12 +208,13 @@ class _Session:
             )
 
     def _lines(self) -> JsonLines | None:
+        from reflex_runtime.cli.feeds_output import ResultStream
         from reflex_runtime.feeds.sinks import JsonLines
 
         if not self._config.results:
             return None
         if self._config.results == "-":
-            return JsonLines(_Output(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
+            return JsonLines(ResultStream(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
         return JsonLines(self._config.results)
 
     def _status(self, coordinator: BatchCoordinator) -> ExitStack:
@@ -245,7 +240,7 @@ class _Session:
 
     # -- running -------------------------------------------------------------------------------------------------------
 
-    def _start(self, refused: Callable[[FeedsConfig, Exception], ConfigError]) -> None:
+    def _start(self) -> None:
         """Start the feeds on another thread: a signal may come at any step of the main one, and what has been started
         by half cannot be stopped."""
         errors: list[BaseException] = []
@@ -261,7 +256,7 @@ class _Session:
         threading.Thread(target=start, name="reflex-feeds-start", daemon=True).start()
         self._started.wait()
         if errors:
-            raise refused(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
+            raise _refused(self._config, errors[0]) if isinstance(errors[0], ProcessorError) else errors[0]
         if self._results is not None:
             self._results.begin()  # not before: what does not start leaves the results of the run before
 
@@ -315,7 +310,7 @@ class _Session:
 
     def _complete(self, coordinator: BatchCoordinator, report: StopReport) -> bool:
         """Whether nothing is missing; says what is, unless it was said when it happened."""
-        from reflex_runtime.cli.feeds_words import undecoded
+        from reflex_runtime.feeds.words import undecoded
 
         complete = not self._faults and coordinator.lost is None and report.clean
         for name, feed in self._runtime.snapshot().feeds.items():
@@ -341,7 +336,7 @@ class _Session:
         return complete
 
     def _say_what_was_written(self) -> None:
-        from reflex_runtime.cli.feeds_asked import annotated
+        from reflex_runtime.cli.feeds_output import annotated
 
         config = self._config
         videos = [annotated(config, spec.name) for spec in self._specs] if config.annotate else []
@@ -362,43 +357,72 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-class _Output:
-    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left, and what comes after is
-    thrown away: there is nobody to read it."""
-
-    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
-        self._file, self._tty, self._gone = stream.fileno(), stream.isatty(), gone
-
-    def isatty(self) -> bool:
-        return bool(self._tty)
-
-    def write(self, text: str) -> None:
-        data = memoryview(text.encode("utf-8", "replace"))
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                raise
-            self._gone()
-
-    def flush(self) -> None:
-        """Nothing is held back."""
+# -- what was asked for ------------------------------------------------------------------------------------------------
 
 
-class _signals:  # noqa: N801 - reads as a verb
-    """While it is entered, SIGINT, SIGTERM and SIGHUP call `stop(number)`."""
+def _missing(specs: Sequence[FeedSpec], sources: Mapping[str, Source]) -> dict[str, str]:
+    """The facts that settings need and that do not hold; see `check_needs`."""
+    found = {
+        "a file": any(spec.file is not None for spec in specs),
+        "a live feed": any(source.live for source in sources.values()),
+        "a camera": any(spec.file is None for spec in specs),
+    }
+    return {fact: "no feed is one" for fact, holds in found.items() if not holds}
 
-    def __init__(self, stop: Callable[[int], None]) -> None:
-        self._stop = stop
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> None:
-        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
-        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
-            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self._before[number] = signal.signal(number, lambda n, _: self._stop(n))
+def _processor(config: FeedsConfig) -> BatchProcessor:
+    """The processor that --processor or --onnx names."""
+    from reflex_runtime.feeds.opening import processor_of
 
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    if config.processor and config.onnx:
+        raise ConfigError("--processor and --onnx: give one of them, not both")
+    if not config.processor and not config.onnx:
+        raise ConfigError(
+            "no processor: give --processor MODULE:NAME or --onnx FILE (--onnx shapes is the bundled one)"
+        )
+    return processor_of(config.processor) if config.processor else _onnx(config)
+
+
+def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
+    """Why the processor cannot be used, in the words of the command line."""
+    from reflex_runtime.feeds.words import in_one_line, told
+
+    named = f"--processor={one_line(config.processor)}" if config.processor else f"--onnx={one_line(config.onnx)}"
+    cause = error.__cause__
+    words = in_one_line(getattr(cause if isinstance(cause, ConfigError) else error, "message", str(error)))
+    if cause is not None and not isinstance(cause, ConfigError):
+        words = f"on_start failed: {told(cause)}"
+    return ConfigError(f"{named}: {words.removeprefix(config.onnx + ': ')}")
+
+
+def _onnx(config: FeedsConfig) -> BatchProcessor:
+    from reflex_runtime.demo.shapes import DETECTOR
+    from reflex_runtime.feeds.onnx import OnnxFrames
+    from reflex_runtime.processors.onnx import CPU, CUDA, check_provider
+
+    path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
+    if not path.is_file():
+        raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
+    provider = {"cpu": CPU, "cuda": CUDA}.get(config.provider, config.provider)
+    try:
+        check_provider(provider)
+    except ConfigError as error:
+        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
+    return OnnxFrames(path, provider=provider, threads=config.threads, score=config.score)
+
+
+def _batching(config: FeedsConfig, feeds: int) -> BatchConfig:
+    """How frames are batched."""
+    from reflex_runtime.drivers.batch_processor import BatchConfig
+
+    size, capacity = config.max_batch_size, config.queue_capacity
+    if 0 < capacity < size:
+        raise ConfigError(f"--queue-capacity={capacity}: must be at least --max-batch-size={size}, or 0")
+    return BatchConfig(
+        max_batch_size=size,
+        max_latency=config.max_latency_ms / 1e3,
+        queue_capacity=capacity or max(4 * size, feeds),
+        response_timeout=config.response_timeout_s,
+        startup_timeout=config.startup_timeout_s,
+        watchdog=config.watchdog_s,
+    )

@@ -2,16 +2,18 @@
 
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.opening import source_of
+from reflex_runtime.feeds.opening import processor_of, source_of
 from reflex_runtime.feeds.pipeline import Pipeline, Result
 from reflex_runtime.feeds.runtime import Runtime, StopReport
 from reflex_runtime.feeds.sinks import AnnotatedVideo, JsonLines, SinkError
 from reflex_runtime.feeds.source import Source, SourceError
+from reflex_runtime.feeds.spec import FeedSpec, source_of_spec, specs_of
 
 __all__ = [
     "AnnotatedVideo",
     "Feed",
     "FeedConfig",
+    "FeedSpec",
     "Frame",
     "JsonLines",
     "Pipeline",
@@ -21,5 +23,8 @@ __all__ = [
     "Source",
     "SourceError",
     "StopReport",
+    "processor_of",
     "source_of",
+    "source_of_spec",
+    "specs_of",
 ]

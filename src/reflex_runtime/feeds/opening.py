@@ -1,14 +1,21 @@
-"""How a text on the command line becomes a source."""
+"""Texts of a command line made into sources and processors."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.drivers.batch_processor import BatchProcessor
 from reflex_runtime.feeds.chaos import ChaosSource
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.video import NETWORK, VideoSource, without_secrets
+from reflex_runtime.feeds.words import told
+from reflex_runtime.options import one_line
 
 SourceMaker = Callable[[str], Source]  # gets the whole text, scheme included
 
@@ -41,3 +48,41 @@ def source_of(
     return VideoSource(
         text, realtime=realtime, loop=loop, size=size, open_timeout=read_timeout, read_timeout=read_timeout
     )
+
+
+def processor_of(text: str) -> BatchProcessor:
+    """The batch processor that MODULE:NAME names: an object, or a class or function that makes one."""
+    module, _, name = text.partition(":")
+    flag = f"--processor={one_line(text)}"
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", text):
+        raise ConfigError(f"{flag}: must be MODULE:NAME, such as mypkg.vision:Detector")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a file beside you, as `python -m` finds it
+    try:
+        found = importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{flag}: cannot be imported: {told(error)}") from error
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        raise ConfigError(f"{flag}: {module} has no {name}") from None
+    if not inspect.isclass(found) and not inspect.isfunction(found):
+        return _checked(found, flag)
+    try:
+        return _checked(found(), flag)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{flag}: cannot be made: {told(error)}") from error
+
+
+def _checked(made: Any, flag: str) -> BatchProcessor:
+    """Refuse what lacks an attribute of a batch processor."""
+    if not isinstance(getattr(made, "id", None), str):
+        raise ConfigError(f"{flag}: {type(made).__name__} has no id, a text that names it in the table and in metrics")
+    missing = [verb for verb in ("on_start", "process", "on_stop") if not callable(getattr(made, verb, None))]
+    if missing:
+        raise ConfigError(f"{flag}: {type(made).__name__} has no method {missing[0]}(), which a batch processor needs")
+    processor: BatchProcessor = made
+    return processor

@@ -1,4 +1,4 @@
-"""What is said of a run of `reflex feeds`, in words: a health event, an error, a feed, each as one line."""
+"""Health events, errors and feeds in words, each as one line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from reflex_runtime.telemetry.health import (
     ThreadDetached,
 )
 
-LONGEST = 1000  # characters of what somebody else said
+LONGEST = 1000  # characters of a foreign text
+_OPENING = str(Path(__file__).with_name("opening.py"))
 
 
 def in_one_line(text: object) -> str:
-    """A text of somebody else's as one line without control characters."""
+    """A foreign text as one line without control characters."""
     words = "".join(c if c.isprintable() else " " for c in str(text)[:LONGEST])
     return " ".join(words.split())
 
@@ -38,7 +39,7 @@ def in_one_line(text: object) -> str:
 def told(error: BaseException) -> str:
     """An exception as one line: its class, what it says, and where in which file it was raised."""
     words = in_one_line(f"{type(error).__name__}: {error}").removesuffix(":")
-    passed = (str(Path(__file__).parent), str(Path(importlib.__file__).parent), "<")  # on the way to it
+    passed = (__file__, _OPENING, str(Path(importlib.__file__).parent), "<")  # on the way to it
     own = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(passed)]
     return f"{words} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else words
 

@@ -1,0 +1,384 @@
+"""What `reflex feeds` writes: a live table with log lines above it, the last table, results, and files."""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.config import FeedsConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
+from reflex_runtime.feeds.words import (
+    drops,
+    frames,
+    in_one_line,
+    line_of,
+    line_of_all,
+    progress,
+    seconds,
+    state,
+    states,
+    told,
+    words_of,
+)
+from reflex_runtime.options import one_line
+from reflex_runtime.telemetry import files
+from reflex_runtime.telemetry.batch_metrics import BatchMetrics
+from reflex_runtime.telemetry.health import HealthEvent
+
+if TYPE_CHECKING:
+    from reflex_runtime.feeds.runtime import Runtime
+    from reflex_runtime.feeds.spec import FeedSpec
+
+PER_SECOND = 4  # times the table is drawn anew
+EVERY_S = 5.0  # seconds between lines where there is no terminal
+LINES = 8  # feeds of which each has its own line; more have one together
+WIDE = 160  # columns where the output is no terminal
+_LEVELS = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+_STYLES = {"running": "green", "ended": "dim", "stopped": "dim", "failed": "bold red"}
+_TROUBLE = {"failed": 0, "reconnecting": 1, "connecting": 2, "running": 3, "stopped": 4, "ended": 5}
+LEAST_ROWS = 3  # feeds that are shown, however low the terminal is
+
+
+class Board:
+    """What a person sees of a run. live: whether there is a table; None: where standard error is a terminal.
+
+    Everything goes through one console, so that log lines and table do not write into each other. A context manager:
+    inside it the table lives, or lines come now and then.
+    """
+
+    def __init__(self, runtime: Runtime, live: bool | None) -> None:
+        self._runtime = runtime
+        terminal = sys.stderr.isatty()
+        self.console = Console(
+            file=cast(TextIO, _Unfailing(sys.stderr)),
+            highlight=False,
+            force_terminal=True if live else None,
+            width=None if terminal else WIDE,
+            soft_wrap=not terminal,
+        )
+        usable = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._is_live = usable if live is None else live
+        self._live: Live | None = None
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console)], force=True)
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live = Live(
+                console=self.console,
+                get_renderable=lambda: LiveTable(self._runtime.snapshot()),
+                refresh_per_second=PER_SECOND,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),  # else it is somebody's file
+            )
+            self._live.start(refresh=True)
+        else:
+            self._thread = threading.Thread(target=self._lines, name="reflex-feeds-lines", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._live is not None:
+            self._live.stop()
+        if self._thread is not None:
+            self._thread.join()
+
+    def tell(self, event: HealthEvent) -> None:
+        """One line for what happened."""
+        level, text = words_of(event)
+        logging.log(level, "%s", text)
+
+    def summary(self) -> None:
+        """The last table, which stays."""
+        self.console.print(summary(self._runtime.snapshot()), soft_wrap=False)
+
+    def _lines(self) -> None:
+        while not self._over.wait(EVERY_S):
+            feeds = list(self._runtime.snapshot().feeds.values())
+            for line in map(line_of, feeds) if len(feeds) <= LINES else [line_of_all(feeds)]:
+                logging.info("%s", line)
+
+
+class _ConsoleLog(logging.Handler):
+    """Log lines on a console, one line each: on a terminal in colour with the time, else with date and level."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        if console.is_terminal:
+            self.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
+        else:
+            self.setFormatter(_OneLine("%(asctime)s %(levelname)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            style = _LEVELS.get(record.levelno, "")
+            self._console.print(Text(self.format(record), style), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+class _OneLine(logging.Formatter):
+    """A record as one line; of an exception what it says and where it was raised."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        said = in_one_line(record.getMessage())
+        plain = logging.makeLogRecord(
+            record.__dict__
+            | {"msg": f"{said}: {told(error)}" if error else said, "args": None, "exc_info": None, "exc_text": None}
+        )
+        plain.stack_info = None
+        return super().format(plain)
+
+
+class _Unfailing(io.TextIOBase):
+    """A stream that takes no more once nobody reads it, as with `2>&1 | head`, and does not end the run for it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._gone = False
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        try:
+            if not self._gone:
+                self._stream.write(text)
+        except (OSError, ValueError):
+            self._lost()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._gone:
+                self._stream.flush()
+        except (OSError, ValueError):
+            self._lost()
+
+    def _lost(self) -> None:
+        """What the stream still holds goes nowhere: the interpreter flushes it at its end, and exits with 120 if it
+        cannot."""
+        self._gone = True
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+class LiveTable:
+    """Feeds as rows, and a line on each coordinator. Where the terminal is too low for all feeds, those in trouble come
+    first and the rest is counted; where it is too narrow, names and drops are cut short."""
+
+    def __init__(self, snapshot: RuntimeSnapshot) -> None:
+        self._snapshot = snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        feeds = list(self._snapshot.feeds.values())
+        batches = [_batches(name, metrics) for name, metrics in self._snapshot.coordinators.items()]
+        room = max(LEAST_ROWS, options.size.height - 3 - len(batches))  # two lines of heads, and one for the cursor
+        shown, rest = feeds, ""
+        if len(feeds) > room:
+            shown = sorted(feeds, key=lambda feed: _TROUBLE.get(feed.state, 2))[: max(LEAST_ROWS, room - 1)]
+            kept = {feed.name for feed in shown}
+            rest = "and " + states([feed for feed in feeds if feed.name not in kept]).replace(" feed", " more feed", 1)
+        yield _live(shown)
+        for line in filter(None, (rest, *batches)):
+            yield Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _live(feeds: list[FeedSnapshot]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in ("feed", "state"):
+        table.add_column(head, no_wrap=head == "state", vertical="bottom")
+    for head in ("answered", "fps", "age", "p95", "in\nflight"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("dropped")
+    for feed in feeds:
+        table.add_row(
+            _cut(feed.name),
+            Text(state(feed), style=_STYLES.get(feed.state, "yellow")),
+            progress(feed),
+            f"{feed.fps:.1f}",
+            seconds(feed.age) if feed.state == "running" else "",
+            seconds(feed.latency.p95),
+            str(feed.in_flight),
+            _cut(drops(feed)),
+        )
+    return table
+
+
+def summary(snapshot: RuntimeSnapshot) -> RenderableType:
+    """What became of every frame, for good."""
+    feeds = list(snapshot.feeds.values())
+    table = Table(box=None, pad_edge=False)
+    table.add_column("feed", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for head in ("frames", "answered", "p50", "p95"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("dropped")
+    for feed in feeds:
+        table.add_row(
+            feed.name,
+            Text(feed.state, style=_STYLES.get(feed.state, "yellow")),
+            str(feed.frames),
+            str(feed.processed),
+            seconds(feed.latency.p50),
+            seconds(feed.latency.p95),
+            drops(feed),
+        )
+    if len(feeds) > 1:
+        read, answered = sum(f.frames for f in feeds), sum(f.processed for f in feeds)
+        lost = sum(sum(f.drops.values()) for f in feeds)
+        table.add_row("together", "", str(read), str(answered), "", "", str(lost) if lost else "", style="bold")
+    batches = (Text(_batches(name, c), style="dim") for name, c in snapshot.coordinators.items())
+    return Group(table, *batches)
+
+
+def _batches(name: str, metrics: BatchMetrics) -> str:
+    name, n = in_one_line(name), metrics.batches_dispatched
+    if not n:
+        return f"{name}: no batch yet"
+    size = sum(size * count for size, count in metrics.batch_sizes.items()) / n
+    failed = f", {frames(metrics.failed)} failed" if metrics.failed else ""
+    full = 100 * (metrics.fill_ratio or 0.0)
+    return (
+        f"{name}: {n} batch{'es'[: 2 * (n != 1)]}{failed}, mean size {size:.1f} ({full:.0f} % full), "
+        f"{seconds(metrics.processing.mean) or '?'} each, formed in {seconds(metrics.formation.p95)} (p95)"
+    )
+
+
+def _cut(text: str) -> Text:
+    return Text(text, no_wrap=True, overflow="ellipsis")
+
+
+# -- standard output and signals ---------------------------------------------------------------------------------------
+
+
+class ResultStream:
+    """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left, and what comes after is
+    thrown away: there is nobody to read it."""
+
+    def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
+        self._file, self._tty, self._gone = stream.fileno(), stream.isatty(), gone
+
+    def isatty(self) -> bool:
+        return bool(self._tty)
+
+    def write(self, text: str) -> None:
+        data = memoryview(text.encode("utf-8", "replace"))
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                raise
+            self._gone()
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+class Signals:
+    """While it is entered, SIGINT, SIGTERM and SIGHUP call `stop(number)`."""
+
+    def __init__(self, stop: Callable[[int], None]) -> None:
+        self._stop = stop
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        hangup = getattr(signal, "SIGHUP", signal.SIGTERM)
+        for number in {signal.SIGINT, signal.SIGTERM, hangup}:
+            if number != hangup or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self._before[number] = signal.signal(number, lambda n, _: self._stop(n))
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def annotated(config: FeedsConfig, name: str) -> Path:
+    """The video of a feed with what was found drawn on it."""
+    return Path(config.annotate, f"{name}.mp4")
+
+
+def check_outputs(config: FeedsConfig, specs: Sequence[FeedSpec], file: Path | None = None) -> None:
+    """That everything can be written, and that nothing is written over what is read. file: the configuration."""
+    outputs = [("--results", config.results, Path(config.results))] if config.results not in ("", "-") else []
+    outputs += [("--trace", config.trace, Path(config.trace))] if config.trace else []
+    for flag, value, path in outputs:
+        if path.is_dir():
+            raise ConfigError(f"{flag}={one_line(value)}: is a directory, must be a file")
+    if config.annotate:
+        _check_folder(config.annotate)
+        outputs += [("--annotate", config.annotate, annotated(config, spec.name)) for spec in specs]
+    taken = {_place(spec.file): f"which {spec.name} reads" for spec in specs if spec.file is not None}
+    if config.onnx:
+        taken[_place(Path(config.onnx))] = "which is the model"
+    if file is not None:
+        taken[_place(file)] = "which is the configuration"
+    for flag, value, path in outputs:
+        if (use := taken.get(_place(path))) is not None:
+            raise ConfigError(f"{flag}={one_line(value)}: would write over {one_line(path)}, {use}")
+        taken[_place(path)] = f"which {flag} writes"
+    for flag, value, path in outputs:
+        if flag != "--annotate":
+            _check_file(flag, value, path)
+
+
+def _place(path: Path) -> str:
+    return os.path.realpath(path)
+
+
+def _check_file(flag: str, value: str, path: Path) -> None:
+    try:
+        files.check(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{flag}={one_line(value)}: cannot be written: {_why(error)}") from None
+
+
+def _check_folder(value: str) -> None:
+    try:
+        Path(value).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--annotate={one_line(value)}: cannot be made: {_why(error)}") from None
+    if not os.access(value, os.W_OK | os.X_OK):
+        raise ConfigError(f"--annotate={one_line(value)}: cannot be written to")
+
+
+def _why(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or in_one_line(error)

@@ -1,0 +1,134 @@
+"""Feeds by name, as the command line and a configuration file ask for them: checked before anything runs.
+
+Every refusal is one line that names the feed or the setting, the value, and what is allowed. It holds no credentials.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from reflex_runtime.config import FeedsConfig
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.opening import SourceMaker, source_of
+from reflex_runtime.feeds.source import Source
+from reflex_runtime.feeds.video import without_secrets
+from reflex_runtime.feeds.words import in_one_line
+from reflex_runtime.options import convert, one_line
+from reflex_runtime.sources import read_toml
+
+PER_FEED = ("realtime", "loop", "max_age_ms", "restarts", "read_timeout_s")
+_DRAWN = ("chaos:", "shapes:", "markers:")
+_EXAMPLE = "such as door=rtsp://10.0.0.7/live or yard=yard.mp4"
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSpec:
+    """A feed's name, its source as text, and its settings: the general ones with its own in their place."""
+
+    name: str
+    source: str
+    config: FeedsConfig
+
+    @property
+    def file(self) -> Path | None:
+        """The video file it reads, if it is one."""
+        return Path(self.source) if is_file(self.source) else None
+
+
+def is_file(source: str) -> bool:
+    """Whether a source is a path to a file: no address, no device, nothing drawn."""
+    return "://" not in source and not source.lower().startswith((*_DRAWN, "/dev/video"))
+
+
+def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> list[FeedSpec]:
+    """The feeds of a configuration file and of texts NAME=SOURCE. ConfigError for none, and for a name given twice."""
+    specs = [*(_of_file(file, config) if file is not None else ()), *(_of_text(text, config) for text in texts)]
+    if not specs:
+        raise ConfigError("no feeds: give NAME=SOURCE, " + _EXAMPLE + ", or --config FILE with tables [[feed]]")
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ConfigError(f"two feeds are called {spec.name}: give each a name of its own")
+        names.add(spec.name)
+    return specs
+
+
+def _of_text(text: str, config: FeedsConfig) -> FeedSpec:
+    name, equals, source = text.partition("=")
+    if not equals or not source or not name or "/" in name or ":" in name:
+        raise ConfigError(f"{_public(text)}: must be NAME=SOURCE, {_EXAMPLE}")
+    return _spec(name, source, config, frozenset(), f"{one_line(name)}={_public(source)}")
+
+
+def _of_file(file: Path, config: FeedsConfig) -> Iterator[FeedSpec]:
+    tables = read_toml(file).get("feed", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{file}: feed: must be tables, each beginning with [[feed]]")
+    for number, table in enumerate(tables, 1):
+        where = f"{file}: feed {number}"
+        for key in ("name", "source"):
+            if not isinstance(table.get(key), str) or not table[key]:
+                raise ConfigError(f"{where}: {key}: must be there, and be text")
+        own = {key.replace("-", "_"): value for key, value in table.items() if key not in ("name", "source")}
+        yield _spec(table["name"], table["source"], _with(config, own, where), own.keys(), where)
+
+
+def _with(config: FeedsConfig, own: Mapping[str, Any], where: str) -> FeedsConfig:
+    """The settings with a feed's own in place of the general ones."""
+    hints = get_type_hints(FeedsConfig)
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    for name, value in own.items():
+        if name not in PER_FEED:
+            raise ConfigError(f"{where}: {one_line(name)}: no such setting of a feed; there are {', '.join(PER_FEED)}")
+        values[name] = convert(value, hints[name], f"{where}: {name}")
+    try:
+        return FeedsConfig(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message.removeprefix('--')}") from None
+
+
+def _spec(name: str, source: str, config: FeedsConfig, own: Any, where: str) -> FeedSpec:
+    if not re.fullmatch(r"[\w.-]{1,64}", name):
+        raise ConfigError(f"{where}: the name must be 1 to 64 letters, digits, '.', '-' or '_'")
+    if not is_file(source):  # a live source sets its own pace: general settings for files do not apply
+        for wrong in ("realtime", "loop"):
+            if wrong in own and getattr(config, wrong):
+                raise ConfigError(f"{where}: {wrong}: is for files, and {_public(source)} is none")
+        config = _with(config, {"realtime": False, "loop": False}, where)
+    elif config.loop and not config.realtime:
+        raise ConfigError(f"{where}: --loop needs --realtime: a file without end cannot be answered whole")
+    else:  # a file cannot be lost, and without realtime it waits for the processor
+        for wrong in ("read_timeout_s",) if config.realtime else ("max_age_ms", "restarts", "read_timeout_s"):
+            if wrong in own:
+                kind = "a file" if wrong == "read_timeout_s" else "a file without realtime"
+                raise ConfigError(f"{where}: {wrong}: is for cameras, and {_public(source)} is {kind}")
+    return FeedSpec(name, source, config)
+
+
+def _public(text: str) -> str:
+    """A text that may hold an address, as an error may show it."""
+    return one_line(without_secrets(text))
+
+
+def source_of_spec(spec: FeedSpec, schemes: Mapping[str, SourceMaker] | None = None) -> Source:
+    """The source of a feed. schemes: see `source_of`. ConfigError for a file that is not there."""
+    where = f"{spec.name}={_public(spec.source)}"
+    if spec.file is not None and not spec.file.exists():
+        raise ConfigError(f"{where}: no such file")
+    if spec.file is not None and spec.file.is_dir():
+        raise ConfigError(f"{where}: is a directory, must be a video")
+    own = spec.config
+    try:
+        return source_of(
+            spec.source,
+            realtime=own.realtime,
+            loop=own.loop,
+            read_timeout=own.read_timeout_s,
+            schemes=schemes,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{spec.name}: {in_one_line(error.message)}") from None
