@@ -1,0 +1,72 @@
+"""The state of the model, and what is read off it: nothing is kept that can be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from math import ceil, inf
+
+from .records import Expected, Seen, World
+
+
+class Views:
+    """Lists of all there is."""
+
+    def __init__(self, worlds: Sequence[World], max_batches: int = 1) -> None:
+        self.worlds = {w.name: w for w in worlds}
+        self.max_batches = max_batches
+        self.all: list[Seen] = []  # those that may run or have run, in that order
+        self.open: list[Seen] = []  # of those, all that have not settled
+        self.preparing: list[Seen] = []
+        self.tickets = 0
+        self.in_flight: list[Expected] = []
+        self.settled: list[tuple[int, str]] = []  # (seq, result) since last asked
+        self.preempted: list[int] = []
+        self.pauses: dict[tuple[str, Hashable | None], float] = {}  # None: the whole group
+        self.memory: list[tuple[Seen, float]] = []
+        self.now = -inf
+        self.batches = 0
+        self.closed = self.draining = False
+        self.quiet = False  # next_batch found nothing and nothing came since
+        self.held_until = inf
+        self.free_since = -inf
+
+    def unsettled(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
+        return [
+            t
+            for t in self.open
+            if t.request.group == group
+            and (partition is ... or t.request.partition == partition)
+            and (client is ... or t.client == client)
+        ]
+
+    def waiting(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
+        return [t for t in self.unsettled(group, partition, client) if t.state == "waiting"]
+
+    def queued(self, group: str, client: Hashable = ...) -> list[Seen]:
+        """Those that take a place: they wait, or are prepared."""
+        mine = [t for t in self.preparing if t.request.group == group and (client is ... or t.client == client)]
+        return self.waiting(group, client=client) + mine
+
+    def partitions(self, group: str) -> list[Hashable]:
+        return list(dict.fromkeys(t.request.partition for t in self.unsettled(group)))
+
+    def clients(self, group: str) -> list[Hashable]:
+        return list(dict.fromkeys(t.client for t in self.unsettled(group)))
+
+    def used(self) -> float:
+        return sum(units for _, units in self.memory)
+
+    def places(self, w: World, partition: Hashable) -> tuple[int, int | None]:
+        """Free resident places, and how many may enter at all, None for any number."""
+        placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
+        rooms = [room for room in (w.rooms.get(partition), w.rooms.get(None)) if room is not None]
+        return w.flush.max_batch_size - len(placed), min(rooms, default=None)
+
+    def shares(self, w: World, partition: Hashable) -> dict[Hashable, int] | None:
+        """Places each client may still take, when others wait beside residents."""
+        placed = [t for t in self.unsettled(w.name, partition) if t.has_place]
+        clients = {t.client for t in self.waiting(w.name, partition)}
+        if not placed or len(clients) < 2:
+            return None
+        even = ceil(w.flush.max_batch_size / len(self.clients(w.name)))
+        return {c: even - len([p for p in placed if p.client == c]) for c in clients}
