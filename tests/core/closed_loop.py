@@ -35,7 +35,7 @@ class _Target(HoldTarget):
         super().__init__()
         self.said: dict[int, int] = {}
 
-    def left(self, partition: object) -> list[int]:
+    def tokens_left(self, partition: object) -> list[int]:
         return list(self.said.values())
 
 

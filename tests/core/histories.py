@@ -130,7 +130,7 @@ class Streams(HoldTarget):
         super().__init__(*settings)
         self.streams: dict[Hashable, list[int]] = {}
 
-    def left(self, partition: Hashable) -> list[int]:
+    def tokens_left(self, partition: Hashable) -> list[int]:
         return self.streams.get(partition, [])
 
 

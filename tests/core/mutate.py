@@ -308,7 +308,7 @@ MUTANTS = [
     M(
         "core/forming.py",
         "who would take turns is joined all the same",
-        "return not self.group.returns.take_turns(model.remaining(first[0]), now)",
+        "return not self.group.think_times.take_turns(model.remaining(first[0]), now)",
         "return True",
     ),
     M("core/joining.py", "the slowest answer may become slower", "and max(join) <= max(wait) * (1.0 + _SAME)", ""),
@@ -325,7 +325,12 @@ MUTANTS = [
     ),
     M("core/forming.py", "elders are answered late", "(*hopeless, *overtaken)", "hopeless"),
     M("core/forming.py", "the hopeless block the queue", "(*hopeless, *overtaken)", "overtaken"),
-    M("core/forming.py", "shed only what is late already", "(chosen.tally.blocks if chosen.grants else 0.0)", "0.0"),
+    M(
+        "core/forming.py",
+        "shed only what is late already",
+        "(chosen.tally.until_boundary if chosen.grants else 0.0)",
+        "0.0",
+    ),
     M("core/forming.py", "nothing is ever at risk", "and at_risk(full, self.now):", "and False:"),
     M(
         "core/flush.py",
@@ -343,7 +348,7 @@ MUTANTS = [
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
     M("core/returns.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
     M("core/returns.py", "other partitions are waited for", "if client.partition == partition:", "if True:"),
-    M("core/group.py", "an answer makes no client absent", "self.returns.answered(client.key, now)", "pass"),
+    M("core/group.py", "an answer makes no client absent", "self.think_times.answered(client.key, now)", "pass"),
     M("core/holding.py", "the target is one more", "if waiting >= policy.target", "if waiting > policy.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
     # how much
@@ -730,7 +735,7 @@ MUTANTS = [
     M("core/adapt.py", "returns are bursts", "(soon and not one.away)", "soon"),
     M("core/adapt.py", "who is back is still away", "one.away.popleft()\n            one.back +=", "one.back +="),
     M("core/adapt.py", "away for ever", "if one.back >= self.BACK:", "if True:"),
-    M("core/adapt.py", "few are waited for by many", "and len(left) > waiting)", ")"),
+    M("core/adapt.py", "few are waited for by many", "and len(tokens_left) > waiting)", ")"),
     M("core/adapt.py", "the last token is not waited for", "most == 1 or ", ""),
     M("core/adapt.py", "returns are waited for as long as ends", "if kind != _RETURNS:", "if True:"),
     M("core/adapt.py", "a full message waits where steps are short", " and one.step >= 2.0 * self._hold", ""),

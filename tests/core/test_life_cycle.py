@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestQue
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import IDLE_PARTITIONS, GroupConfig
 from reflex_runtime.core.request import TRANSITIONS, Request, TicketState
-from reflex_runtime.core.scheduler import LOOKS, Scheduler
+from reflex_runtime.core.scheduler import IDLE_POLLS, Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
 from .helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, serve, settled, take, trained
@@ -529,6 +529,21 @@ def test_an_unknown_group_is_a_configuration_error() -> None:
         ask(scheduler_of(), group="nowhere")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"priority": "urgent"}, r"Request\.priority='urgent': must be one of Priority\.URGENT, Priority\.DEFAULT, "),
+        ({"priority": 0}, r"Request\.priority=0: must be one of"),
+        ({"weight": 0.0}, r"Request: weight=0\.0, wants=1\.0: both must be finite and > 0"),
+        ({"wants": inf}, r"Request: weight=1\.0, wants=inf: both"),
+        ({"time_limit": nan}, r"Request\.time_limit=nan: must be >= 0 seconds or None"),
+    ],
+)
+def test_a_request_that_cannot_be_scheduled_is_a_configuration_error(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Request(**wrong)
+
+
 # -- room and pause --------------------------------------------------------------------------------------------------
 
 
@@ -630,7 +645,7 @@ def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> 
     scheduler = scheduler_of(flush=FlushPolicy(hold_max=(1.0, 1.0, 1.0), hold_min=(1.0, 1.0, 1.0)))
 
     def looked() -> tuple[float, ...]:
-        return next(e.looked for e in scheduler.take_events() if isinstance(e, BatchScheduled))
+        return next(e.idle_polls for e in scheduler.take_events() if isinstance(e, BatchScheduled))
 
     assert scheduler.next_batch(0.5) is None  # nothing to send is no look
     ask(scheduler, 1.0)
@@ -645,8 +660,8 @@ def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> 
     assert looked() == ()
     finish(scheduler, batch, 4.0)
     ask(scheduler, 5.0)
-    for i in range(2 * LOOKS):
+    for i in range(2 * IDLE_POLLS):
         assert scheduler.next_batch(5.0 + i / 1024) is None
     take(scheduler, 7.0)
-    assert len(told := looked()) == LOOKS
-    assert told[-1] == 5.0 + (2 * LOOKS - 1) / 1024
+    assert len(told := looked()) == IDLE_POLLS
+    assert told[-1] == 5.0 + (2 * IDLE_POLLS - 1) / 1024

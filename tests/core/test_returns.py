@@ -11,7 +11,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request
-from reflex_runtime.core.returns import HISTORY, JUST_LATE, MERGE_EVERY, PARTS, RECENT, REMEMBERED, Returns
+from reflex_runtime.core.returns import HISTORY, JUST_LATE, MERGE_EVERY, PARTS, RECENT, REMEMBERED, ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import ask, finish, scheduler_of, take, trained
@@ -21,7 +21,7 @@ HERE = "partition"
 MANY = 1000  # places
 
 
-def hold(returns: Returns, now: float, longest: float, n: int, fixed: float, **more: object) -> float:
+def hold(returns: ThinkTimes, now: float, longest: float, n: int, fixed: float, **more: object) -> float:
     options = {"places": MANY, "freed": False, **more}
     return returns.hold(HERE, now, longest, n, fixed=fixed, **options)  # type: ignore[arg-type]
 
@@ -43,9 +43,9 @@ def gain(h: float, waits: Sequence[tuple[float, float, float]], n: int, fixed: f
     return fixed * min(places, sum(p for _, p, _ in back)) - sum(w for _, _, w in back) - n * h
 
 
-def clients(random: Random, count: int) -> tuple[Returns, list[tuple[float, list[float]]], float]:
+def clients(random: Random, count: int) -> tuple[ThinkTimes, list[tuple[float, list[float]]], float]:
     """A history of `count` clients that are all absent now: (returns, (age, think times) of each, now)."""
-    returns, ages, now = Returns(), [], 64.0
+    returns, ages, now = ThinkTimes(), [], 64.0
     kinds = [random.choice(["fixed", "spread", "slow"]) for _ in range(count)]
     for client, kind in enumerate(kinds):
         think = {"fixed": lambda: 0.002, "spread": lambda: random.expovariate(200.0), "slow": lambda: 0.3}[kind]
@@ -87,9 +87,9 @@ def test_b6_the_hold_is_the_best_of_all() -> None:
     assert capped > 10
 
 
-def returning(think: float, count: int = 4, rounds: int = 8) -> tuple[Returns, float]:
+def returning(think: float, count: int = 4, rounds: int = 8) -> tuple[ThinkTimes, float]:
     """Clients that ask `think` after each answer; the first of them is back, the others are about to be."""
-    returns, now = Returns(), 0.0
+    returns, now = ThinkTimes(), 0.0
     for i in range(rounds):
         for client in range(count):
             returns.arrived(client, HERE, now)
@@ -122,7 +122,7 @@ def test_b6_nothing_is_held_without_time_gain_or_places() -> None:
     assert hold(returns, now, -1.0, 1, 0.020) == 0.0
     assert hold(returns, now, 0.005, 1, 0.0) == 0.0
     assert hold(returns, now, 0.005, 1, 0.020, places=0) == 0.0
-    assert hold(Returns(), 0.0, 0.005, 1, 0.020) == 0.0
+    assert hold(ThinkTimes(), 0.0, 0.005, 1, 0.020) == 0.0
 
 
 def test_b6_many_queued_are_not_kept_waiting_for_few() -> None:
@@ -133,7 +133,7 @@ def test_b6_many_queued_are_not_kept_waiting_for_few() -> None:
 
 def test_b6_no_more_are_waited_for_than_have_a_place() -> None:
     """Of 30 clients one is due at once and the others in 4 ms; with one place left the hold is for the first."""
-    returns, now = Returns(), 0.0
+    returns, now = ThinkTimes(), 0.0
     for i in range(4):
         for client in range(30):
             returns.arrived(client, HERE, now + (0.0001 if client == 0 else 0.004))
@@ -147,7 +147,7 @@ def test_b6_no_more_are_waited_for_than_have_a_place() -> None:
 # -- two habits --------------------------------------------------------------------------------------------------------
 
 
-def camera(returns: Returns, name: str, period: float, frames: int, takes: Sequence[float]) -> float:
+def camera(returns: ThinkTimes, name: str, period: float, frames: int, takes: Sequence[float]) -> float:
     """A camera's last `frames` frames, each answered after one of `takes`; returns when the last one was made."""
     for i in range(frames):
         returns.arrived(name, HERE, i * period)
@@ -156,7 +156,7 @@ def camera(returns: Returns, name: str, period: float, frames: int, takes: Seque
 
 
 def test_f6_a_camera_is_due_by_its_clock_whenever_it_was_answered() -> None:
-    returns = Returns()
+    returns = ThinkTimes()
     last = camera(returns, "cam", 1 / 30, 20, (0.004, 0.019, 0.011, 0.024))
     due = last + 1 / 30
     for before in (0.002, 0.006):
@@ -165,7 +165,7 @@ def test_f6_a_camera_is_due_by_its_clock_whenever_it_was_answered() -> None:
 
 
 def test_f6_a_robot_is_due_by_its_answer_whenever_it_asked() -> None:
-    returns, now = Returns(), 0.0
+    returns, now = ThinkTimes(), 0.0
     for i in range(20):
         returns.arrived("robot", HERE, now)
         now += (0.020, 0.035, 0.090)[i % 3]
@@ -176,7 +176,7 @@ def test_f6_a_robot_is_due_by_its_answer_whenever_it_asked() -> None:
 
 
 def test_f6_a_feed_that_missed_its_time_is_not_waited_for() -> None:
-    returns = Returns()
+    returns = ThinkTimes()
     due = camera(returns, "cam", 0.010, 20, (0.002, 0.005)) + 0.010
     assert hold(returns, due + JUST_LATE / 2, 0.050, 1, 0.020) > 0.0  # just late
     assert hold(returns, due + 2 * JUST_LATE, 0.050, 1, 0.020) == 0.0
@@ -185,9 +185,9 @@ def test_f6_a_feed_that_missed_its_time_is_not_waited_for() -> None:
 # -- two groups or one -------------------------------------------------------------------------------------------------
 
 
-def alternating(think: float, cycles: int = 6) -> tuple[Returns, float]:
+def alternating(think: float, cycles: int = 6) -> tuple[ThinkTimes, float]:
     """Two groups of four in turn on a device of 20 ms: the second waits complete as the first is answered."""
-    returns, now = Returns(), 0.0
+    returns, now = ThinkTimes(), 0.0
     for client in range(8):
         returns.arrived(client, HERE, now)
     for i in range(2 * cycles):
@@ -226,7 +226,7 @@ def test_two_groups_stay_two_where(think: float, longest: float, places: int) ->
 
 
 def test_memory_is_bounded() -> None:
-    returns = Returns()
+    returns = ThinkTimes()
     for client in range(3 * REMEMBERED):
         returns.arrived(client, HERE, 0.0)
         returns.answered(client, 0.0)

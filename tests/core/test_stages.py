@@ -13,7 +13,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.joining import StagedRequest, join_pays
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.returns import Returns
+from reflex_runtime.core.returns import ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
@@ -297,7 +297,7 @@ def test_b23_robots_that_take_turns_by_themselves_are_not_joined(
 
 
 def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> None:
-    returns = Returns()
+    returns = ThinkTimes()
     for i in range(12):
         for client in ("a", "b"):
             returns.arrived(client, "", 1.0 * i)
@@ -307,7 +307,7 @@ def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> N
         returns.answered("a", 1.0 * i + 0.5)
     assert returns.take_turns(0.5, now=59.6)  # one alone has time enough
     assert not returns.take_turns(0.6, now=12.0)  # two had not: 2 · 0.6 / (0.6 + 0.5)
-    assert not Returns().take_turns(0.5, now=0.0)
+    assert not ThinkTimes().take_turns(0.5, now=0.0)
 
 
 def test_b23_newcomers_wait_when_a_resident_would_miss_its_deadline_by_them() -> None:

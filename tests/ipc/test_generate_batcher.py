@@ -1086,7 +1086,7 @@ def test_g4_callers_are_expected_back_when_their_streams_ended_and_they_were_the
             ended: list[Any] = []
             made.batcher._targets.ended = lambda *told: ended.append(told)  # type: ignore[method-assign]
             await asyncio.gather(*(made.ask(id, max_tokens=most) for id, most in (("stays", 7), ("leaves", 2))))
-            assert sorted(made.batcher._targets.left(("", "", ""))) == [2, 7]
+            assert sorted(made.batcher._targets.tokens_left(("", "", ""))) == [2, 7]
             made.registry.get("leaves").close()  # type: ignore[union-attr]
             for id in ("stays", "leaves"):
                 made.runtime.stats(id, 3, 2)

@@ -32,7 +32,7 @@ from reflex_runtime.core.events import (
     RequestRejected,
     RequestSettled,
 )
-from reflex_runtime.core.request import Admission, Request, Ticket
+from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.pacing import Throttle
 from reflex_runtime.telemetry import health as module
 from reflex_runtime.telemetry.health import (
@@ -84,7 +84,7 @@ class Coordinator:
     def batch(self, items: Sequence[tuple[str, Outcome]], abandoned: bool = False) -> list[HealthEvent]:
         """A batch comes back."""
         self.batches += 1
-        admission = Admission(self.batches, len(items), "timeout", "idle", 1.0)
+        admission = AdmittedBatch(self.batches, len(items), "timeout", "idle", 1.0)
         told = []
         if any(outcome is BAD for _, outcome in items):
             self.truth[BatchError, "detector"] += 1

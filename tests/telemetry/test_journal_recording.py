@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, QueueFull
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered, RequestRejected, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Admission, Priority, Request, Ticket
+from reflex_runtime.core.request import AdmittedBatch, Priority, Request, Ticket
 from reflex_runtime.telemetry.answered import Answered, short
 from reflex_runtime.telemetry.journal_head import hardware, info_of
 from reflex_runtime.telemetry.journal_reader import read_journal
@@ -62,7 +62,7 @@ class Run:
         for ticket, answered in zip(tickets, answers, strict=True):
             answered.arrived = answered.arrived or ticket.arrived
             answered.slot = slot
-            admission = Admission(batch.id, len(batch), "timeout", "idle", 0.02)
+            admission = AdmittedBatch(batch.id, len(batch), "timeout", "idle", 0.02)
             answered.batch = admission._replace(cost=0.020)
             status = 200 if outcome == "ok" else 499
             self.recorder(RequestAnswered(self.now, slot, outcome, status, 0.021, ticket, answered, wire="http"))

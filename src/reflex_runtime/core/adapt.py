@@ -150,7 +150,7 @@ def _planned_value(
     demands: dict[tuple[Priority, float], _Demand], fair: float, t: float, a: float, b: float, sigma: float
 ) -> float:
     """Value a second of batches that take t seconds. fair: requests a second that are a client's due, per weight."""
-    left, total = (t - a) / (b * t), 0.0
+    spare, total = (t - a) / (b * t), 0.0
     for tier, value in TIER_WEIGHT.items():
         within = beyond = 0.0
         for (kind, limit), demand in demands.items():
@@ -160,9 +160,9 @@ def _planned_value(
                 due, more = demand.split(share, fair)
                 within += due
                 beyond += more
-        served = min(within, left)
-        surplus = min(beyond, left - served)
-        left -= served + surplus
+        served = min(within, spare)
+        surplus = min(beyond, spare - served)
+        spare -= served + surplus
         total += value * (served + _SURPLUS * surplus)
     return total
 
@@ -263,10 +263,10 @@ class HoldTarget:
             return self._of(base, _NOBODY)
         one.forget(now - self.MEMORY * self._hold, self.GAIN)
         if one.back >= self.BACK:
-            left = self.left(partition)
-            ending = _ending(left, one.unsettled)
+            tokens = self.tokens_left(partition)
+            ending = _ending(tokens, one.unsettled)
             if ending or one.away:
-                together = ending or not left
+                together = ending or not tokens
                 beyond = together and one.step >= 2.0 * self._hold
                 made = self._of(base, _BEYOND if beyond else _TOGETHER if together else _RETURNS)
                 return made if ending else replace(made, until=self._until(one))
@@ -296,7 +296,7 @@ class HoldTarget:
             default *= self.PATIENCE
         return replace(base, target=target, quiet=0.0, hold_max=(urgent, default, background))
 
-    def left(self, partition: Hashable) -> Sequence[int]:
+    def tokens_left(self, partition: Hashable) -> Sequence[int]:
         """The tokens that each active stream of the partition may still say: to be answered by who knows them."""
         return ()
 
@@ -337,14 +337,14 @@ _FEW = 3  # tokens
 _NONE = (0.0, 0.0, 0.0)
 
 
-def _ending(left: Sequence[int], waiting: int) -> bool:
+def _ending(tokens_left: Sequence[int], waiting: int) -> bool:
     """Whether the streams with so many tokens left are worth waiting for.
 
     With one token left at most they end at the next step, before which nobody else would have begun. With few, and more
     of them than wait, the wait of some steps is paid once, and all are in step from then on.
     """
-    most = max(left, default=0)
-    return most == 1 or (0 < most <= _FEW and len(left) > waiting)
+    most = max(tokens_left, default=0)
+    return most == 1 or (0 < most <= _FEW and len(tokens_left) > waiting)
 
 
 class _Followed:

@@ -28,7 +28,7 @@ class Tally(Protocol):
 
     cost: predicted cost of what was added, in the model's unit. dearest: cost of the dearest member alone.
     seconds: measured prediction of the device time, 0.0 while the model knows none; sigma: its relative spread.
-    blocks: seconds until the next boundary at which others may enter; 0.0 when unknown.
+    until_boundary: seconds until the next boundary at which others may enter; 0.0 when unknown.
     """
 
     cost: float
@@ -39,7 +39,7 @@ class Tally(Protocol):
     @property
     def sigma(self) -> float: ...
     @property
-    def blocks(self) -> float: ...
+    def until_boundary(self) -> float: ...
 
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         """Units the ticket could be granted; 0.0 when it does not fit.
@@ -122,7 +122,7 @@ class _UnitTally:
     """Counts requests. Budget is the largest count."""
 
     __slots__ = ("cost", "dearest")
-    seconds = sigma = blocks = 0.0
+    seconds = sigma = until_boundary = 0.0
 
     def __init__(self) -> None:
         self.cost = self.dearest = 0.0
@@ -223,7 +223,7 @@ class _TokenTally:
     """Counts granted units; grants what is left, at most `threshold` per ticket and step."""
 
     __slots__ = ("_threshold", "cost", "dearest")
-    seconds = sigma = blocks = 0.0
+    seconds = sigma = until_boundary = 0.0
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold

@@ -61,13 +61,13 @@ class RequestSettled(NamedTuple):
 class BatchScheduled(NamedTuple):
     """A batch was formed and handed to the device.
 
-    looked: when `next_batch` had found nothing to send since the batch before, although something was unsettled.
+    idle_polls: when `next_batch` had found nothing to send since the batch before, although something was unsettled.
     """
 
     at: float
     batch: Batch
     queued: int
-    looked: tuple[float, ...] = ()
+    idle_polls: tuple[float, ...] = ()
 
 
 class BatchFinished(NamedTuple):

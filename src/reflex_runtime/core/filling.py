@@ -138,7 +138,7 @@ class Filling:
                 continue
             if resources is not None:
                 over = self._come_up_to(ticket.request.priority)
-                if closed := self._closed(over):
+                if closed := self._limit_reason(over):
                     filled.short_of = closed
                     break
             apart = bool(offenders) and client in offenders and resources is None
@@ -239,7 +239,7 @@ class Filling:
         runs = bool(self.base or self._entered.grants or self._todo)
         return self._may_give_way([t for t in self._partition.residents if t.tier > priority], runs)
 
-    def _closed(self, over: Sequence[Ticket] | None) -> str:
+    def _limit_reason(self, over: Sequence[Ticket] | None) -> str:
         """What keeps out the next one and everything after it; "" when nothing does."""
         entered = len(self._entered.grants)
         if self._memory_short and over is None:  # a step that preempted for memory admits only what is over others

@@ -144,7 +144,7 @@ class Former:
         one = next(iter(base))
         if not join_pays(residents, newcomers, takes, model.fixed(one), model.marginal(one, 1.0)):
             return False
-        return not self.group.returns.take_turns(model.remaining(first[0]), now)
+        return not self.group.think_times.take_turns(model.remaining(first[0]), now)
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ class Former:
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket], line: Sequence[Ticket] | None) -> list[Ticket]:
         """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first."""
-        after = self.now + (chosen.tally.blocks if chosen.grants else 0.0)
+        after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
         if line:
             ends = after + self.group.cost.remaining(line[0])
             late = [t for t in line if ends > t.deadline and t not in chosen.grants and t not in shed]

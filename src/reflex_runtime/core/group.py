@@ -17,7 +17,7 @@ from reflex_runtime.core.isolation import Offenders
 from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partition
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
-from reflex_runtime.core.returns import Returns
+from reflex_runtime.core.returns import ThinkTimes
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.core.turns import Turns
 
@@ -93,7 +93,7 @@ class Group:
         self.cost = config.cost()
         self.evidence = Evidence()
         self.clients = Clients()
-        self.returns = Returns()
+        self.think_times = ThinkTimes()
         self.offenders = Offenders()
         flush = config.flush
         self.counts_only = (  # batches leave by size and time alone
@@ -144,7 +144,7 @@ class Group:
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
         self.turns.touch(partition)
-        self.returns.arrived(request.client, request.partition, now)
+        self.think_times.arrived(request.client, request.partition, now)
         partition.enter(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)
@@ -244,7 +244,7 @@ class Group:
         self.clients.leave(client)
         self.unsettled -= 1
         if answered and client.unsettled == 0:
-            self.returns.answered(client.key, now)
+            self.think_times.answered(client.key, now)
 
     def requeue(self, ticket: Ticket) -> None:
         """A resident was preempted: it waits again, first of its client."""

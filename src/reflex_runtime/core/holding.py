@@ -89,7 +89,7 @@ class Holding:
         self._idle_after = self.inputs
 
     @property
-    def stands(self) -> bool:
+    def current(self) -> bool:
         """Whether nothing was found to run, and no input since could have changed that."""
         return self._idle_after == self.inputs
 
@@ -136,7 +136,7 @@ class Holding:
         now: float,
     ) -> float:
         """Seconds for which clients that are due are worth waiting for; 0.0 when none is."""
-        seconds, queued, returns = filled.tally.seconds, len(filled.grants), group.returns
+        seconds, queued, returns = filled.tally.seconds, len(filled.grants), group.think_times
         places = filled.places - queued
         if not returns.worth(queued, places, seconds):  # the fixed part is not above it
             return 0.0

@@ -104,13 +104,16 @@ class Request:
 
     def __post_init__(self) -> None:
         # Chained so that NaN fails too; one expression because this runs for every request.
-        if not (0.0 < self.weight < inf and 0.0 < self.wants < inf):
+        if not (0.0 < self.weight < inf and 0.0 < self.wants < inf and self.priority.__class__ is Priority):
+            if not isinstance(self.priority, Priority):
+                names = ", ".join(f"Priority.{priority.name}" for priority in Priority)
+                raise ConfigError(f"Request.priority={self.priority!r}: must be one of {names}")
             raise ConfigError(f"Request: weight={self.weight!r}, wants={self.wants!r}: both must be finite and > 0")
         if self.time_limit is not None and not self.time_limit >= 0.0:
             raise ConfigError(f"Request.time_limit={self.time_limit!r}: must be >= 0 seconds or None")
 
 
-class Admission(NamedTuple):
+class AdmittedBatch(NamedTuple):
     """What the tickets that entered at one boundary have in common; a ticket keeps it after its batch is gone.
 
     id: of the batch that took them in. size: how many they were. reason, cause: why it left. cost: its predicted cost.
@@ -181,7 +184,7 @@ class Ticket:
         self.wants = request.wants
         self.granted = self.cached = self.recomputed = self.computed = self.shared = 0.0
         self.batches = 0
-        self.admission: Admission | None = None
+        self.admission: AdmittedBatch | None = None
         self.started: float | None = None
         self.cancel_requested = self.abandoned = self.held = self.answered = False
         self.lost = -1.0

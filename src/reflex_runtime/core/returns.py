@@ -99,8 +99,8 @@ class _Client:
         """Add when it may ask within `longest`, given that it has not asked yet. 1 if it thinks and may, else 0."""
         ordered, age = self.ordered, now - self.since
         first = bisect_left(ordered, age - JUST_LATE)
-        left = len(ordered) - first
-        if not left or ordered[first] > age + longest:
+        possible = len(ordered) - first
+        if not possible or ordered[first] > age + longest:
             return 0
         thinks = self.since == self.answered
         last = bisect_right(ordered, age + longest, first)
@@ -109,13 +109,13 @@ class _Client:
             step = last - first
         while first < last:
             part = ordered[first : first + step if first + step < last else last]
-            share, wait = len(part) / left, part[-1] - age
-            found.append((wait if wait > 0.0 else 0.0, share, sum(part) / left - share * age, thinks))
+            share, wait = len(part) / possible, part[-1] - age
+            found.append((wait if wait > 0.0 else 0.0, share, sum(part) / possible - share * age, thinks))
             first += step
         return int(thinks)
 
 
-class Returns:
+class ThinkTimes:
     """The habits of a group's clients and the hold they justify. Times in seconds."""
 
     def __init__(self) -> None:

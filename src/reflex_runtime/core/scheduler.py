@@ -82,13 +82,13 @@ from reflex_runtime.core.request import (
     SETTLED,
     TRANSITIONS,
     WAITING,
-    Admission,
+    AdmittedBatch,
     Request,
     Ticket,
     TicketState,
 )
 
-LOOKS = 256  # last times that a free device found nothing to send, told with the next batch
+IDLE_POLLS = 256  # last times that a free device found nothing to send, told with the next batch
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -114,7 +114,7 @@ class Scheduler:
         self._abandoned: list[Ticket] = []
         self._events: list[Event] = []
         self._now = -inf
-        self._looked: deque[float] = deque(maxlen=LOOKS)
+        self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
         self._tickets = self._batches = 0
         self.settled = 0  # tickets that have ended, so that a driver can tell whether somebody waits for its events
         self._closed = False
@@ -283,7 +283,7 @@ class Scheduler:
                 return batch
         self._holding.found_nothing()
         if any(group.unsettled for group in self._groups.values()):
-            self._looked.append(self._now)
+            self._idle_polls.append(self._now)
         return None
 
     def expire(self, now: float) -> None:
@@ -306,7 +306,7 @@ class Scheduler:
     @property
     def decision_current(self) -> bool:
         """Whether `wake_at` still is what the last `next_batch` left: no input since could make a batch possible."""
-        return self._holding.stands
+        return self._holding.current
 
     def expires_at(self) -> float:
         """The earliest deadline of what waits or is prepared; inf when none has one."""
@@ -433,7 +433,7 @@ class Scheduler:
         fixed = model.fixed(next(iter(formed.grants)))
         expected, queued_units = fixed, sum(formed.cached.values())  # `wants` is without these already
         cause = formed.cause
-        admission = Admission(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
+        admission = AdmittedBatch(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
         for ticket, units in formed.grants.items():
             state = ticket.state
             if state is WAITING:
@@ -481,9 +481,9 @@ class Scheduler:
         if model.unit == "seconds":
             evidence.scheduled(batch)
         group.charge(partition, batch.expected)
-        looked = tuple(self._looked)
-        self._looked.clear()
-        self._events.append(BatchScheduled(self._now, batch, group.queued, looked))
+        idle_polls = tuple(self._idle_polls)
+        self._idle_polls.clear()
+        self._events.append(BatchScheduled(self._now, batch, group.queued, idle_polls))
         return batch
 
     # -- completing ----------------------------------------------------------------------------------------------------

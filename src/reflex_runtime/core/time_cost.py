@@ -293,7 +293,7 @@ class _OneShotTally:
     def seconds(self) -> float:
         return self.cost if self.measured else 0.0
 
-    blocks = seconds
+    until_boundary = seconds
 
     @property
     def sigma(self) -> float:
@@ -302,7 +302,7 @@ class _OneShotTally:
     def offer(self, ticket: Ticket, budget: float, limit: float = inf) -> float:
         cost = self.with_ticket(ticket)
         if self._n and cost > budget * _SLACK:
-            cost = self._near(ticket, cost, budget)
+            cost = self._allow_over_budget(ticket, cost, budget)
         if cost == inf or cost > limit * _SLACK:
             return 0.0
         self._offered = (ticket, cost)
@@ -356,7 +356,7 @@ class _OneShotTally:
         found = self._slopes[request.cost_class] = model.estimate(ticket) if slope is None else slope
         return found
 
-    def _near(self, ticket: Ticket, cost: float, budget: float) -> float:
+    def _allow_over_budget(self, ticket: Ticket, cost: float, budget: float) -> float:
         """Above the budget: what the batch is bounded by all the same, or inf.
 
         A size near one that was measured is bounded by it (a pessimistic start would otherwise never learn the fixed
@@ -384,7 +384,7 @@ class _StagedTally:
     last a · max(steps) + Σ b · steps."""
 
     __slots__ = ("_fits", "_model", "_n", "_slopes", "_steps", "_total", "_waiting", "cost", "dearest", "measured")
-    blocks = 0.0  # others enter at the next step
+    until_boundary = 0.0  # others enter at the next step
 
     def __init__(self, model: TimeCost) -> None:
         self._model = model

@@ -65,7 +65,7 @@ class _Targets(HoldTarget):
         self._registry = registry
         self._single: FlushPolicy | None = None
 
-    def left(self, partition: Hashable) -> Sequence[int]:
+    def tokens_left(self, partition: Hashable) -> Sequence[int]:
         return self._registry.left(partition)
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:

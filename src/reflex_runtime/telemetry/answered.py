@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.request import Admission, Priority, Request
+from reflex_runtime.core.request import AdmittedBatch, Priority, Request
 from reflex_runtime.telemetry.journal import (
     AdmittedIn,
     Asked,
@@ -61,7 +61,7 @@ class Answered(msgspec.Struct):
     total_s: float = 0.0
     queue_s: float = 0.0
     batch_s: float = 0.0
-    batch: Admission | None = None
+    batch: AdmittedBatch | None = None
     measured_ms: float = 0.0
     steps: int | None = None
     error: tuple[str, str] | None = None

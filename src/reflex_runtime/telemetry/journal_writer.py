@@ -129,7 +129,7 @@ class JournalWriter:
         self._groups = {config.name: info_of(config) for config in groups}
         self._header = dict(header or {})
         self._warm: list[bytes] = []
-        self._scheduled: dict[int, tuple[int, tuple[float, ...]]] = {}  # batch in flight → queued, looked
+        self._scheduled: dict[int, tuple[int, tuple[float, ...]]] = {}  # batch in flight → queued, idle polls
         self._open: BatchLine | None = None  # finished; the outcomes of its members are the next events
         self._next = 0  # the member whose outcome comes next
         self._behind: list[bytes] = []  # notes that stand behind it, whatever the order of sinks
@@ -223,7 +223,7 @@ class JournalWriter:
         elif isinstance(event, RequestAnswered):
             self._answered(event)
         elif isinstance(event, BatchScheduled):
-            self._scheduled[event.batch.id] = event.queued, event.looked
+            self._scheduled[event.batch.id] = event.queued, event.idle_polls
         elif isinstance(event, BatchFinished):
             self._finished(event)
         elif isinstance(event, RequestRejected):
@@ -233,7 +233,7 @@ class JournalWriter:
     def _finished(self, event: BatchFinished) -> None:
         self._flush()
         batch = event.batch
-        queued, looked = self._scheduled.pop(batch.id, (None, ()))
+        queued, idle_polls = self._scheduled.pop(batch.id, (None, ()))
         info = self._groups.get(batch.group)
         tokens = self._progress.ran(batch, event.apart) if info is not None and info.unit == "tokens" else None
         if not self._lines.takes():
@@ -265,7 +265,7 @@ class JournalWriter:
             notes=dict(batch.notes) if self._notes is None else {**batch.notes, **self._notes(event)},
             members=members,
             short_of=batch.short_of,
-            looked=list(looked),
+            looked=list(idle_polls),
         )
         self._next = 0
         if event.apart:

@@ -21,7 +21,7 @@ from typing import Any
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
-from reflex_runtime.core.request import Admission, Request, Ticket
+from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import Pictures, check_names
@@ -42,7 +42,7 @@ class Asking:
     def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime, self.config = runtime, runtime.config
         self.active = 0
-        self._described: tuple[Admission, dict[str, Any]] | None = None
+        self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
     def enter(self, ask: Ask) -> bool:
         """The request begins to come. Whether it may enter; otherwise it is settled."""
@@ -282,7 +282,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _batch_of(admission: Admission) -> dict[str, Any]:
+def _batch_of(admission: AdmittedBatch) -> dict[str, Any]:
     return {
         "id": admission.id,
         "size": admission.size,
