@@ -32,11 +32,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.cli.worker_settings import load_model
+    from reflex_runtime.drivers.loop import loop_factory
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.worker_engine import loading
     from reflex_runtime.telemetry.lines import turn_all
-    from reflex_runtime.web.serve import EXIT_FAILED, loop_factory
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     def lost() -> None:
         logging.error("the model is lost; the process ends")
-        _leave(EXIT_FAILED)
+        _leave(1)
 
     async def main() -> tuple[int, bool]:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, turn_all)

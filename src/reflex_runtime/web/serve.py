@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol
 
 from prometheus_client import disable_created_metrics
 
+from reflex_runtime.drivers.loop import loop_factory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.listen import BACKLOG
@@ -194,15 +195,6 @@ async def _close_connections(app: App) -> None:
         running = [task for task in given_up if task is not None]
         if running:
             await asyncio.wait(running)
-
-
-def loop_factory() -> asyncio.AbstractEventLoop:
-    """uvloop where there is one."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
 
 
 def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:

@@ -335,10 +335,11 @@ def test_g14_a_process_that_hangs_does_not_keep_the_server_from_ending() -> None
 def test_g14_shutdown_lets_streams_finish_and_leaves_no_process() -> None:
     with Fleet(2, step_ms=2) as fleet:
         pids = [worker["pid"] for worker in fleet.health()["workers"]]
-        with fleet.open("long", max_tokens=400, stream=True) as caller:
+        with fleet.open("long", max_tokens=150, stream=True) as caller:
             caller.read_until(b"data: ")
             fleet.stop()
             caller.read()
+            assert "choices" in caller.said[-1], caller.said[-1]
             assert caller.said[-1]["choices"][0]["finish_reason"] == "length"
         fleet.join()
         assert (fleet.status, fleet.clean) == (0, True)

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -19,7 +19,9 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.web.errors import NotReady
-from reflex_runtime.web.supervisor import Lives
+
+if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
+    from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 

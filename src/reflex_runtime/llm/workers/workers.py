@@ -242,8 +242,9 @@ class Workers:
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
+        ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(
-            **sampling, model_id=self._opening.name, prompt_token_ids=list(prompt), priority=priority.name.lower(),
+            **sampling, model_id=self._opening.name, prompt_token_ids=ids, priority=priority.name.lower(),
             client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
         )  # fmt: skip
 
