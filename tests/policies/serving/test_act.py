@@ -413,7 +413,7 @@ def test_h7_the_metrics_are_prometheus_text(server: Server) -> None:
 def test_h7_openapi_names_every_path_field_and_status(server: Server) -> None:
     document = good(server.get("/openapi.json"))
     assert set(document["paths"]) == {
-        "/act", "/health", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
+        "/act", "/health", "/healthz", "/config", "/metrics", "/diagnostics/cost-model", "/diagnostics/rollout",
         "/diagnostics/shadow", "/admin/split", "/admin/rollback", "/admin/reset", "/admin/load", "/admin/faults",
         "/episodes/{id}/outcome", "/openapi.json", "/docs",
     }  # fmt: skip

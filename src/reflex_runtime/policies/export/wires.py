@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
 
-BLOCKS: Final = ("openpi",)
+BLOCKS: Final = ("openpi", "json-numpy")
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]

@@ -1,4 +1,4 @@
-"""POST /act: questions and answers in JSON and msgpack, over HTTP."""
+"""POST /act: questions and answers in JSON, msgpack and json-numpy, over HTTP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import ACT, Ask
+from reflex_runtime.policies.serving.ask import ACT, JSON_NUMPY, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.wires import json_numpy
+from reflex_runtime.policies.wires.json_numpy import JsonNumpy
+from reflex_runtime.policies.wires.observations import Readings
 from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.exchange import Exchange, header_text
 from reflex_runtime.web.form import JSON, MSGPACK, Headers
 
@@ -20,6 +24,7 @@ class Act:
 
     def __init__(self, asking: Asking) -> None:
         self.asking = asking
+        self._json_numpy = Readings(asking.runtime, JSON_NUMPY)
 
     def enter(self, exchange: Exchange) -> None:
         """The head has come."""
@@ -30,10 +35,10 @@ class Act:
     def run(self, exchange: Exchange, body: bytes) -> None:
         """The body has come."""
         if len(body) > LARGE:
-            decoding = exchange.app.bodies.beside(fields.decode, body, exchange.sent_msgpack)
+            decoding = exchange.app.bodies.beside(_decode, body, exchange.sent_msgpack)
             decoding.add_done_callback(partial(self._decoded, exchange))
         else:
-            self.asking.ask(exchange.ask, fields.decode(body, exchange.sent_msgpack), exchange.received)
+            self._ask(exchange, _decode(body, exchange.sent_msgpack))
 
     def fail(self, exchange: Exchange, error: ReflexError) -> None:
         """The request cannot be read, or must not be."""
@@ -44,24 +49,42 @@ class Act:
         ask = exchange.ask = Ask(ACT, exchange.request_id, exchange.client, settle, exchange.started)
         return ask
 
-    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question]) -> None:
+    def _ask(self, exchange: Exchange, asked: Question | JsonNumpy) -> None:
+        ask: Ask = exchange.ask
+        if isinstance(asked, JsonNumpy):
+            ask.wire, ask.settle = JSON_NUMPY, partial(_settle, exchange, as_sent=asked)
+            asked = asked.question(self._json_numpy.now)
+        self.asking.ask(ask, asked, exchange.received)
+
+    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question | JsonNumpy]) -> None:
         if exchange.done:
             return
         try:
             if decoding.cancelled():
                 raise Closed("the server is shutting down", retry_after=1.0)
-            question = decoding.result()
+            self._ask(exchange, decoding.result())
         except Exception as error:
             self.asking.fail(exchange.ask, error)
-        else:
-            self.asking.ask(exchange.ask, question, exchange.received)
 
 
-def _settle(exchange: Exchange, result: ActAnswer | ReflexError) -> None:
+def _decode(body: bytes, packed: bool) -> Question | JsonNumpy:
+    """What is asked. A body that /act's own fields refuse may be json-numpy: the usual one is looked at once."""
+    try:
+        return fields.decode(body, packed)
+    except InvalidRequest:
+        found = json_numpy.decode(body) if not packed and json_numpy.is_json_numpy(body) else None
+        if found is None:
+            raise
+        return found
+
+
+def _settle(exchange: Exchange, result: ActAnswer | ReflexError, as_sent: JsonNumpy | None = None) -> None:
     ask: Ask = exchange.ask
     exchange.request_id = ask.request_id
     if isinstance(result, ReflexError):
         exchange.fail(result, _routed(ask))
+    elif as_sent is not None:
+        exchange.answer(200, as_sent.answer(result.actions), JSON, _routed(ask))
     elif exchange.wants_msgpack:
         exchange.answer(200, fields.encode_msgpack(result), MSGPACK, _routed(ask))
     else:

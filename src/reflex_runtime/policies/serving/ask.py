@@ -14,7 +14,8 @@ from reflex_runtime.policies.serving.question import ActAnswer, Question
 
 ACT: Final = "act"
 OPENPI: Final = "openpi"
-WIRES: Final = (ACT, OPENPI)
+JSON_NUMPY: Final = "json-numpy"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

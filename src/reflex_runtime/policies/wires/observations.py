@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving.question import Image
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
@@ -28,18 +29,18 @@ class Reading:
     """Reads the observations of one wire for one export."""
 
     def __init__(self, export: Export, wire: WireMap | None) -> None:
-        self._export, self._wire = export, wire or WireMap()
+        self.export, self._wire = export, wire or WireMap()
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
-        images = tuple(self._image(camera, came, plain) for camera in self._export.images)
+        images = tuple(self._image(camera, came, plain) for camera in self.export.images)
         return images, self._state(came, plain), self._prompt(came, plain)
 
     def describe(self) -> dict[str, Any]:
         """What an observation is expected to hold, JSON-safe."""
-        export, wire = self._export, self._wire
+        export, wire = self.export, self._wire
         images = {wire.images.get(name, name): list(size) for name, size in export.images.items()}
         found: dict[str, Any] = {"images": images}
         if export.takes_state:
@@ -50,7 +51,7 @@ class Reading:
 
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self._wire.images.get(camera) or plain.get(camera)
-        if name is None and len(self._export.images) == 1:
+        if name is None and len(self.export.images) == 1:
             name = plain.get("image")
         if name is None or name not in came:
             raise self._missing(name or camera, came)
@@ -64,7 +65,7 @@ class Reading:
         return camera, printable(name), image
 
     def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
-        if not self._export.takes_state:
+        if not self.export.takes_state:
             return None
         names = self._wire.state or (plain.get("state", "state"),)
         parts = []
@@ -73,16 +74,16 @@ class Reading:
                 raise self._missing(name, came)
             parts.append(_numbers(name, came[name]))
         state = np.concatenate(parts)
-        if len(state) != self._export.state_dim:
+        if len(state) != self.export.state_dim:
             given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
-            raise invalid("state", printable(f"state: must be {self._export.state_dim} numbers, came: {given}"))
+            raise invalid("state", printable(f"state: must be {self.export.state_dim} numbers, came: {given}"))
         return state
 
     def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
         names = [self._wire.prompt] if self._wire.prompt else [plain.get(name, name) for name in PROMPTS]
         name = next((name for name in names if name in came), None)
         if name is None:
-            if self._export.takes_text:
+            if self.export.takes_text:
                 raise self._missing(names[0], came)
             return None
         return _text(name, came[name])
@@ -93,6 +94,27 @@ class Reading:
         names += [expected["prompt"]] if "prompt" in expected else []
         there = ", ".join(list(came)[:50]) or "nothing"
         return invalid(printable(name), printable(f"{name}: missing; came: {there}; expected: {', '.join(names)}"))
+
+
+class Readings:
+    """The `Reading` of one wire for the policy that is served now."""
+
+    def __init__(self, runtime: PolicyRuntime, wire: str) -> None:
+        self._runtime, self._wire = runtime, wire
+        self._reading: Reading | None = None
+
+    @property
+    def map(self) -> WireMap:
+        """What the export says of the wire."""
+        return self._runtime.export.wires.get(self._wire) or WireMap()
+
+    @property
+    def now(self) -> Reading:
+        """A policy may be exchanged while its server runs."""
+        export = self._runtime.export
+        if self._reading is None or self._reading.export is not export:
+            self._reading = Reading(export, self.map)
+        return self._reading
 
 
 def text_of(value: Any) -> Any:

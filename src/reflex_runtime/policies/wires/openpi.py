@@ -11,13 +11,11 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving.ask import OPENPI, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.wires.limits import limits_of, socket_limits
-from reflex_runtime.policies.wires.observations import Reading, text_of
+from reflex_runtime.policies.wires.observations import Readings, text_of
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.form import PLAIN
@@ -65,7 +63,7 @@ class OpenpiSession:
         self._results: list[dict[str, Any] | None] = []
         self._batched = False
         self._spent: float | None = None  # milliseconds until the last answer
-        self._reader: tuple[Export, Reading] | None = None
+        self._readings = Readings(asking.runtime, OPENPI)
 
     # -- the websocket -------------------------------------------------------------------------------------------------
 
@@ -80,7 +78,7 @@ class OpenpiSession:
             self._socket.answer()
             return
         sent = decode(message.data)
-        if self._wire.dialect == "roboarena" and sent.get("endpoint") == "reset":
+        if self._readings.map.dialect == "roboarena" and sent.get("endpoint") == "reset":
             for episodes in self._episodes.values():
                 episodes.reset()
             self._socket.answer(RESET)
@@ -107,8 +105,8 @@ class OpenpiSession:
         if not self._asking.runtime.loaded:
             self._socket.close(INTERNAL, "the policy could not be started")
             return
-        own = {} if self._wire.dialect == "roboarena" else {"reflex": self._described()}
-        self._socket.send(encode({**self._wire.metadata, **own}))
+        own = {} if self._readings.map.dialect == "roboarena" else {"reflex": self._described()}
+        self._socket.send(encode({**self._readings.map.metadata, **own}))
 
     def _described(self) -> dict[str, Any]:
         export = self._asking.runtime.export
@@ -116,7 +114,7 @@ class OpenpiSession:
             "model_id": export.model_id,
             "model_hash": export.model_hash,
             "actions": [export.chunk_size, export.action_dim],
-            **self._reading.describe(),
+            **self._readings.now.describe(),
         }
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -144,7 +142,7 @@ class OpenpiSession:
             if name in observation:
                 own.setdefault("episode_id", text_of(observation[name]))
         limits, said = limits_of(own), self._said
-        images, state, instruction = self._reading.read(observation)
+        images, state, instruction = self._readings.now.read(observation)
         episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
         if observation.get("reset") is True:
             episodes.reset()
@@ -160,17 +158,6 @@ class OpenpiSession:
             priority=PRIORITIES[limits.priority or said.priority or "default"],
             deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
         )
-
-    @property
-    def _wire(self) -> WireMap:
-        return self._asking.runtime.export.wires.get(OPENPI) or WireMap()
-
-    @property
-    def _reading(self) -> Reading:
-        export = self._asking.runtime.export
-        if self._reader is None or self._reader[0] is not export:
-            self._reader = (export, Reading(export, export.wires.get(OPENPI)))
-        return self._reader[1]
 
     # -- answers -------------------------------------------------------------------------------------------------------
 

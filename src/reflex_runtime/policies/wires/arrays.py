@@ -1,0 +1,56 @@
+"""Arrays that come as bytes, a type's name and a shape: every codec reads them within the same bounds."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.web.errors import ClientError
+from reflex_runtime.web.json import printable
+
+MAX_DIMENSIONS: Final = 8
+_TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structures), O (objects), c, M, m
+
+
+def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
+    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError when the three do not agree."""
+    known = type_of(dtype)
+    if not isinstance(data, (bytes, memoryview)) or not _is_shape(shape):
+        raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
+    return _viewed(data, known, shape)
+
+
+def _viewed(data: bytes | memoryview, dtype: np.dtype[Any], shape: Any) -> NDArray[Any]:
+    if prod(shape) * dtype.itemsize != len(data):
+        raise ClientError(f"{len(data)} bytes do not make an array of shape {shape[:MAX_DIMENSIONS]} and {dtype.str}")
+    try:
+        return np.ndarray(shape, dtype, buffer=data)
+    except (ValueError, TypeError):  # zero bytes fit any shape with a 0, but numpy has a largest one
+        raise ClientError(f"shape {shape} is no array") from None
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+
+
+def type_of(name: Any) -> np.dtype[Any]:
+    """The numpy type of a name; ClientError for what is no number and no text."""
+    if isinstance(name, memoryview):
+        name = bytes(name).decode("ascii", "replace")
+    dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None
+    if dtype is None:
+        raise ClientError(printable(f"dtype {str(name)[:40]!r}: must be a number or text, as numpy writes it"))
+    return dtype
+
+
+@lru_cache(maxsize=64)
+def _known(name: str) -> np.dtype[Any] | None:
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return None
