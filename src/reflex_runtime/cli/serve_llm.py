@@ -149,7 +149,7 @@ def _serve(
 
 
 def _one_bound(config: LLMServeConfig, batcher: GenerateBatcherConfig) -> tuple[LLMServeConfig, GenerateBatcherConfig]:
-    """What may wait is said in two places; the smaller one holds, and is what everybody is told."""
+    """Bounds of the queue stand in two places; the smaller one holds, and is the one shown everywhere."""
     requests = min(config.max_queue, batcher.max_pending)
     tokens = min(config.max_queued_tokens, batcher.max_pending_tokens)
     return (

@@ -33,7 +33,7 @@ def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) 
 
 
 def warn_if_open(config: Any, address: Any) -> None:
-    """Whoever binds elsewhere than loopback without a key is told."""
+    """Warn when a server without a key can be reached from other machines."""
     from reflex_runtime.web.trust import is_loopback
 
     if not is_loopback(address[0]) and not config.api_key:

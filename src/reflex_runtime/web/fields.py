@@ -53,6 +53,8 @@ def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
 
 def check_id(name: str, value: str) -> None:
     """Ids are any text up to 256 bytes without control characters."""
+    if len(value) <= MAX_ID_BYTES and value.isascii() and value.isprintable():  # nearly all of them
+        return
     if not is_unicode(value):
         raise invalid(name, f"{name}: holds text that is not Unicode (a lone surrogate)")
     if len(value.encode()) > MAX_ID_BYTES:

@@ -197,7 +197,7 @@ class _Supervisor:
             return None if self._ending is None else 0
         if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return None
-        with contextlib.suppress(OSError):  # all that it started; until it is reaped its group is nobody else's
+        with contextlib.suppress(OSError):  # all that it started; its group id is not reused before it is reaped
             os.killpg(self._pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         self._pid = 0

@@ -1,6 +1,6 @@
 """Answers and errors in the shapes that clients of the OpenAI API expect, whole or as server-sent events.
 
-An `Answer` is told every output of every choice, and says what is to be sent: `chunk` at once, or `whole` at the end.
+An `Answer` takes every output of every choice and makes what is sent: `chunk` at once, or `whole` at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What clients of the OpenAI API may ask, and what of it is answered here.
 
 msgspec decodes and validates in one pass. A field that is known there and not kept here is refused with its name when
-it has a value that would change the answer; a field that nobody knows is refused always. Nothing is ignored silently.
+it has a value that would change the answer; an unknown field is always refused. Nothing is ignored silently.
 
 Ours beyond theirs: `top_k`, `ignore_eos`, `priority` (urgent, default, background), `deadline_ms` (until the first
 token). `user` is the client whose fair share a request takes.
@@ -425,7 +425,7 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
     message = error.message
     where, _, rest = message.partition(": ")
-    if "/" in where or "\\" in where:  # the place of the model on this machine is nobody's business
+    if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
         message = rest
     found = _OF_MESSAGE.match(message)
     if found is None or not found[1].startswith(field):

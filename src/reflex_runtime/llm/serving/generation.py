@@ -84,7 +84,7 @@ class GenerationStream(Stream[TokenOutput]):
     def __init__(self, runtime: GenerationRuntime, bell: asyncio.Event | None, prompt_tokens: int) -> None:
         super().__init__(bell)
         self._runtime = runtime
-        self._ticket: Ticket | None = None  # None before it is submitted, and once nobody cares for it any more
+        self._ticket: Ticket | None = None  # None before it is submitted, and once it is not wanted
         self._followers: tuple[GenerationStream, ...] = ()
         self._stalls: asyncio.TimerHandle | None = None
         self.held = False
@@ -161,7 +161,7 @@ class GenerationRuntime:
         patience: float = PATIENCE,
     ) -> None:
         self.processor, self.unread, self._patience = processor, unread, patience
-        # A step that hangs may still write to the cache: nobody else may run on it before that one has come back.
+        # A step that hangs may still write to the cache: no other may run on it before that one has come back.
         self.batcher = Batcher(
             {"default": processor}, [processor.group], [self, *sinks], watchdog, on_fatal=self._given_up,
             one_thread=True,
@@ -217,7 +217,7 @@ class GenerationRuntime:
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.
 
-        bell: set whenever there is something to read, for who reads several streams.
+        bell: set whenever there is something to read, for a reader of several streams.
         """
         stream = GenerationStream(self, bell, request.payload.num_prompt_tokens)
         stream._ticket = ticket = self.batcher.submit(request, self._settled)

@@ -125,7 +125,7 @@ def engine_config(config: LLMServeConfig) -> EngineConfig:
 def warm_up(runner: Runner) -> None:
     """Steps of a few shapes, so that the first request does not wait for what is made once.
 
-    They write to block 0, whose rows mean nothing to anybody before they are written again.
+    They write to block 0, whose rows are written again before they are read.
     """
     whole = min(runner.block_size, runner.max_model_len)
     for past, new in ((0, whole - 1), (whole - 1, 1)):

@@ -54,7 +54,7 @@ _OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/v1/models": ("the model that is served", ("200",), _OBJECT),
     "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
-    "/status": ("who waits and runs, and how batches were formed", ("200",), _OBJECT),
+    "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
     "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
     "/openapi.json": ("this document", ("200",), _OBJECT),
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),

@@ -40,7 +40,7 @@ class ModelHost(Protocol):
         """What /health says of it."""
 
     async def status(self) -> dict[str, Any]:
-        """What /status says of it: who waits and runs, where, and how batches were formed."""
+        """What /status says of it: requests that wait and run, where, and how batches were formed."""
 
     async def metrics(self) -> bytes:
         """Prometheus text of what the registry it was opened with does not hold."""
@@ -53,7 +53,7 @@ class ModelHost(Protocol):
 
 
 class Opening(Protocol):
-    """What a host is told when it is opened. registry: for its series."""
+    """What a host gets when it is opened. registry: for its series."""
 
     config: LLMServeConfig
     name: str
@@ -124,7 +124,7 @@ class ServedModel:
             self.host = await self._open(self)
         except Exception as error:
             self._state = "warmup_failed"
-            self.unusable = isinstance(error, ConfigError)  # the message says what to mend: nobody needs a stack
+            self.unusable = isinstance(error, ConfigError)  # the message says what to mend, so no stack is logged
             self.error = str(error) if self.unusable else f"{type(error).__name__}: {error}"
             if not self.unusable:
                 log.exception("the model could not be started")
@@ -152,7 +152,7 @@ class ServedModel:
             self.host.turn()
 
     def drain(self) -> None:
-        """Say that the end has begun; the door turns away what comes."""
+        """The end has begun: new requests are refused."""
         if self._state != "warmup_failed":
             self._state = "draining"
 

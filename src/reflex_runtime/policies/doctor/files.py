@@ -40,7 +40,7 @@ def check_files(patient: Patient) -> Finding:
         except OSError as error:
             return failed(
                 expected, f"{file}: {error.strerror}",
-                f"chmod a+r {file}, or run as the user that may read it; the server runs as somebody, too",
+                f"chmod a+r {file}, or run as a user that may read it, here and for the server",
             )
         if head.startswith(b"version https://git-lfs"):
             return failed(
@@ -89,7 +89,7 @@ def _graphs(patient: Patient, graphs: Sequence[Path]) -> Finding | None:
 
 
 def check_normalisation(patient: Patient) -> Finding:
-    """Read from the files as they are, so that what is wrong is told whatever else is wrong."""
+    """Read from the files as they are, so that this is checked even if other keys are wrong."""
     raw, expected = patient.raw, "mean and std of the right lengths, finite, no std that is zero or tiny"
     named = raw.get("embodiment")
     beside = patient.root / (named if isinstance(named, str) else EMBODIMENT_FILE)
@@ -271,7 +271,7 @@ def check_dynamic_batch(patient: Patient) -> Finding:
 def _axes(
     inputs: Mapping[str, TensorSpec], outputs: Mapping[str, TensorSpec], file: OnnxFile
 ) -> Iterable[tuple[Declared, int | str]]:
-    """(port, its first axis: a size, a name, "" for none) of all whose shape is told."""
+    """(port, its first axis: a size, a name, "" for none) of every port with a known shape."""
     ports = [file.inputs[spec.name] for spec in inputs.values()] + [file.outputs[s.name] for s in outputs.values()]
     for port in ports:
         if port.dims is not None:

@@ -285,7 +285,7 @@ def check_embodiment(patient: Patient) -> Finding:
         if len(wide):
             doubts.append(f"ranges narrower than one standard deviation: {_names(patient, wide)}")
     if robot.action_space is None:
-        doubts.append("no action_space: nobody knows whether a repeated action moves the robot on")
+        doubts.append("no action_space: whether a repeated action moves the robot on is not known")
     unknown = [name for name in export.images if robot.cameras is not None and name not in robot.cameras]
     if unknown and len(export.images) > 1:
         doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")

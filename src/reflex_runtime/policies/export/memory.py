@@ -102,7 +102,7 @@ def check_two_policies(
     larger = max(exports, key=lambda export: export.model_bytes)
     if environ.get(SKIP) == "1":
         log.warning(
-            "%s=1: nobody checked that %d policies of %s (%s) fit the memory", SKIP, policies,
+            "%s=1: it was not checked that %d policies of %s (%s) fit the memory", SKIP, policies,
             in_gb(larger.model_bytes), larger.path,
         )
         return

@@ -232,7 +232,7 @@ class DecomposedPolicy(Policy):
         if observation.anchor is not None and flow.noise is not None:
             x = observation.anchor.pull(x, flow.noise, 1.0)
         self._flows.pop(ticket, None)
-        if self.tails is not None and not ticket.cancel_requested:  # what nobody gets is not executed
+        if self.tails is not None and not ticket.cancel_requested:  # a cancelled chunk is not executed
             self.tails.remember(observation.episode_id, np.array(x), self._clock() - ticket.arrived)
         return self._chunk(observation, x, steps)
 

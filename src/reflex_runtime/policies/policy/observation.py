@@ -35,7 +35,7 @@ class Doubt(NamedTuple):
 DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
 
 
-@dataclass(slots=True, eq=False)  # nobody writes to one; freezing it would cost as much as the rest of `prepare`
+@dataclass(slots=True, eq=False)  # treated as frozen; freezing it would cost as much as the rest of `prepare`
 class Observation:
     """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
 

@@ -90,12 +90,12 @@ class CrashEvidence:
 class Poison:
     """The share of a slot's requests that fail while other clients are answered, over some 64 of them.
 
-    A failure counts once somebody else was answered after it: of a slot that answers nobody nothing is learned.
+    A failure counts once another client was answered after it: a slot without any answers teaches nothing.
     """
 
     def __init__(self) -> None:
         self.share = 0.0
-        self._failed = 0  # since somebody else was answered
+        self._failed = 0  # since another client was answered
         self._client: Hashable = None  # whose failed last
 
     def failed(self, client: Hashable) -> None:
@@ -134,7 +134,8 @@ class Breaker:
     """Decides for one slot, or for two that stand in for each other, whether it is asked. For one thread, pure.
 
     A slot opens at `max_consecutive` crashes in a row, or when the evidence on its crash rate alarms. An unbroken run
-    alone is left to the counter: whoever allows ten in a row gets ten. 0 disables all of it; crashes are still counted.
+    alone is left to the counter, so that ten in a row are allowed if it says ten. 0 disables all of it; crashes are
+    still counted.
 
     Closing again: while it is open and `cooldown` seconds are over, one key is served there as a probe. Its clean
     answer closes the slot, and count, evidence and cool-down start afresh; a crash doubles the cool-down, up to
@@ -198,7 +199,7 @@ class Breaker:
     def place(self, slot: str, key: str, now: float) -> str | None:
         """Who serves a request of routing key `key` that belongs to `slot`: itself, the other one, or None.
 
-        None is degraded: nobody does. The probe's key keeps its slot until the probe is decided or replaced. With both
+        None: no slot does (degraded). The probe's key keeps its slot until the probe is decided or replaced. With both
         open each is probed by its own keys.
         """
         self._now = now

@@ -144,7 +144,7 @@ class Rollout:
             self._episodes.popitem(last=False)
 
     def untold(self, placement: Placement) -> None:
-        """The request failed: its episode is told of the move with its next answer."""
+        """The request failed: the next answer of its episode says that it moved."""
         if self.router is not None and placement.routing is not None and placement.changed:
             self.router.untold(placement.routing.key)
 
@@ -162,7 +162,7 @@ class Rollout:
                 self.rollback(now, "b was drained during its ramp")
 
     def computed(self, slot: str, now: float) -> None:
-        """A batch of the slot answered somebody. Once per batch: the evidence counts calls, not requests."""
+        """A batch of the slot gave an answer. Called once per batch: the evidence counts calls, not requests."""
         if slot in self.slots and self.breaker.answered(slot, now):
             self.changed(now, "return", f"{slot} answers again: {self.breaker.verdict}", self._why(slot, now))
 
@@ -256,7 +256,7 @@ class Rollout:
         return watch is None or watch.enough
 
     def unwatch(self, slot: str, now: float | None = None) -> None:
-        """Long enough. now: the slot has kept its guard, and that is told."""
+        """End the watch. now: note that the slot has kept its guard."""
         watch = self._watched.pop(slot, None)
         self._drained.discard(slot)
         if watch is not None and now is not None:

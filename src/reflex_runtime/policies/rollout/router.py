@@ -1,7 +1,7 @@
 """Which of two policies serves an episode: the same one from its first request to its last.
 
 The slot follows from the key alone, so that every process and every restart answers alike. A table of running episodes
-keeps them where they began when the split changes live; what moves them (a drain, a rollback) is told once.
+keeps them where they began when the split changes live; what moves them (a drain, a rollback) is said in one answer.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Router:
             episode.moved = True
 
     def rollback(self, slot: str, now: float) -> list[str]:
-        """Everything to `slot`, running episodes too. Returns those that moved; each is told at its next request.
+        """Everything to `slot`, running episodes too. Returns those that moved; the next answer of each says so.
 
         Whatever is kept for a moved episode in its old slot belongs to a policy that no longer serves it.
         """

@@ -1,7 +1,7 @@
 """A second policy beside the served one, asked the same with the same noise: how far apart are their actions?
 
 Which requests are sampled depends on their ids alone, so a replay samples the same ones. Nothing here runs anything:
-the scheduler runs shadow requests when nobody else waits, and what it cannot run is dropped and counted.
+the scheduler runs shadow requests when no other waits, and what it cannot run is dropped and counted.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Shadowing:
         self._batcher.device.resume(SHADOW)
 
     def close(self) -> None:
-        """The server is going: nobody waits for what was asked, and nothing more is."""
+        """The server ends: take back what was asked, and ask no more."""
         self._closed = True
         self._take_back()
 

@@ -8,7 +8,7 @@ takes:
 - many: the request waits again, by its size, and at least one thread never decodes such. What waits so is bounded in
   pixels; beyond that the request that would be decoded last is refused.
 
-Whoever's request settles while it waits is forgotten, undecoded.
+A request that settles while it waits is not decoded.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class DecodeOrder:
 
     A job's tag is the virtual time at which its client's share would have decoded it, and the smallest goes next:
     between clients with equal shares pixels are shared evenly, and a small request of a client with nothing else here
-    goes before large ones. Virtual time is the tag of the job taken last, so it passes every tag: nobody starves.
+    goes before large ones. Virtual time is the tag of the job taken last, so it passes every tag: no job starves.
     """
 
     def __init__(self, most: float = WAITING_PIXELS) -> None:
         self.most = most
-        self._light: LazyHeap[Job, float] = LazyHeap()  # and those nobody has looked at
+        self._light: LazyHeap[Job, float] = LazyHeap()  # and those not looked at yet
         self._large: LazyHeap[Job, float] = LazyHeap()
         self._now = 0.0
         self._ends: dict[Hashable, float] = {}  # tag of each client's last job
@@ -171,7 +171,7 @@ class Preparing:
             self._ring(light=True)
 
     def discard(self, job: Job) -> None:
-        """Nobody waits for the job any more: it is forgotten, or what comes of it is."""
+        """The job is not needed any more: drop it, or its result if it runs."""
         job.forget()
         with self._lock:
             self._turns.discard(job)
@@ -244,7 +244,7 @@ class Preparing:
 
     def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._deliver, job, value, error)
 
     @staticmethod

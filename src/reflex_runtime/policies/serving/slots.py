@@ -113,7 +113,7 @@ class Slot:
             self.previous = None
 
     def let_go(self, active: Sequence[Any]) -> list[Version]:
-        """Unload what nobody uses. active: the group's partitions that hold tickets. Returns what was unloaded."""
+        """Unload versions that are not in use, and return them. active: the group's partitions that hold tickets."""
         gone = [v for v in self._leaving if not v.users and v.policy.shape not in active]
         for version in gone:
             self._leaving.remove(version)
