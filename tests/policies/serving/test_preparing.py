@@ -238,8 +238,8 @@ HELD = '''
 import reflex_runtime.policies.policy.base as policy
 
 decode = policy.decode_image
-def held(data, field="image", size=None):
-    image = decode(data, field, size)
+def held(data, *how):
+    image = decode(data, *how)
     if policy.pixels_of(data) > 1 << 20:
         with open({began!r}, "a") as began:
             began.write("x")

@@ -126,7 +126,7 @@ class Policy(BaseProcessor):
         return self._prepared(observation, instruction or "")
 
     def _prepared(self, observation: Observation, instruction: str) -> Observation:
-        """A last word on what was prepared."""
+        """Hook for subclasses to amend the observation."""
         return observation
 
     def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent, str]:
