@@ -183,7 +183,7 @@ class HoldTarget:
       target says are waited for. It grows by 2 while waits stay below `hold`, calls are short and the other end has
       places, and halves when either is long, looking at the last `window` batches after each.
 
-    Returns and bursts are expected where they have been coming, by exponential means. Without company nobody is held,
+    Returns and bursts are expected where they have been coming, by exponential means. Without company nothing is held,
     so a lone caller never is, however soon it asks again.
 
     smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
@@ -297,7 +297,7 @@ class HoldTarget:
         return replace(base, target=target, quiet=0.0, hold_max=(urgent, default, background))
 
     def tokens_left(self, partition: Hashable) -> Sequence[int]:
-        """The tokens that each active stream of the partition may still say: to be answered by who knows them."""
+        """The tokens that each active stream of the partition may still say; for subclasses that know them."""
         return ()
 
     def target(self, partition: Hashable) -> int:
@@ -340,8 +340,8 @@ _NONE = (0.0, 0.0, 0.0)
 def _ending(tokens_left: Sequence[int], waiting: int) -> bool:
     """Whether the streams with so many tokens left are worth waiting for.
 
-    With one token left at most they end at the next step, before which nobody else would have begun. With few, and more
-    of them than wait, the wait of some steps is paid once, and all are in step from then on.
+    With at most one token left they end at the next step, and no other request would have begun before it. With few
+    left, and more streams than requests that wait, some steps are waited for once, and all are in step from then on.
     """
     most = max(tokens_left, default=0)
     return most == 1 or (0 < most <= _FEW and len(tokens_left) > waiting)

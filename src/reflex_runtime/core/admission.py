@@ -18,7 +18,7 @@ def admit(
 ) -> None:
     """Return if the ticket may enter, else raise the `Rejected` that says why.
 
-    replaced: waiting tickets of the same client that it would supersede. displaced: who else would make room for it.
+    replaced: waiting tickets of the same client that it would supersede. displaced: one that would make room.
     """
     request, config, replaces = ticket.request, group.config, len(replaced)
     if closed:

@@ -69,7 +69,7 @@ class Failed(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """The call failed as a whole with `error`, and nobody knows because of whom: its members run again, apart.
+    """The call failed as a whole with `error`, and it is not known which member caused it: they run again, apart.
 
     All outcomes of a batch are Apart, or none. Not for a batch of one: its member is to blame.
     """
@@ -91,7 +91,7 @@ class Batch:
     left: residents gone since the group's last batch (preempted, cancelled, expired): the processor drops their state
     first.
     short_of: what kept the rest of its partition's queue waiting when it left: "budget" (time that deadlines allow
-        included), "places", "room", "memory", "share" or "stage"; "" when nobody waited, or only who is held.
+        included), "places", "room", "memory", "share" or "stage"; "" when none waited, or only held ones.
     cached: of the tickets that enter with it, the units that were found already done, where there were any.
     part: what it repeats of a call that failed; None for all others.
     notes: free for drivers and processors, written into the trace.

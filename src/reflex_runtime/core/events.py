@@ -22,7 +22,7 @@ class RequestQueued(NamedTuple):
 
 
 class RequestRejected(NamedTuple):
-    """A request was refused at the door; it never had a ticket."""
+    """A request was refused at admission; it never had a ticket."""
 
     at: float
     request: Request

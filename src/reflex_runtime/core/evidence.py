@@ -1,10 +1,10 @@
 """Whether an estimate may refuse: only while something renews it.
 
-A refused request runs nothing, so nothing is measured, and a wrong estimate that refuses everybody would do so for
-ever. Therefore an estimate refuses while a batch of its shape runs and for `RENEW` seconds after. Then one
-request, the probe, is let in against the estimate; the others are refused as before until it has settled. A probe that
-was answered in time disproves the estimate: the next request is let in at once, until the cost model has learned.
-A probe that was late renews the refusal. So an idle device tries at once, and a hopeless one once a second.
+A refused request runs nothing, so nothing is measured, and a wrong estimate that refuses every request would do so
+for ever. Therefore an estimate refuses while a batch of its shape runs and for `RENEW` seconds after. Then one request,
+the probe, is let in against the estimate; the others are refused as before until it has settled. A probe that was
+answered in time disproves the estimate: the next request is let in at once, until the cost model has learned. A probe
+that was late renews the refusal. So an idle device tries at once, and a hopeless one once a second.
 
 A class of requests may be refused while other classes of its shape run and renew the estimates of the shape. It is
 tried too, but then probes take device time from others: at most `SHARE` of it.

@@ -30,8 +30,8 @@ class FlushPolicy:
     quiet: seconds without an arrival in the partition after which company is waited for no longer: a hold below the
         target then ends once its hold_min is over. Not while a batch of the partition is in flight; 0 switches it off.
     until: time after which no more company is expected below the target, whatever the holds say; for controllers.
-    group_commit: while a batch of the partition is in flight, whoever waits is held up to hold_max, also at the target:
-        that batch's return decides anew, so company costs little then. A full batch goes all the same.
+    group_commit: while a batch of the partition is in flight, what waits is held up to hold_max, also at the target:
+        it is decided again when that batch returns, so waiting costs little then. A full batch goes all the same.
     returns: longest hold, in seconds, for clients whose next request is due, where that pays (`returns.py`); counted
         from max(oldest arrival, device free). 0 switches it off.
     shed: refuse before they run those requests with a deadline that cannot be met any more, and choose the set of

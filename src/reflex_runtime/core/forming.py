@@ -79,8 +79,8 @@ class Former:
         return formed if formed.grants or shed or formed.preempted else None
 
     def _form_part(self, part: Part) -> Formed | None:
-        """Members of a call that failed, as they ran in it: at once, and with nobody else. None when what they had
-        reserved has gone to others meanwhile."""
+        """Members of a call that failed, as they ran in it: at once, and without others. None when others have taken
+        meanwhile what they had reserved."""
         resources = self.group.config.resources
         if resources is not None:
             part.grants = {t: units for t, units in part.grants.items() if resources.reserve(t, units)}
@@ -149,7 +149,7 @@ class Former:
     # -- deadlines ---------------------------------------------------------------------------------------------------
 
     def _select_for_deadlines(self, filling: Filling, full: Filled) -> tuple[Filled, list[Ticket]]:
-        """The batch of largest expected value when deadlines are at risk, and who is shed."""
+        """The batch of largest expected value when deadlines are at risk, and the tickets that are shed."""
         chosen = full
         shed: list[Ticket] = []
         if full.grants and full.tally.seconds > 0.0 and at_risk(full, self.now):

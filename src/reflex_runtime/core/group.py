@@ -36,11 +36,11 @@ class GroupConfig:
         measured counts for nothing, and background work neither counts nor is refused.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
-    gap_chance: for groups of weight 0: a batch starts only when nobody of the other groups is likely to ask before it
-        ends, with this probability at the rate they have been asking; 0 does not care. Bounds what they ever wait for.
+    gap_chance: for groups of weight 0: a batch starts only when, with this probability, no other group asks before it
+        ends, at the rate they have been asking; 0 starts at any time. So the others rarely wait for such a batch.
     latest_only: a newer request of a client replaces its waiting older ones.
-    share_room: whether the full queue is shared too: a client then takes the newest place of whoever has most waiting,
-        if that is at least two more than it has itself. Otherwise whoever asks most often has the room.
+    share_room: whether a full queue is shared too: a client then takes the newest place of the one with most waiting,
+        if that has at least two more. Otherwise the client that asks most often fills the queue.
     displace_background: whether an urgent request takes the place of the newest waiting background one in a full queue.
     promote_after: seconds after which background work counts as default; half its time limit when that is set.
     cost, resources, controller: made once per group.
@@ -199,7 +199,7 @@ class Group:
     def _newest_of_most(self, client: Hashable) -> Ticket | None:
         """The newest ticket of the client with most waiting, if this client may take its place.
 
-        Looks at every client that waits; of several with as many, the one who came last gives way.
+        Looks at every client that waits; of several with as many, the newest ticket gives way.
         """
         waiting: dict[Hashable, list[ClientQueue]] = {}
         for partition in self.active.values():

@@ -43,7 +43,7 @@ class Holding:
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def asks(self, group: Group, now: float) -> None:
-        """A request of the group may run from now on."""
+        """A request of the group may run from now on: what groups that wait for gaps look at."""
         if group.config.weight > 0.0:
             self._asked.arrive(now)
 

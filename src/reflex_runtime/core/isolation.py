@@ -3,8 +3,8 @@
 A call that failed as a whole is repeated in two halves, a half that fails in two halves again, until each guilty
 request has failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeded, other
 groups take their turns in between, and no single batch lasts long. Larger parts go first, so that most neighbours wait
-for two calls more. Of two halves the smaller one goes first where they differ: it is the one more likely to succeed,
-and then the other needs no call as a whole. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more
+for two calls more. Of two halves the smaller one goes first: it is more likely to succeed, and then the other needs no
+call as a whole. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more
 calls, with g at most 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 """
 
@@ -18,7 +18,7 @@ from reflex_runtime.core.request import RESIDENT, Ticket
 
 OFFENDERS = 4096  # clients remembered per group
 MEMORY = 32.0  # requests over which the share of guilty ones is averaged
-FORGOTTEN = 2.0**-10  # a share below which nobody is guilty
+FORGOTTEN = 2.0**-10  # a share below which it counts as none
 
 
 class Origin:
@@ -72,7 +72,7 @@ class Suspects:
             part = self._parts[0]
             if part.grants and not all(t.state is RESIDENT and not t.held for t in part.grants):
                 part.grants = {t: u for t, u in part.grants.items() if t.state is RESIDENT and not t.held}
-                part.fails = False  # who made it fail may be gone
+                part.fails = False  # the guilty one may be gone
             if part.grants and not (part.fails and len(part.grants) > 1):
                 return part
             del self._parts[0]
@@ -87,7 +87,7 @@ class Suspects:
             part.other.other = None  # what the other half shows is of no use to this one; nor are they a cycle
 
     def clear(self) -> None:
-        """Nobody of the partition is left."""
+        """The partition has no tickets any more."""
         self._parts.clear()
 
     def succeeded(self, part: Part) -> None:
@@ -112,11 +112,11 @@ class Offenders:
 
     @property
     def limit(self) -> float:
-        """Most requests that share a call, so that it succeeds as likely as not; inf while nobody is guilty."""
+        """Most requests that share a call, so that it succeeds as likely as not; inf while none is guilty."""
         return max(1.0, log(2.0) / self.share // 1.0) if self.share else inf
 
     def others_answered(self, client: Hashable) -> bool:
-        """Whether the group answered somebody since this known offender last failed."""
+        """Whether the group answered any request since this known offender last failed."""
         return client in self._failed and self._failed[client] < self._answered
 
     def failed(self, client: Hashable) -> None:

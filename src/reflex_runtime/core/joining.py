@@ -1,7 +1,7 @@
 """Whether newcomers run their first stage before the residents' next step.
 
 A join lets newcomers share the residents' steps, but residents wait for the newcomers' first stage, and every step they
-have left is wider. Two plans are compared, as if nobody else came:
+have left is wider. Two plans are compared, as if no other request came:
 
     join    the newcomers' first stage, then all step together
     wait    the residents step to their end, then the newcomers' first stage and their steps

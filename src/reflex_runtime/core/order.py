@@ -2,8 +2,7 @@
 
 A group has clients (their virtual counters run across all its partitions) and partitions; a partition has three tiers;
 a tier has one first-in-first-out queue per client and serves the client with the smallest counter, then the oldest
-head.
-Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
+head. Counters only ever grow, so a stale heap entry is too small, surfaces early and is put right when it does.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ Entry = tuple[float, int, ClientQueue]
 
 
 class ByArrival:
-    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; who left is forgotten late.
+    """The waiting tickets of a tier, oldest first. Nearly all enter in that order; those that left are forgotten late.
 
     A ticket's `line` is the one it waits in.
     """

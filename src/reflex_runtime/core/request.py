@@ -72,13 +72,13 @@ def _read_only(cls: type[T]) -> type[T]:
 
 @_read_only
 class Request:
-    """What a caller asked. Nobody writes to it.
+    """What a caller asked. Read-only.
 
     payload: opaque to the scheduler.
     id: for people and traces; need not be unique.
     group: the slot, tenant or workload it belongs to.
     partition: requests of different partitions never share a batch.
-    client: whoever has a share and an in-flight cap.
+    client: what has a fair share and an in-flight cap: a robot, a feed, a key.
     time_limit: seconds from arrival within which it is worth answering, or None.
     shape: the executable it runs on (input shapes); costs are learned per shape.
     cost_class: what makes requests of one shape cost differently (cache hit or miss, steps).
@@ -127,7 +127,7 @@ class AdmittedBatch(NamedTuple):
 
 
 class Ticket:
-    """The scheduler's record of one request. Only the scheduler writes to it.
+    """The scheduler's record of one request. Only `core/` writes to it, apart from `waiter`.
 
     seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
     ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew.

@@ -1,4 +1,4 @@
-"""Who is waited for on a free device: clients whose next request is due, and only if waiting pays.
+"""Which clients a free device waits for: those whose next request is due, and only if waiting pays.
 
 Cameras ask by the clock; robots and files ask some time after their answer. Two habits of each client are kept: the
 last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
@@ -9,7 +9,7 @@ that maximises
 
 where E(h) is the expected number of absent clients back within h, at most as many as the batch has places for, and
 W(h) the sum of their expected times until then. If no G(h) > 0, nothing is held. (With T(n) = a + b·n this is
-E·T(n) − W − n·(h + b·E): who comes now saves itself a whole batch, and lengthens this one for n others.)
+E·T(n) − W − n·(h + b·E): one that comes now saves itself a whole batch, and lengthens this one for n others.)
 
 G weighs one batch, and two groups that take turns cost a more in every cycle than one group that waits for its last
 member. So a group that is found complete when the device gets free waits for the other one, once, if that takes less
@@ -125,7 +125,7 @@ class ThinkTimes:
         self._merge_again = -inf
 
     def worth(self, n: int, places: int, fixed: float) -> float:
-        """Seconds that no hold can save more than, whoever comes and when; 0.0 when it is not worth a hold for n."""
+        """Upper bound of the seconds a hold can save: all back at once; 0.0 when that is not worth a hold for n."""
         worth = min(len(self._absent), places) * fixed
         return worth if worth > n * BRIEF else 0.0
 

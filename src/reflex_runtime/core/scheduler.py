@@ -27,7 +27,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
     what can no longer be met is shed (`Former._select_for_deadlines`).
  7. A free device may wait for more (`Holding.until`): until the batch is full, the hold is over, or no client whose
     next request is due would save more than waiting costs (`returns`). `wake_at` says until when.
- 8. Newcomers to a running batch with stages enter only if everybody present is answered sooner for it
+ 8. Newcomers to a running batch with stages enter only if all present are answered sooner in sum
     (`Former._enters`, `joining`).
  9. A group with `gap_chance` runs only where a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).
@@ -116,7 +116,7 @@ class Scheduler:
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
         self._tickets = self._batches = 0
-        self.settled = 0  # tickets that have ended, so that a driver can tell whether somebody waits for its events
+        self.settled = 0  # tickets that have ended, so that a driver can tell whether events are waited for
         self._closed = False
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class Scheduler:
                     ticket.started = self._now
             assert RUNNING in TRANSITIONS[state], ticket
             ticket.state = RUNNING
-            if ticket.deadline < inf:  # nothing happens at the deadline of what runs: it is looked at afterwards
+            if ticket.deadline < inf:  # running tickets do not expire; checked at the boundary
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
@@ -517,7 +517,7 @@ class Scheduler:
 
     @staticmethod
     def _crashed(group: Group, partition: Partition, batch: Batch, failed: int) -> bool:
-        """Whether the processor is to blame for what came of a batch, and not somebody in it."""
+        """Whether the processor is to blame for what came of a batch, and not one of its members."""
         part = batch.part
         if part is None:
             known = len(batch) == 1 and group.offenders.others_answered(next(iter(batch.grants)).request.client)
@@ -652,7 +652,7 @@ class Scheduler:
         group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:
-        """A group that becomes active gets no credit for the time it was idle, and an idle device is nobody's debt."""
+        """A group that becomes active gets no credit for the time it was idle, and owes nothing for an idle device."""
         peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
         busy = [g.device_time for g in peers if g.active and g is not group]
         group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))

@@ -2,10 +2,9 @@
 
 Each member has a counter: the device time or cost it was charged, over its weight. The smallest counter is next. A
 member that becomes active starts at the smallest active counter, so idle time earns no credit; after an idle device it
-starts at the largest counter that left, so having had the device alone is no debt.
+starts at the largest counter that left, so having had the device alone costs nothing.
 
-Members are only counted, by counter: many that wait came in at the same one, and none of them is looked at to find the
-smallest.
+Members are only counted, by counter: many that wait entered at the same one, and the smallest is found without them.
 """
 
 from __future__ import annotations

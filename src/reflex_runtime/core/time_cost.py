@@ -144,7 +144,7 @@ class TimeCost:
         return each + (alone - each) / size
 
     def measured(self, ticket: Ticket) -> bool:
-        """Whether anything was learned of such requests; a guess refuses nobody."""
+        """Whether anything was learned of such requests; a guess refuses nothing."""
         known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
         if known is not None and known.samples >= RollingMedian.WARM:
             return True
