@@ -289,6 +289,21 @@ def test_w4_with_too_many_bytes_held_the_newest_is_asked_to_come_later() -> None
     running(check)
 
 
+def test_w4_with_too_many_connections_the_one_idle_for_longest_is_closed() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as first, run.connected() as second:
+            await first.recv()
+            await second.recv()
+            await (await first.ping())
+            async with run.connected() as third:
+                await third.recv()
+                assert await closed_with(second) == 1001
+                await first.send("still there")
+                assert await first.recv() == "still there"
+
+    running(check, max_connections=2)
+
+
 def test_w4_a_peer_that_does_not_read_is_not_read_from() -> None:
     async def check(run: Running) -> None:
         async with run.connected(max_queue=1, write_limit=2**20) as client:

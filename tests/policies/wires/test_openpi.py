@@ -117,7 +117,7 @@ def _late(self):
     return _load(self)
 runtime.PolicyRuntime._load = _late
 """
-    with Server(tiny, before=wait, until="http://") as server:
+    with ThreadPoolExecutor(1) as pool, Server(tiny, before=wait, until="http://") as server:
         met = threading.Event()
 
         def meet() -> Any:
@@ -125,13 +125,12 @@ runtime.PolicyRuntime._load = _late
                 met.set()
                 return client.infer(seen(1))
 
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(meet)
-            server.reach(lambda m: True)
-            assert server.get("/healthz").status == 503
-            assert not met.is_set()
-            gate.write_text("go")
-            assert right(answer.result(), 1)
+        answer = pool.submit(meet)
+        server.reach(lambda m: True)
+        assert server.get("/healthz").status == 503
+        assert not met.is_set()
+        gate.write_text("go")
+        assert right(answer.result(), 1)
 
 
 def test_w7_a_policy_that_cannot_be_started_closes_the_websocket(tiny: Path, tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def _late(self):
     raise RuntimeError("broken")
 runtime.PolicyRuntime._load = _late
 """
-    with Server(tiny, before=wait, until="http://") as server, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, Server(tiny, before=wait, until="http://") as server:
 
         def meet() -> None:
             with robot(server):
@@ -196,8 +195,8 @@ def test_w11_every_error_is_a_text_and_the_socket_goes_on(tiny: Path) -> None:
 
 
 def test_w11_a_full_queue_and_an_expired_deadline_are_texts(tiny: Path) -> None:
-    with Server(tiny, "--max-queue", "1", held=True) as server, robot(server, "/?deadline_ms=200") as late:
-        with busy(server), ThreadPoolExecutor(1) as pool, robot(server) as full:
+    with ThreadPoolExecutor(1) as pool, Server(tiny, "--max-queue", "1", held=True) as server, busy(server):
+        with robot(server, "/?deadline_ms=200") as late, robot(server) as full:
             waiting = pool.submit(late.infer, seen())
             server.reach(lambda m: m(WAITING) == 1)
             error = refused(lambda: full.infer(seen()))
@@ -217,7 +216,7 @@ def test_w11_what_cannot_be_in_time_is_refused_at_once(tiny: Path) -> None:
 
 
 def test_w11_a_newer_observation_of_the_robot_takes_the_place_of_the_one_that_waits(tiny: Path) -> None:
-    with Server(tiny, "--latest-only", held=True) as server, busy(server), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, Server(tiny, "--latest-only", held=True) as server, busy(server):
         with robot(server, "/?robot_id=arm") as old, robot(server, "/?robot_id=arm") as new:
             waiting = pool.submit(old.infer, seen(1))
             server.reach(lambda m: m(WAITING) == 1)
