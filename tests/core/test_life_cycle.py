@@ -641,7 +641,7 @@ def test_ids_are_for_people_and_need_not_be_unique() -> None:
     assert ids(take(scheduler, 0.0).grants) == ["same", "same"]
 
 
-def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> None:
+def test_t6_a_batch_tells_when_it_was_decided_to_send_nothing() -> None:
     scheduler = scheduler_of(flush=FlushPolicy(hold_max=(1.0, 1.0, 1.0), hold_min=(1.0, 1.0, 1.0)))
 
     def looked() -> tuple[float, ...]:
@@ -649,10 +649,13 @@ def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> 
 
     assert scheduler.next_batch(0.5) is None  # nothing to send is no look
     ask(scheduler, 1.0)
-    for now in (1.0, 1.25, 1.5):
+    for now in (1.0, 1.25):
+        assert scheduler.next_batch(now) is None
+    scheduler.submit(Request(), 1.5, ready=False)  # an input, and so another decision
+    for now in (1.5, 1.75):
         assert scheduler.next_batch(now) is None
     batch = take(scheduler, 2.0)
-    assert looked() == (1.0, 1.25, 1.5)
+    assert looked() == (1.0, 1.5)
     ask(scheduler, 2.1)
     assert scheduler.next_batch(2.2) is None  # the device is busy
     finish(scheduler, batch, 2.3)
@@ -661,6 +664,7 @@ def test_t6_a_batch_tells_when_the_free_device_had_looked_and_sent_nothing() -> 
     finish(scheduler, batch, 4.0)
     ask(scheduler, 5.0)
     for i in range(2 * IDLE_POLLS):
+        scheduler.set_room("default", None, 5.0 + i / 1024)
         assert scheduler.next_batch(5.0 + i / 1024) is None
     take(scheduler, 7.0)
     assert len(told := looked()) == IDLE_POLLS

@@ -61,7 +61,7 @@ class RequestSettled(NamedTuple):
 class BatchScheduled(NamedTuple):
     """A batch was formed and handed to the device.
 
-    idle_polls: when `next_batch` had found nothing to send since the batch before, although something was unsettled.
+    idle_polls: when it was decided since the batch before to send nothing, although something was unsettled.
     """
 
     at: float

@@ -272,6 +272,7 @@ class Scheduler:
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now, or None; then `wake_at` says when to ask again."""
         self._now = max(self._now, now)
+        stood, settled = self._holding.current, self.settled
         self._apply_due()
         if len(self._in_flight) >= self._max_batches:
             return None
@@ -282,7 +283,8 @@ class Scheduler:
             if batch is not None:
                 return batch
         self._holding.found_nothing()
-        if any(group.unsettled for group in self._groups.values()):
+        decided = not stood or settled != self.settled
+        if decided and any(group.unsettled for group in self._groups.values()):
             self._idle_polls.append(self._now)
         return None
 

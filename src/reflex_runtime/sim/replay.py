@@ -213,11 +213,13 @@ class _Measured:
     def __init__(self, recording: Journal) -> None:
         self._scheduler = scheduler_of(recording)
         self._steps = _Steps(recording)
+        self._slots = recording.slots
         self._batches = sorted(recording.batches, key=lambda b: b.at)
         self._tickets: dict[int, Ticket] = {}
         self._seqs: dict[Ticket, int] = {}
         self._last = {seq: b.id for b in self._batches for seq in b.seqs}
         self._ended = {e.ticket: e for e in recording.ended}
+        self._expired = {e.at for e in recording.ended if e.outcome == "expired"}
         self._inputs = self._in_order(recording)
         self._known = {r.schedule.ticket for r in recording.requests if r.schedule is not None}
         self._done = 0
@@ -232,7 +234,7 @@ class _Measured:
                 continue
             for at in recorded.looked:
                 self._apply(at, busy=False)
-                replay.early += self._scheduler.next_batch(at) is not None
+                replay.early += self._look(at) is not None
             self._apply(recorded.at, busy=False)
             if recorded.cause == Cause.DRAIN and not draining:
                 draining = True
@@ -248,6 +250,15 @@ class _Measured:
             self._scheduler.complete(batch, outcomes, recorded.elapsed, recorded.finished)
             self._scheduler.take_events()
         return replay
+
+    def _look(self, at: float) -> Batch | None:
+        """The batch of an instant at which there was none, because it was decided again to hold it.
+
+        The input that caused it may be missing in the file: a request with a picture that was not decoded yet.
+        """
+        if self._scheduler.decision_current and at not in self._expired:
+            self._scheduler.set_room(self._slots[0], None, at)  # an input that changes nothing
+        return self._scheduler.next_batch(at)
 
     def _form(self, at: float) -> tuple[Batch | None, float]:
         """The batch of an instant, and for how long it is still held: a held one is formed, too."""
