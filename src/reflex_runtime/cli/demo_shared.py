@@ -1,4 +1,4 @@
-"""What `reflex demo` and `reflex demo --ab` share: a server of their own, progress, and what is shown at the end."""
+"""What `reflex demo` and `reflex demo --ab` share: a server, a progress bar, and the picture of batches."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def progress(
 
 
 def draw(console: Console, trace: Path, prefix: Path, window: Window | None = None) -> None:
-    """What batching did, from the trace, and the picture of a window of it: the busiest, if nothing else is said."""
+    """What batching did, from the trace, and a picture of a window of it, by default the busiest."""
     from collections import Counter
 
     from reflex_runtime.telemetry.journal_reader import read_journal

@@ -262,7 +262,7 @@ class _Session:
 
     def _wait(self) -> str:
         """Why it stops: a signal's name, or what there is no more."""
-        self._look()  # feeds may have ended before anybody watched
+        self._look()  # feeds may have ended before the watcher began
         try:
             return self._news.get(timeout=self._config.duration_s or None)
         except Empty:
@@ -300,7 +300,7 @@ class _Session:
             raise KeyboardInterrupt
         self._news.put(signal.Signals(number).name)
 
-    # -- what is said --------------------------------------------------------------------------------------------------
+    # -- log lines -----------------------------------------------------------------------------------------------------
 
     def _say_what_starts(self, coordinator: BatchCoordinator) -> None:
         feeds, batching = len(self._specs), self._batching

@@ -86,7 +86,7 @@ class Board:
                 get_renderable=lambda: LiveTable(self._runtime.snapshot()),
                 refresh_per_second=PER_SECOND,
                 transient=True,
-                redirect_stdout=sys.stdout.isatty(),  # else it is somebody's file
+                redirect_stdout=sys.stdout.isatty(),  # else it is a file or a pipe
             )
             self._live.start(refresh=True)
         else:
@@ -153,7 +153,7 @@ class _OneLine(logging.Formatter):
 
 
 class _Unfailing(io.TextIOBase):
-    """A stream that takes no more once nobody reads it, as with `2>&1 | head`, and does not end the run for it."""
+    """A stream that ignores writes once its reader has left, as with `2>&1 | head`: the run goes on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

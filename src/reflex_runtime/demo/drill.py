@@ -141,7 +141,7 @@ class Drill:
 
 
 class Solved:
-    """Who solved how much, by task and version: `a`, `b`, or `moved` from one to the other while it was played."""
+    """Episodes solved, by task and version: `a`, `b`, or `moved` from one to the other while it was played."""
 
     def __init__(self) -> None:
         self.played: Counter[tuple[str, str]] = Counter()

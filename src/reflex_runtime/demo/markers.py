@@ -112,7 +112,7 @@ def write_marker_video(
 class MarkerReader:
     """A batch processor that reads both markers: {"feed": int, "frame": int, "text": "feed 3 frame 17"} per entry.
 
-    It reads what it sees and asks nobody whose frame it is. Markers must stand upright, as `MarkerCamera` shows them;
+    It reads the feed and the number from the picture alone. Markers must stand upright, as `MarkerCamera` shows them;
     every one of their cells must be right. A picture that does not show exactly two is a ProcessorError for that entry.
     """
 

@@ -66,7 +66,7 @@ class NoAnswer(Exception):
 
 
 class Gone(NoAnswer):
-    """Nobody answered at all, which says nothing about the policy."""
+    """No server answered, which says nothing about the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +179,9 @@ class HttpPolicy:
 
     @contextmanager
     def episode(self, situation: str) -> Iterator[Ending]:
-        """What is asked inside belongs to one episode, whose `success` the server is told at the end.
+        """Requests made inside belong to one episode. Its `success` is reported to the server at the end.
 
-        Not told is what nobody can know: how an episode would have ended whose server was gone.
+        An episode whose server was lost has no known end and is not reported.
         """
         with self._client.episode(episode_id(self.robot_id, self.run, situation), self.robot_id) as self._episode:
             yield self._episode

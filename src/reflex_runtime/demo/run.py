@@ -1,7 +1,7 @@
 """Start a fleet of simulated robots against a server, each in its own process, and add up what they report.
 
 Processes, because a robot is one: its physics must not share an interpreter lock with another robot, and its requests
-must arrive when they like. Nothing here knows which server answers; `reflex demo` hands in its own, a test a stub.
+arrive when its physics needs them. `reflex demo` passes its own server, a test a stub.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _part(robot: int, episodes: int, tasks: Sequence[str]) -> tuple[str, int]:
 
 @contextmanager
 def _spawn(options: Mapping[str, Any]) -> Iterator[_Robot]:
-    """A robot process that cannot outlive this one: it ends when its standard input closes, however that happens."""
+    """A robot process that cannot outlive this one: it ends when its standard input closes."""
     words = [str(word) for pair in options.items() for word in pair]
     command = [sys.executable, "-m", "reflex_runtime.demo.robot", "--end-with-stdin", *words]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:

@@ -32,7 +32,7 @@ _SMALLEST, _LARGEST = 0.065, 0.15  # radius of the circle around a shape, of the
 _GROUND, _SHAPE, _NOISE = (25, 130), (60, 215), 40  # brightness: with the noise on top it stays below 256
 _BRIGHT = 185  # least brightness of a shape's brightest colour channel: it stands out from any ground
 _ROAM = 32  # the noise lies under the picture at another place in each frame, by up to this many pixels
-_SEEN = 2 / 3  # where less of a shape than this is seen, nobody can be asked to find it
+_SEEN = 2 / 3  # a shape of which less is visible is not in the truth
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def write_video(
 
 
 class ShapesSource(DrawnSource):
-    """The scene as a camera, or with realtime=False as a file that is read as fast as anybody likes.
+    """The scene as a camera, or with realtime=False as a file, read as fast as possible.
 
     `scene` tells the truth about each picture: its number is pts · fps.
     """

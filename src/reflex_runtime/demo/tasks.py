@@ -1,4 +1,4 @@
-"""The six tabletop tasks of the demo, named as Meta-World names them: what each robot is told, and what it sees.
+"""The six tabletop tasks of the demo, by their names in Meta-World: the instructions, and what a robot sees.
 
 No heavy import: the parent of the robot processes and the command line read this without loading a simulator.
 """
@@ -53,5 +53,5 @@ def situation(task: str, seed: int, episode: int) -> str:
 
 
 def episode_id(robot_id: str, run: str, situation: str) -> str:
-    """What a robot calls an episode towards its server: the situation as it meets it in this run, never again."""
+    """The name of an episode on the server: one situation, met by one robot in one run, so never used twice."""
     return f"{robot_id}:{run}:{situation}"

@@ -47,7 +47,7 @@ _REASONS: tuple[tuple[type[ReflexError] | tuple[type[ReflexError], ...], str], .
 
 
 def reason_of(error: Exception) -> str:
-    """Under which of `DROPS` a frame is counted that got this error at the batch point."""
+    """The reason in `DROPS` for a frame with this error at the batch point."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), "failed")
 
 
@@ -102,7 +102,7 @@ class Consumer:
         self._throttle = Throttle()
         self._failure = ""  # what the last stage or sink said that failed
         self.in_flight = False
-        self.deserted = False  # nobody waits for this thread any more: what it still gets goes nowhere
+        self.deserted = False  # `stop` no longer waits for this thread: further results are discarded
         self._at: Sink | None = None  # the sink that has a result in hand
         self._guard = threading.Lock()  # of these two
 
@@ -212,7 +212,7 @@ class Consumer:
     def _look_for_the_end(self, handle: SubmitHandle, error: ReflexError) -> None:
         """Whether the coordinator answers no more: expected at a stop, else the end of the feed.
 
-        Its loss is told by the coordinator's own health, once for each feed; here it only ends the feed.
+        The coordinator's health events report the loss, once for each feed; here it only ends the feed.
         """
         if self._stop.is_set():
             return
@@ -224,7 +224,7 @@ class Consumer:
     # -- sinks and failures --------------------------------------------------------------------------------------------
 
     def _give(self, result: Result) -> bool:
-        """To every sink, whatever the others do, until it is deserted. Returns whether all took it."""
+        """Give it to every sink, even if one fails, until the thread is deserted. Returns whether all took it."""
         failed = False
         for sink in self._sinks:
             with self._guard:

@@ -45,7 +45,7 @@ class FeedConfig:
     queue: frames between the two threads; None: 1 for live, so that the newest wins, and 4 for file.
     restarts: how often the source is opened again, in all; None: without end for live, never for file.
     retries: file: how often a frame is asked again after no answer came in time; then it counts as failed.
-    frozen_after: live: an open source that sends nothing for so long is told (`FeedFrozen`); None: never.
+    frozen_after: live: an open source that sends nothing for so long is reported (`FeedFrozen`); None: never.
     """
 
     mode: str | None = option(None, choices=(LIVE, FILE))
@@ -78,7 +78,7 @@ class Feed:
     emit: gets health events, from either thread, and must be quick. on_end: called once when the feed is over.
     clock, pause, seed: for tests; pause waits for an event, seed is of the jitter in reconnecting.
 
-    Whatever ends a thread of it, also an exception nobody foresaw, ends the feed with a state and an event that say so.
+    Whatever ends one of its threads, an unexpected exception too, ends the feed with a state and an event.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Feed:
         self._ledger = ledger = Ledger()
         self._queue = FrameQueue(config.queue or (1 if live else 4), drop_oldest=live)
         self._stop = threading.Event()  # everything of this feed ends
-        self._asked = False  # because somebody asked, not by itself
+        self._asked = False  # whether `stop` was called
         self._failure: BaseException | None = None
         self._final: str | None = None
         self._finished = False
@@ -190,7 +190,7 @@ class Feed:
         return ended
 
     def desert(self) -> None:
-        """Nobody waits for it any more: what its thread still gets is not given to the sinks, which are let go now.
+        """Leave its thread behind: further results do not reach the sinks, which are closed now.
 
         But for one that the thread is inside of: to close it could take as long. The thread does it if it comes back.
         """
@@ -253,7 +253,7 @@ class Feed:
         self._halt()
 
     def _halt(self) -> None:
-        """End both threads: whatever they wait for is over."""
+        """Wake both threads, so that they end."""
         self._stop.set()
         self._ledger.drop("stopped", len(self._queue.close(discard=True)))
         try:
@@ -262,7 +262,7 @@ class Feed:
             log.exception("%s: the source could not be interrupted", self.name)
 
     def _finish(self) -> None:
-        """The end of the feed, once: its sinks closed, its last event, whoever waits told."""
+        """End the feed, once: close its sinks, publish its last event, wake callers that wait."""
         with self._guard:
             if self._finished:
                 return

@@ -1,6 +1,6 @@
 """Between a source and what is done with its frames: a queue that never holds up a camera, nor loses a file's frame.
 
-One thread puts, one takes, any thread closes. Whoever waits is woken by the other side; nothing is polled.
+One thread puts, one takes, any thread closes. Each side wakes the other; nothing is polled.
 """
 
 from __future__ import annotations

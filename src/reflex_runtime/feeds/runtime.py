@@ -1,4 +1,4 @@
-"""Feeds and coordinators under one roof: started, watched and stopped together, in an order in which nobody is stuck.
+"""Feeds and coordinators started, watched and stopped together, in an order that cannot deadlock.
 
     with Runtime() as runtime:
         detector = runtime.coordinator(Detector(), BatchConfig(max_batch_size=8))
@@ -143,7 +143,7 @@ class Runtime:
         return feed
 
     def _register(self, feed: Feed) -> None:
-        """Own it, and start it if we run. In this order: a start that fails lets go of the feed's sinks."""
+        """Add it, then start it if the runtime runs: a start that fails closes the feed's sinks."""
         new = id(feed.pipeline) not in self._pipelines
         self._pipelines.add(id(feed.pipeline))
         for sink in feed.sinks:
@@ -162,7 +162,7 @@ class Runtime:
     def remove(self, name: str, timeout: float = 2.0) -> bool:
         """Stop a feed and forget it. Returns whether its threads ended within `timeout`; KeyError if there is none.
 
-        A thread that did not end is told (`ThreadDetached`), and nothing of it reaches a sink any more.
+        A thread that does not end is reported (`ThreadDetached`), and its results no longer reach a sink.
         """
         with self._lock:
             feed = self._feeds[name]

@@ -76,7 +76,7 @@ class JsonLines:
         self._path = Path(target) if isinstance(target, (str, os.PathLike)) else None
         self._stream: Any = None if isinstance(target, (str, os.PathLike)) else target
         self._every = 0.0 if self._path is None and _is_terminal(self._stream) else self.FLUSH_S
-        self._fresh = True  # nothing of this sink is in the file yet
+        self._fresh = True  # this sink has not written to the file yet
         self._clock = clock
         self._lock = threading.Lock()
         self._lines: list[str] = []
@@ -133,7 +133,7 @@ class JsonLines:
             if self._stream is None:
                 self._open()
             files.write_all(self._stream, "".join(lines).encode(errors="replace"))
-        except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed elsewhere
             self._failed = True
             self.lost += len(lines)
             self._close_file()

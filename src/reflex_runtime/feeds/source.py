@@ -55,5 +55,5 @@ class Source(Protocol):
     def interrupt(self) -> None:
         """From any thread: an `open` or `read` that waits ends soon, with a SourceError, and so does every later one.
 
-        How soon is said by each source. An interrupted source stays so: a stop is final.
+        Each source documents how soon. An interrupted source stays interrupted: a stop is final.
         """

@@ -36,7 +36,7 @@ HEAD_BYTES = 16 * 1024  # a request's line and headers; and as much of a body is
 CONNECTIONS = 64  # at a time; with one more the oldest is cut off, as it is the slowest
 RETRY_S = 0.05  # seconds until the next try to accept where one has failed
 FAILING = 3  # batches in a row without an answer, from which on a coordinator is not well
-WELL = frozenset({"running", "ended", "stopped"})  # states of a feed that nobody must look after
+WELL = frozenset({"running", "ended", "stopped"})  # states of a feed that need no attention
 
 
 def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class StatusServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer nobody any more: open connections are cut off. May be called twice."""
+        """Stop answering and cut off open connections. May be called twice."""
         if self._server is None or self._thread is None or self._wake is None:
             return
         self._wake.close()
@@ -144,7 +144,7 @@ def _bind(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
         listening.listen(CONNECTIONS)
-        listening.setblocking(False)  # whoever has left before being accepted is not waited for
+        listening.setblocking(False)  # a client that leaves before it is accepted must not block
     except (OSError, OverflowError, UnicodeError) as error:
         if listening is not None:
             listening.close()

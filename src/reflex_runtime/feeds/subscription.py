@@ -1,4 +1,4 @@
-"""Health events for whoever wants to read them, at his own pace: a slow reader holds up nobody."""
+"""Health events as an iterator. A slow reader delays only itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Events:
             return self._kept.popleft() if self._kept else None
 
     def close(self) -> None:
-        """No more events: whoever waits gets what is left, then the end."""
+        """End the stream: a reader gets the events that are left, then the end."""
         with self._news:
             self._closed = True
             self._news.notify_all()

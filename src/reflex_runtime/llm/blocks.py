@@ -2,8 +2,8 @@
 
 `BlockPool` is the core's `Resources`. A sequence holds a table of blocks; a full block is known by the digest of
 everything up to its end (the digest of the block before it, and its own tokens), so that a sequence that begins alike
-finds it and shares it. Blocks nobody holds keep what they know until they are needed: the free list is ordered by when
-they were given back, a hit takes a block out of its middle, and both cost O(1).
+finds it and shares it. A free block keeps its content until it is needed: the free list is ordered by when blocks were
+released, a hit takes a block out of its middle, and both cost O(1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks nobody holds, those that still know a prefix included."""
+        """Blocks without a holder, including those that still cache a prefix."""
         return len(self._free)
 
     @property
@@ -121,8 +121,8 @@ class BlockPool:
         return False
 
     def commit(self, batch: Batch) -> None:
-        """Blocks that the step filled can be found by who begins alike. What failed was not counted as computed, and is
-        not shown to anybody."""
+        """Publish the blocks that the step filled, so that prompts that begin alike find them. Failed sequences counted
+        nothing as computed, so nothing of theirs is published."""
         if self.prefix_caching:
             for ticket in batch.grants:
                 self._publish(ticket.request.payload)
@@ -152,7 +152,7 @@ class BlockPool:
         self._extend_digests(sequence, full)
         for i in range(sequence.published, full):
             block, digest = sequence.blocks[i], sequence.digests[i]
-            if digest not in self._block_of:  # else somebody computed the same in the same step: one of them is enough
+            if digest not in self._block_of:  # else the same step computed it twice: one is enough
                 self._block_of[digest] = block
                 self._digest_of[block] = digest
         sequence.published = full

@@ -1,8 +1,8 @@
 """A Hugging Face model directory: its description, and tensors that stay in their files until asked for.
 
-Whatever could be wrong with a directory is found by `Checkpoint.open`, before memory is taken: every error is a
-ConfigError naming the file and the key or tensor, what was found and what is expected. The safetensors format is read
-here (a length, a JSON table, bytes): numpy has no bfloat16, and errors name the tensor only if we do the looking.
+`Checkpoint.open` checks the whole directory before memory is taken. Every error is a ConfigError that names the file,
+the key or tensor, what was found and what is expected. The safetensors format (a length, a JSON table, bytes) is read
+here: numpy has no bfloat16, and so errors can name the tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engine: a step is formed by the scheduler, flattened, run, sampled, and handed back.
 
 `LLMProcessor` is everything a driver needs to generate tokens: the group its requests belong to, the requests, and the
-code that runs a batch of them. `LLMEngine` is the same with a driver of its own, for who wants to make every step
-himself; a server runs the processor under the asyncio driver.
+code that runs a batch of them. `LLMEngine` adds a driver whose caller makes every step; a server runs the processor
+under the asyncio driver.
 
 A step is a transaction. The scheduler reserves blocks before it grants; the processor changes a sequence only after the
 forward pass came back, and each sequence by itself; the scheduler then publishes what was computed. What fails or is
@@ -42,7 +42,7 @@ from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 
-_numbers = count()  # of requests: unique in the process, whoever made them
+_numbers = count()  # of requests: unique in the process
 _DEFAULT = SamplingParams()
 
 
@@ -75,7 +75,7 @@ class EngineConfig:
 class LLMProcessor(BaseProcessor):
     """Generates tokens: its `group` goes to the scheduler, its `request` makes requests, the driver calls the rest.
 
-    Takes the runner over: `stop` closes it. pool: its blocks, for who wants to look.
+    Takes the runner over: `stop` closes it. pool: its blocks.
     """
 
     repeatable = True
@@ -218,7 +218,7 @@ class LLMEngine:
 
     model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: needed with a runner that is not the
     toy. block_size, num_blocks: of the cache; None takes the runner's own. Further keywords are `EngineConfig`'s.
-    sinks: called with every event of the scheduler. scheduler: the core's, for who wants to look.
+    sinks: called with every event of the scheduler. scheduler: the core's.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class LLMEngine:
         self.processor.stop()
 
     def _free_id(self) -> str:
-        """An id that no caller has taken for a request of his own."""
+        """An id that is not in use."""
         return next(id for id in iter(_next_id, None) if id not in self._tickets)
 
     def _may_wait(self, request: Request) -> bool:
@@ -358,7 +358,7 @@ def _model(
 def trace_batches(
     prompts: Seq[str | Seq[int]], max_tokens: int = 4, **engine_kwargs: Any
 ) -> tuple[list[str], list[dict[str, int]]]:
-    """Who was scheduled for how many tokens, step by step: the batch made visible.
+    """The tokens that each request got, step by step.
 
     Adds all prompts (greedy, to exactly max_tokens) to an engine of its own, runs it to the end, and returns the
     requests' ids and one mapping from id to tokens per step. It watches the scheduler's events and changes nothing.

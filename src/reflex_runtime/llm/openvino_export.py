@@ -106,7 +106,7 @@ def _number(root: Path, config: dict[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _positions(root: Path, config: dict[str, Any]) -> int:
-    """Tokens of the longest sequence that is right whatever shares the batch."""
+    """Tokens of the longest sequence whose answer does not depend on the rest of the batch."""
     most = _number(root, config, _POSITIONS)
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type")) in _BY_LENGTH:

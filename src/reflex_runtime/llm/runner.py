@@ -2,7 +2,7 @@
 
 A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
 tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and
-values are. Nothing here knows who asked or why.
+values are.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ STOP, LENGTH = "stop", "length"
 
 class Choice(NamedTuple):
     """A sampled token. logprob, top: of the model's own distribution at temperature 1, natural logarithms; `top` are
-    the likeliest (id, logprob), best first. None and () where nobody asked."""
+    the likeliest (id, logprob), best first. None and () where not asked for."""
 
     token_id: int
     logprob: float | None = None

@@ -108,7 +108,7 @@ class TorchRunner:
         self._decoder = Decoder(checkpoint, device, kind)
         block = config.cache_bytes(block_size, kind.itemsize)
         self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
-        # One block more than anybody is given: padding reads and writes there. Zeros, because a row that was never
+        # One block more than sequences get: padding reads and writes there. Zeros, because a row that was never
         # written is multiplied with a weight of zero, and not-a-number times zero is not zero.
         shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
