@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from math import inf
 from types import TracebackType
@@ -76,7 +76,7 @@ class Batcher(Generic[V]):
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_due = self._pump_due = False
-        self._cancels = Cancels(self._cancel)
+        self._cancels = Cancels(self.device.input)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
         self._idle = Idle(lambda: self.scheduler.idle)
@@ -230,13 +230,6 @@ class Batcher(Generic[V]):
         if not self._pump_due:
             self._pump_due = True
             self._loop.call_soon(self._pump)
-
-    def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        def cancel(scheduler: Scheduler, now: float) -> None:
-            for ticket in tickets:
-                scheduler.cancel(ticket, now)
-
-        self.device.input(cancel)
 
     def _pump(self, all: bool = False) -> None:
         """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""

@@ -53,7 +53,7 @@ class Dispatcher:
         self.scheduler = Scheduler(groups, max_batches)
         self._send = send
         self._audience = Audience(sinks)
-        self._cancels = Cancels(self._cancel)
+        self._cancels = Cancels(self.input)
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shortest = 0.0
@@ -128,13 +128,6 @@ class Dispatcher:
         if not self._turn_due and self._loop is not None:
             self._turn_due = True
             self._loop.call_soon(self._turn)
-
-    def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        def cancel(scheduler: Scheduler, now: float) -> None:
-            for ticket in tickets:
-                scheduler.cancel(ticket, now)
-
-        self.input(cancel)
 
     def _turn(self, all: bool = False) -> None:
         """Form batches, send them, publish events; with very many events, in several turns."""

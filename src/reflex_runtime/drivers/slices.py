@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.scheduler import Scheduler
 
 SLICE: Final = 64  # requests cancelled, and answers delivered, in one turn of the loop: a few milliseconds
 
@@ -15,11 +16,11 @@ SLICE: Final = 64  # requests cancelled, and answers delivered, in one turn of t
 class Cancels:
     """Cancels requests at once, as long as there are few in a turn of the loop; the others in its next turns.
 
-    cancel: takes back these tickets now. Called on the loop.
+    input: the driver's way to make an input to its scheduler. Called on the loop.
     """
 
-    def __init__(self, cancel: Callable[[Sequence[Ticket]], None]) -> None:
-        self._cancel = cancel
+    def __init__(self, input: Callable[[Callable[[Scheduler, float], None]], object]) -> None:
+        self._input = input
         self._cancelled = 0  # in this turn of the loop
         self._later: deque[Ticket] = deque()
 
@@ -43,3 +44,10 @@ class Cancels:
         if self._cancelled:
             loop.call_soon(self._next_turn, loop)
             self._cancel([self._later.popleft() for _ in range(self._cancelled)])
+
+    def _cancel(self, tickets: Sequence[Ticket]) -> None:
+        def cancel(scheduler: Scheduler, now: float) -> None:
+            for ticket in tickets:
+                scheduler.cancel(ticket, now)
+
+        self._input(cancel)

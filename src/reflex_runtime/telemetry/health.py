@@ -1,8 +1,8 @@
 """Health: events about feeds and coordinators for an operator, rate-limited.
 
 The first event of a kind and source is emitted at once, then at most one a second; the counts in the events add up to
-what happened. `Throttle` is that rule, and `Health` the fold over a coordinator's events that applies it. A feed and
-its runtime emit the other events themselves.
+what happened. `pacing.Throttle` is that rule, and `Health` the fold over a coordinator's events that applies it. A feed
+and its runtime emit the other events themselves.
 """
 
 from __future__ import annotations
