@@ -80,9 +80,8 @@ class App:
         """The head of a request has come. Returns whether its body is wanted; otherwise it is answered, or will be."""
         exchange.number = exchange.request_id = self.asks()
         self.entering.add(exchange)
-        own = self.form.own_id(exchange.headers.get(b"x-request-id", b""))
-        if own is not None:
-            exchange.request_id = own
+        if self.form.keeps_id:
+            exchange.request_id = self.form.own_id(exchange.headers.get(b"x-request-id", b"")) or exchange.number
         try:
             route = exchange.route = self.routes.get(exchange.path) or self._find(exchange.path)
             self._check_caller(exchange, route)

@@ -109,25 +109,28 @@ class Asking:
     # -- queueing ------------------------------------------------------------------------------------------------------
 
     def _queue(self, ask: Ask, question: Question) -> None:
+        """Submit it: ready to run, or with its pictures to be decoded once it is admitted."""
         placement = ask.placement = self.runtime.place(question.episode_id, ask.request_id)
         version = ask.version = self.runtime.slots[placement.slot].version
         version.users += 1
+        policy, priority = version.policy, question.priority
         if question.images:
             check_names(question, self.runtime.cameras)
-            self._reserve(ask, question, version.policy)
-        else:
-            observation = _observe(version.policy, ask.request_id, question)
-            request = version.policy.request(observation, **self._terms(ask, question))
-            ask.ticket = self.runtime.batcher.submit(request, partial(self._settled, ask))
-
-    def _terms(self, ask: Ask, question: Question) -> dict[str, Any]:
         if ask.left:
             raise CallerLeft("the caller left")
-        return {
-            "client": question.robot_id or question.episode_id or ask.client,
-            "priority": question.priority,
-            "time_limit": self._time_limit(ask, question),
-        }
+        client, limit = question.robot_id or question.episode_id or ask.client, self._time_limit(ask, question)
+        settled = partial(self._settled, ask)
+        if not question.images:
+            observation = _observe(policy, ask.request_id, question)
+            request = policy.request(observation, client=client, priority=priority, time_limit=limit)
+            ask.ticket = self.runtime.batcher.submit(request, settled)
+            return
+        job = _job(policy, ask.request_id, question, client, SHARES[priority], partial(self._prepared, ask))
+        request = policy.reservation(
+            job, ask.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
+        )
+        ask.ticket = self.runtime.batcher.submit(request, settled, ready=False)
+        self.runtime.preparing.add(job)
 
     def _time_limit(self, ask: Ask, question: Question) -> float | None:
         limit = question.deadline_ms if question.deadline_ms is not None else self.config.deadline_ms
@@ -137,16 +140,6 @@ class Asking:
         if left <= 0.0:
             raise Expired("its deadline passed while it was read")
         return left
-
-    # -- with pictures: admitted first, then decoded, then ready to run ------------------------------------------------
-
-    def _reserve(self, ask: Ask, question: Question, policy: Policy) -> None:
-        terms = self._terms(ask, question)
-        done = partial(self._prepared, ask)
-        job = _job(policy, ask.request_id, question, terms["client"], SHARES[question.priority], done)
-        request = policy.reservation(job, ask.request_id, question.episode_id or "", **terms)
-        ask.ticket = self.runtime.batcher.submit(request, partial(self._settled, ask), ready=False)
-        self.runtime.preparing.add(job)
 
     def _prepared(self, ask: Ask, observation: Observation | None, error: Exception | None) -> None:
         ticket, version = ask.ticket, ask.version
