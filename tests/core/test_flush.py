@@ -443,3 +443,33 @@ def test_a_probe_of_larger_sizes_learns_what_a_pessimistic_start_hides() -> None
     ask_many(scheduler, 400)
     sizes = [len(batch) for _, batch in serve(scheduler, lambda batch: 0.040 + 0.001 * len(batch))]
     assert max(sizes) >= 40
+
+
+def test_b6_another_partitions_batch_does_not_start_a_hold_again() -> None:
+    """A hold is counted from when the device was free for what is held; later returns would be waited for otherwise."""
+    scheduler = scheduler_of(flush=FlushPolicy.window(0.5, 0.020), cost=lambda: trained(0.060, 0.002))
+
+    def answered(now: float, *clients: str) -> float:
+        for client in clients:
+            ask(scheduler, now, client=client, partition="a")
+        while (batch := scheduler.next_batch(now)) is None:
+            now = scheduler.wake_at()
+        finish(scheduler, batch, now + 0.062, elapsed=0.062)
+        return now + 0.062
+
+    now = 0.0
+    for _ in range(6):
+        now = answered(now + 0.005, "soon")
+    for _ in range(6):
+        now = answered(now + 0.025, "late")
+    now = answered(now + 0.025, "late", "soon")
+
+    ask(scheduler, now + 0.001, client="held", partition="a")
+    assert scheduler.next_batch(now + 0.001) is None
+    assert scheduler.wake_at() == pytest.approx(now + 0.005, abs=0.001)  # for "soon"
+    ask(scheduler, now + 0.002, client="other", partition="b")
+    batch = take(scheduler, now + 0.002)
+    assert batch.partition == "b"
+    finish(scheduler, batch, now + 0.012)
+    # "late" is due at 25 ms, within 20 ms of now, but not of when the device got free for what is held
+    assert take(scheduler, now + 0.012).partition == "a"
