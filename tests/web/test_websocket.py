@@ -37,6 +37,7 @@ class Echo:
         self.came, self.gone = asyncio.Event(), asyncio.Event()
 
     def opened(self) -> None:
+        self.socket.owe("late" in self.socket.query)
         self.socket.send("hello " + self.socket.query.get("name", "you"))
 
     def asked(self, message: SocketMessage) -> None:
@@ -259,6 +260,21 @@ def test_w4_a_silent_websocket_is_closed_and_one_that_pings_is_not() -> None:
             assert await closed_with(silent) == 1001
             await lively.send("still there")
             assert await lively.recv() == "still there"
+
+    running(check, idle_timeout_s=0.5)
+
+
+def test_w4_who_waits_for_the_first_frame_is_not_idle() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected("/echo?late", ping_interval=None) as waiting:
+            async with run.connected(ping_interval=None) as idle:
+                await waiting.recv()
+                await idle.recv()
+                assert await closed_with(idle) == 1001
+            await waiting.send("still there")
+            assert await waiting.recv() == "still there"
+            run.sessions[0].socket.owe(False)
+            assert await closed_with(waiting) == 1001
 
     running(check, idle_timeout_s=0.5)
 

@@ -96,7 +96,7 @@ class WebSocket(asyncio.Protocol):
         self._parts = bytearray()  # of a message that comes in several frames
         self._text = False
         self._arrived = 0.0
-        self._paused = self._rests = self._ends = False
+        self._paused = self._rests = self._ends = self._owes = False
 
     def begin(self, session: SocketSession, data: bytes) -> None:
         """Take over the connection. data: what came behind the handshake."""
@@ -123,6 +123,11 @@ class WebSocket(asyncio.Protocol):
             else:
                 self._protocol.send_binary(data)
             self._flush()
+
+    def owe(self, owes: bool) -> None:
+        """Whether the peer waits for a frame it did not ask for, such as the first: then it is not idle."""
+        self._owes = owes
+        self._take_time()
 
     def answer(self, *frames: str | bytes) -> None:
         """Send these frames, or none. The message that was asked last is dealt with."""
@@ -226,10 +231,10 @@ class WebSocket(asyncio.Protocol):
         """Say what the connection takes its time over from now on."""
         if self._paused or not self.open:
             phase = Phase.SLOW
-        elif self._asked is not None:
-            phase = Phase.ANSWERED
+        elif self._asked is None and self.held:
+            phase = Phase.BODY
         else:
-            phase = Phase.BODY if self.held else Phase.IDLE
+            phase = Phase.IDLE if self._asked is None and not self._owes else Phase.ANSWERED
         if phase is not self.phase or phase is Phase.IDLE:  # whatever comes, a ping too, ends its idleness
             self.app.connections.move(self, phase)
 

@@ -69,6 +69,7 @@ class OpenpiSession:
 
     def opened(self) -> None:
         """Announce the policy once there is one. Clients wait for that without a limit."""
+        self._socket.owe(True)
         self._asking.runtime.when_started(self._announce)
 
     def asked(self, message: SocketMessage) -> None:
@@ -105,6 +106,7 @@ class OpenpiSession:
         if not self._asking.runtime.loaded:
             self._socket.close(INTERNAL, "the policy could not be started")
             return
+        self._socket.owe(False)
         own = {} if self._readings.map.dialect == "roboarena" else {"reflex": self._described()}
         self._socket.send(encode({**self._readings.map.metadata, **own}))
 
