@@ -164,6 +164,12 @@ def test_w1_a_plain_request_is_answered_as_one_and_a_bad_handshake_is_400() -> N
             writer.write(b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert b'"no such path: /nothing"' in await reader.read()  # it goes on as HTTP
             writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(f"POST /other HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n{upgrade}\r\n".encode())
+        assert (await reader.readline()).split()[1] == b"404"
+        writer.write(b"hello" + b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b'"no such path: /nothing"' in await reader.read()
+        writer.close()
         with pytest.raises(InvalidStatus) as info:
             async with run.connected("/other"):
                 pass
