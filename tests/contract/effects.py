@@ -91,7 +91,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "body_timeout_s": "test_l9_half_requests_are_ended_in_the_form_of_the_api",
         "supervise": "test_without_a_supervisor_the_process_is_the_model_server",
         "watchdog_s": "test_b19_a_step_that_hangs_is_answered_and_what_waits_runs_once_it_is_back",
-        "drain_timeout_s": "test_b20_when_the_time_is_over_streams_end_with_an_error",
+        "drain_timeout_s": "test_h10_drain_timeout_s_is_how_long_the_end_may_take",
         "host": "test_h11_a_model_reachable_from_outside_without_a_key_warns",
         "port": "test_h11_a_port_in_use_is_one_line_for_a_model_too",
         "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics_of_a_model",

@@ -330,12 +330,15 @@ def test_l9_max_connections_is_kept_by_closing_the_one_idle_for_longest() -> Non
 
 
 def test_l9_half_requests_are_ended_in_the_form_of_the_api() -> None:
-    with Toy(head_timeout_s=0.2, body_timeout_s=0.2, idle_timeout_s=0.3) as toy:
-        for half in (b"POST /v1/comp", COMPLETION % 9 + b"{"):
+    with Toy(head_timeout_s=0.2, body_timeout_s=0.25, idle_timeout_s=0.3) as toy:
+        for half, says in (b"POST /v1/comp", "the head of the request did not come within 0.2 s"), (
+            COMPLETION % 9 + b"{", "the body of the request did not come within 0.25 s",
+        ):  # fmt: skip
             with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
                 sock.sendall(half)
                 (answer,) = parse_answers(read_all(sock))
-            assert (answer.status, toy.error(answer)["code"]) == (408, "request_timeout")
+            error = toy.error(answer)
+            assert (answer.status, error["code"], says in error["message"]) == (408, "request_timeout", True), error
             assert answer.headers["x-should-retry"] == "true"
         with socket.create_connection(("127.0.0.1", toy.port), timeout=PATIENCE) as sock:
             assert sock.recv(1) == b""

@@ -148,6 +148,19 @@ def test_h10_the_served_name_is_the_directorys_unless_said(model_dir: Path, serv
     assert [name for _, name, _ in served] == ["my-model", "other"]
 
 
+def test_h10_drain_timeout_s_is_how_long_the_end_may_take(
+    model_dir: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server does with it: test_b20_when_the_time_is_over_streams_end_with_an_error."""
+    from reflex_runtime.web import serve as module
+
+    told: list[float] = []
+    serve = module.serve
+    monkeypatch.setattr(module, "serve", lambda made, sock, *more: (told.append(more[0]), serve(made, sock, *more))[1])
+    assert main(["serve", "--no-supervise", str(model_dir), "--port", "0", "--drain-timeout-s", "7"]) == 0
+    assert told == [7.0]
+
+
 def test_h10_what_is_said_of_the_model_goes_to_its_loader(
     model_dir: Path, served: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
