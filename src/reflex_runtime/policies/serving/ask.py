@@ -15,7 +15,8 @@ from reflex_runtime.policies.serving.question import ActAnswer, Question
 ACT: Final = "act"
 OPENPI: Final = "openpi"
 JSON_NUMPY: Final = "json-numpy"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY)
+OIP: Final = "oip"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

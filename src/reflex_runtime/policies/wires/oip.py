@@ -1,0 +1,285 @@
+"""The Open Inference Protocol, version 2 (KServe, Triton): tensors to requests, and actions to a tensor.
+
+HTTP and gRPC share this. Each of them reads its bytes into an `InferRequest` and writes the actions as it answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.serving.ask import OIP, Ask
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.wires.limits import limits_of
+from reflex_runtime.policies.wires.oip_tensors import Tensor
+from reflex_runtime.version import __version__
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.fields import check_id, invalid
+from reflex_runtime.web.json import encode, printable
+
+MAX_ROWS: Final = 256
+MAX_SEQUENCES: Final = 4096
+VERSION: Final = "1"
+ACTIONS: Final = "actions"
+EXTENSIONS: Final = ("binary_tensor_data", "sequence", "schedule_policy")
+_STATE, _INSTRUCTION, _SEED = "state", "instruction", "seed"
+_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
+_LEVELS: Final = {1: "urgent", 2: "default"}  # 0 is the default too, whatever is greater is background
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """What a caller asks. outputs: the names it wants; all where it names none. id: its own, or an empty text."""
+
+    inputs: Sequence[Tensor]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
+    id: str = ""
+
+
+# -- what the model is -------------------------------------------------------------------------------------------------
+
+
+def model_name(export: Export) -> str:
+    """The name of the model: the last part of its id, so that it needs no quoting in a path."""
+    return export.model_id.rpartition("/")[2]
+
+
+def check_model(export: Export, name: str, version: str = "") -> None:
+    """404 for a model that is not served."""
+    if name not in (model_name(export), export.model_id):
+        raise NotFound(printable(f"model {name[:200]!r} is not served; {model_name(export)!r} is"))
+    if version not in ("", VERSION):
+        raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
+
+
+def server_metadata() -> dict[str, Any]:
+    """What the server says of itself."""
+    return {"name": "reflex", "version": __version__, "extensions": list(EXTENSIONS)}
+
+
+def model_metadata(export: Export) -> dict[str, Any]:
+    """Inputs and outputs of the model; -1 is any size."""
+    inputs = [(camera, "UINT8", [-1, *size, 3]) for camera, size in export.images.items()]
+    if export.takes_state:
+        inputs.append((_STATE, "FP32", [-1, export.state_dim]))
+    if export.takes_text:
+        inputs.append((_INSTRUCTION, "BYTES", [-1, 1]))
+    inputs.append((_SEED, "INT64", [-1, 1]))
+    outputs = [(ACTIONS, "FP32", [-1, export.chunk_size, export.action_dim])]
+    return {
+        "name": model_name(export),
+        "versions": [VERSION],
+        "platform": "reflex",
+        "inputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in inputs],
+        "outputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in outputs],
+    }
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+class Sequences:
+    """Episodes of sequence ids: the same id begins another episode after its end, and when it starts again."""
+
+    def __init__(self) -> None:
+        self._epochs: OrderedDict[str, int] = OrderedDict()  # the last used ones; 0 for the first episode
+
+    def episode(self, parameters: Mapping[str, Any]) -> str | None:
+        """The episode that a request belongs to; None where it names no sequence."""
+        sequence, start = parameters.get("sequence_id"), parameters.get("sequence_start") is True
+        if sequence in (None, 0, ""):
+            return None
+        if not isinstance(sequence, (str, int)) or isinstance(sequence, bool):
+            raise invalid("sequence_id", "sequence_id: must be a whole number or a text")
+        name = str(sequence)
+        check_id("sequence_id", name)
+        known = name in self._epochs
+        epoch = self._epochs.pop(name, 0) + (known and start)
+        self._epochs[name] = epoch + (parameters.get("sequence_end") is True)
+        if len(self._epochs) > MAX_SEQUENCES:
+            self._epochs.popitem(last=False)
+        return f"{name}#{epoch}" if epoch else name
+
+
+def questions(export: Export, sequences: Sequences, sent: InferRequest, most_ms: float | None = None) -> list[Question]:
+    """One for each row; 422 naming what is wrong. most_ms: how long the caller waits at most."""
+    expected = [item["name"] for item in model_metadata(export)["inputs"]]
+    given = {tensor.name: tensor for tensor in sent.inputs}
+    _check_names(sent, list(given), expected)
+    rows = _rows(list(given.values()))
+    limits = limits_of(_said(sent.parameters, most_ms))
+    robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
+    found = []
+    for row in range(rows):
+        of_row = partial(_part, f"/{row}" if rows > 1 else "")
+        found.append(
+            Question(
+                images=tuple((name, name, _picture(given[name], row)) for name in export.images),
+                state=_state(given[_STATE], row) if export.takes_state else None,
+                instruction=_text(given[_INSTRUCTION], row) if export.takes_text else None,
+                robot_id=of_row(robot),
+                episode_id=of_row(episode),
+                request_id=of_row(sent.id),
+                seed=_seed(given[_SEED], row) if _SEED in given else None,
+                executed=limits.executed,
+                priority=PRIORITIES[limits.priority or "default"],
+                deadline_ms=limits.deadline_ms,
+            )
+        )
+    return found
+
+
+def _part(part: str, name: str | None) -> str | None:
+    return name + part if name else None
+
+
+def _check_names(sent: InferRequest, given: Sequence[str], expected: Sequence[str]) -> None:
+    all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(expected)}"
+    for name in given:
+        if name not in expected:
+            raise invalid(printable(name), printable(f"{name}: no such input; {all_of}"))
+    for name in expected:
+        if name not in given and name != _SEED:
+            raise invalid(name, printable(f"{name}: missing; {all_of}"))
+    if len(given) != len(sent.inputs):
+        raise invalid("inputs", printable(f"inputs: one is given twice; {all_of}"))
+    for name in sent.outputs:
+        if name != ACTIONS:
+            raise invalid(printable(name), printable(f"{name}: no such output; there is {ACTIONS}"))
+
+
+def _rows(given: Sequence[Tensor]) -> int:
+    """How many requests: the first dimension, the same of all inputs."""
+    for tensor in given:
+        if not tensor.shape or not 0 < tensor.shape[0] <= MAX_ROWS or tensor.shape[0] != given[0].shape[0]:
+            wrong = f"{tensor.name}: has shape {list(tensor.shape)}"
+            raise invalid(tensor.name, f"{wrong}; its first number must be 1 to {MAX_ROWS}, the same in all inputs")
+    return given[0].shape[0] if given else 1
+
+
+def _said(parameters: Mapping[str, Any], most_ms: float | None) -> dict[str, Any]:
+    said = {name: parameters[name] for name in ("robot_id", "episode_id", "executed", "priority") if name in parameters}
+    level = said.get("priority")
+    if type(level) is int:
+        said["priority"] = _LEVELS.get(level, "background") if level > 0 else "default"
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise invalid("timeout", "timeout: must be a whole number of microseconds")
+    limits = ([timeout / 1e3] if timeout else []) + ([most_ms] if most_ms is not None else [])
+    return said | ({"deadline_ms": min(limits)} if limits else {})
+
+
+def _picture(tensor: Tensor, row: int) -> NDArray[Any] | bytes:
+    """A picture, or a PNG or JPEG in BYTES."""
+    if isinstance(tensor.values, list):
+        return _element(tensor, row)
+    if len(tensor.shape) != 4:
+        raise invalid(tensor.name, f"{tensor.name}: has shape {list(tensor.shape)}, must be [n, height, width, 3]")
+    picture: NDArray[Any] = tensor.values[row]
+    return picture
+
+
+def _state(tensor: Tensor, row: int) -> NDArray[Any]:
+    if isinstance(tensor.values, list) or tensor.values.dtype.kind not in "iuf" or len(tensor.shape) != 2:
+        raise invalid(tensor.name, f"{tensor.name}: must be FP32 of shape [n, dim]")
+    state: NDArray[Any] = tensor.values[row]
+    return state
+
+
+def _text(tensor: Tensor, row: int) -> str:
+    try:
+        return _element(tensor, row).decode()
+    except UnicodeDecodeError:
+        raise invalid(tensor.name, f"{tensor.name}: is not UTF-8") from None
+
+
+def _element(tensor: Tensor, row: int) -> bytes:
+    if not isinstance(tensor.values, list) or len(tensor.values) != tensor.shape[0]:
+        raise invalid(tensor.name, f"{tensor.name}: must be BYTES of shape [n] or [n, 1]")
+    return tensor.values[row]
+
+
+def _seed(tensor: Tensor, row: int) -> int:
+    if isinstance(tensor.values, list) or tensor.values.dtype.kind not in "iu" or tensor.values.size != tensor.shape[0]:
+        raise invalid(tensor.name, f"{tensor.name}: must be INT64 of shape [n] or [n, 1]")
+    return int(tensor.values.flat[row])
+
+
+class Infer:
+    """One request of any number of rows: as many asks, and one answer."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        request_id: str,
+        client: Hashable,
+        done: Callable[[list[ActAnswer] | ReflexError], None],
+        started: float | None = None,
+    ) -> None:
+        """done: called once, with an answer for each row or the first error. request_id: where the caller names none;
+        after an error, the id of the row that has it."""
+        self.request_id = request_id
+        self._asking, self._client, self._done, self._started = asking, client, done, started
+        self._asks: list[Ask] = []
+        self._answers: list[ActAnswer | None] = []
+        self._over = False
+
+    def ask(self, questions: Sequence[Question], received: float | None = None) -> None:
+        """Every row is a request. received: when the last byte was read."""
+        self._answers = [None] * len(questions)
+        for row, question in enumerate(questions):
+            own = f"{self.request_id}/{row}" if len(questions) > 1 else self.request_id
+            self._asks.append(self._begin(own, partial(self._settled, row)))
+            if self._asking.enter(self._asks[row]):
+                self._asking.ask(self._asks[row], question, received)
+            if self._over:
+                return
+
+    def fail(self, error: Exception) -> None:
+        """It cannot be read."""
+        self._asks = [self._begin(self.request_id, partial(self._settled, 0))]
+        self._asking.fail(self._asks[0], error)
+
+    def leave(self) -> None:
+        """The caller has gone."""
+        self._over = True
+        for ask in self._asks:
+            self._asking.leave(ask)
+
+    def _begin(self, request_id: str, settle: Callable[[ActAnswer | ReflexError], None]) -> Ask:
+        return Ask(OIP, request_id, self._client, settle, self._started)
+
+    def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
+        if self._over:
+            return
+        if isinstance(result, ReflexError):
+            self.request_id = self._asks[row].request_id
+            self.leave()
+            self._done(result)
+            return
+        self._answers[row] = result
+        answers = [answer for answer in self._answers if answer is not None]
+        if len(answers) == len(self._answers):
+            self._over = True
+            self._done(answers)
+
+
+def actions_of(answers: Sequence[ActAnswer]) -> NDArray[np.float32]:
+    """The output: [n, actions, dim]."""
+    return np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
+
+
+def details_of(answers: Sequence[ActAnswer]) -> str:
+    """The parameter `reflex` of an answer: for each row what /act says beside the actions, as JSON."""
+    return encode([{name: getattr(answer, name) for name in _SENT} for answer in answers]).decode()
