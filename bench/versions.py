@@ -25,7 +25,7 @@ from bench.servers import Raw, Server, reflex, running
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
-from reflex_runtime.core.request import Admission, Ticket
+from reflex_runtime.core.request import AdmittedBatch, Ticket
 from reflex_runtime.policies import ActionChunk, Export, GuardReport, Policy, load_policy
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
@@ -195,7 +195,7 @@ class _Calls:
         ask.placement = Placement("a", self.rollout.place("episode-7", ask.request_id, 0.0).routing)
         observation = self.policy.prepare(state=question.state_vector(), request_id=ask.request_id)
         ticket = Ticket(self.policy.request(observation), 0, ask.received)
-        ticket.admission = Admission(1, COMPANY, "timeout", "idle", 0.001)
+        ticket.admission = AdmittedBatch(1, COMPANY, "timeout", "idle", 0.001)
         ticket.started = ticket.arrived
         ask.ticket = ticket
         company = tuple(Ticket(ticket.request, i, ticket.arrived) for i in range(COMPANY))

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from reflex_runtime.demo.robot import EXECUTE, run_robot
-from reflex_runtime.demo.tasks import INSTRUCTIONS, Observation
+from reflex_runtime.demo.tasks import INSTRUCTIONS, RobotView
 from reflex_runtime.demo.world import World
 
 
@@ -38,10 +38,10 @@ class OnnxPolicy:
         self.rng = np.random.default_rng(seed)
         self.instruction: str | None = None  # told instead of the task's own words, to see if words matter
         self.look_every = 1  # chunks for which one picture serves, to see what a blind prefix cache would cost
-        self.last: Observation | None = None
+        self.last: RobotView | None = None
         self.age = 0
 
-    def __call__(self, seen: Observation) -> NDArray[np.float32]:
+    def __call__(self, seen: RobotView) -> NDArray[np.float32]:
         self.age += 1
         if self.last is None or self.last.episode_id != seen.episode_id or self.age >= self.look_every:
             self.last, self.age = seen, 0
@@ -69,7 +69,7 @@ class RandomActions:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
-    def __call__(self, seen: Observation) -> NDArray[np.float32]:
+    def __call__(self, seen: RobotView) -> NDArray[np.float32]:
         return self.rng.uniform(-1.0, 1.0, (16, 4)).astype(np.float32)
 
 

@@ -19,7 +19,7 @@ from metaworld.policies import ENV_POLICY_MAP
 from numpy.typing import NDArray
 from words import tokenize
 
-from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, Observation
+from reflex_runtime.demo.tasks import INSTRUCTIONS, MAX_STEPS, RobotView
 from reflex_runtime.demo.world import World
 
 NOISE_LEVELS = (0.0, 0.3, 0.6)
@@ -31,10 +31,10 @@ class Recorder:
     """Collects episodes; one row is what the policy would have seen at that step and what the expert wanted then."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[Observation, NDArray[np.float32], int, int]] = []
+        self.rows: list[tuple[RobotView, NDArray[np.float32], int, int]] = []
         self.episodes = 0
 
-    def add(self, task: int, steps: list[tuple[Observation, NDArray[np.float32]]]) -> None:
+    def add(self, task: int, steps: list[tuple[RobotView, NDArray[np.float32]]]) -> None:
         self.rows += [(seen, action, task, self.episodes) for seen, action in steps]
         self.episodes += 1
 
@@ -53,13 +53,13 @@ class Recorder:
 
 def demonstrate(
     world: World, episode: int, rng: np.random.Generator
-) -> list[tuple[Observation, NDArray[np.float32]]] | None:
+) -> list[tuple[RobotView, NDArray[np.float32]]] | None:
     """Situation `episode` of `world` as (seen, wanted) steps; None if the disturbed expert did not solve it."""
     world.reset(episode)
     make_expert: Callable[[], Any] = ENV_POLICY_MAP[world.task]
     expert = make_expert()
     strength = float(rng.choice(NOISE_LEVELS))
-    rows: list[tuple[Observation, NDArray[np.float32]]] = []
+    rows: list[tuple[RobotView, NDArray[np.float32]]] = []
     solved_for = 0
     while len(rows) < MAX_STEPS:
         action = np.clip(expert.get_action(world.privileged), -1.0, 1.0).astype(np.float32)

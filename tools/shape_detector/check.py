@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.demo.shapes import DETECTOR, LABELS, Shapes, Truth, hits, write_video
-from reflex_runtime.drivers.coordinator import BatchEntry
+from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.onnx import OnnxFrames
 from reflex_runtime.processors.onnx import OnnxSession
 
