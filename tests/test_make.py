@@ -49,9 +49,10 @@ def test_make_demo_installs_the_demo_alone_and_make_setup_everything(tmp_path: P
         calls.write_text("")
         command = ["make", f"BIN={tmp_path}", f"PYTHON={tmp_path}/python", target]
         subprocess.run(command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "FAILS": "nothing"}, check=True)
-        return [line.rsplit(" ", 1)[1] for line in calls.read_text().splitlines() if "pip install" in line]
+        lines = [line for line in calls.read_text().splitlines() if "pip install" in line]
+        return [line.rsplit(" --", 1)[1].partition(" ")[2] for line in lines]
 
-    everything = [".[dev]", "openpi-client==0.1.2"]
+    everything = [".[dev]", "openpi-client==0.1.2 vla-eval==0.8.0"]
     assert installed("demo") == [".[demo]"]
     assert calls.read_text().endswith("\ndemo\n")  # reflex demo
     assert installed("demo") == []

@@ -58,6 +58,11 @@ def busy(server: Server, **fields: Any) -> Burst:
         plug.__exit__()  # the machine was too busy to look in time: once more
 
 
+def calm(server: Server) -> bool:
+    """Whether nothing is in its log that is not in that of any start."""
+    return not any(level in line for line in server.log for level in (" WARNING ", " ERROR ", "Traceback"))
+
+
 def queued(n: int) -> Any:
     return lambda m: m(WAITING) == n
 

@@ -25,7 +25,7 @@ from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
-from serving.requests import WAITING, busy, marked
+from serving.requests import WAITING, busy, calm, marked
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -64,11 +64,6 @@ def refused(ask: Callable[[], Any]) -> Any:
     with pytest.raises(RuntimeError, match="Error in inference server") as info:
         ask()
     return json.loads(str(info.value).split("\n", 1)[1])
-
-
-def calm(server: Server) -> bool:
-    """Whether nothing is in its log that is not in that of any start."""
-    return not any(level in line for line in server.log for level in (" WARNING ", " ERROR ", "Traceback"))
 
 
 def test_w7_the_stock_client_gets_the_answer_of_act_on_every_path(seeing: Path) -> None:

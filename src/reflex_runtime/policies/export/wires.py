@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
 
-BLOCKS: Final = ("openpi", "json-numpy")
+BLOCKS: Final = ("openpi", "json-numpy", "vla-eval")
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]
@@ -26,7 +26,8 @@ class WireMap:
 
     images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
     order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
-    announces beside what it knows by itself. dialect: of openpi.
+    announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
+    handed out before the policy is asked again; 0 is all of them.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class WireMap:
     prompt: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dialect: Literal["openpi", "roboarena"] = "openpi"
+    execute: int = 0
 
 
 # Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.
@@ -75,6 +77,7 @@ class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: _OneName | None = None
     metadata: Annotated[dict[str, Any], Meta(description="an object")] | None = None
     dialect: Annotated[Literal["openpi", "roboarena"], Meta(description="'openpi' or 'roboarena'")] | None = None
+    execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] | None = None
 
 
 def read_wires(config: JsonObject, cameras: Collection[str], takes_state: bool) -> dict[str, WireMap]:

@@ -169,12 +169,8 @@ class Admin:
         """How an episode ended: /episodes/{id}/outcome."""
         episode = _episode_of(exchange.path)
         asked = _decode(body, Outcome)
-        told = self.runtime.rollout.outcome(episode, asked.success)
-        if told["counted"]:
-            self.runtime.metrics.ended(told["slot"], asked.success)
-        if not told["repeated"]:
-            fields = {"reward": asked.reward} if asked.reward is not None else {}
-            self.runtime.note("outcome", **told, **fields)
+        fields = {"reward": asked.reward} if asked.reward is not None else {}
+        told = self.runtime.ended(episode, asked.success, **fields)
         _answer(exchange, told)
 
 

@@ -19,8 +19,9 @@ from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires import openpi
+from reflex_runtime.policies.wires import openpi, vla_eval
 from reflex_runtime.policies.wires.openpi import OpenpiSession
+from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
@@ -47,6 +48,7 @@ def application(runtime: PolicyRuntime) -> App:
     routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
     robots = partial(OpenpiSession, asking)
     routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
+    routes.append(Route(vla_eval.PATH, _websocket_only, most=most, socket=partial(VlaEvalSession, asking)))
     for path, view in views.open.items():
         routes.append(Route(path, view, open=True))
     for path, view in views.guarded.items():
@@ -62,7 +64,7 @@ def application(runtime: PolicyRuntime) -> App:
 
 
 def _websocket_only(exchange: Exchange, _: bytes) -> None:
-    raise NotFound(f"{exchange.path} is for websockets: it speaks openpi's protocol")
+    raise NotFound(f"{exchange.path} is for websockets; docs/wires.md says which protocol it speaks")
 
 
 def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:

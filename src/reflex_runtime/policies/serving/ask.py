@@ -16,7 +16,8 @@ ACT: Final = "act"
 OPENPI: Final = "openpi"
 JSON_NUMPY: Final = "json-numpy"
 OIP: Final = "oip"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP)
+VLA_EVAL: Final = "vla-eval"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

@@ -4,6 +4,7 @@ A wire makes an `Ask` when a request begins to come, and calls
 
     enter   at once: whether the request may enter
     ask     with the `Question` it has read: version, place in the queue, pictures decoded, batch, answer
+    take    the two at once, where all of the request comes at once
     fail    instead of `ask`, where the request cannot be read
     leave   when the caller has gone
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,6 +68,17 @@ class Asking:
             self._queue(ask, question)
         except Exception as error:
             self.fail(ask, error)
+
+    def take(self, ask: Ask, read: Callable[[], Question], received: float | None = None) -> None:
+        """Enter, read and ask at once, where all of the request has come. What `read` raises fails it."""
+        if not self.enter(ask):
+            return
+        try:
+            question = read()
+        except Exception as error:
+            self.fail(ask, error)
+        else:
+            self.ask(ask, question, received)
 
     def leave(self, ask: Ask) -> None:
         """The caller has gone: take the request back."""

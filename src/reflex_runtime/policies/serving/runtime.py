@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
@@ -187,6 +187,16 @@ class PolicyRuntime:
         """Write a note into every journal."""
         for journal in self.journals:
             journal.note(kind, **fields)
+
+    def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
+        """An episode has ended: count it, and write it into every journal. Returns what came of it; 404 for one that is
+        not known."""
+        told = self.rollout.outcome(episode_id, success)
+        if told["counted"]:
+            self.metrics.ended(told["slot"], success)
+        if not told["repeated"]:
+            self.note("outcome", **told, **fields)
+        return told
 
     @property
     def writes_files(self) -> bool:

@@ -20,10 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.wires.arrays import array_in
-from reflex_runtime.policies.wires.limits import RequestLimits, limits_of
+from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.web.errors import ClientError, InvalidJson
 from reflex_runtime.web.json import MAX_VALUES, encode, printable
@@ -48,19 +47,7 @@ class JsonNumpy:
         limits = limits_of({name: seen.pop(name) for name in _OWN if name in seen})
         if FULL_IMAGE in seen:
             seen.setdefault("image", seen.pop(FULL_IMAGE))
-        images, state, instruction = reading.read(seen)
-        return Question(
-            images=images,
-            state=state,
-            instruction=instruction,
-            episode_id=limits.episode_id,
-            request_id=limits.request_id,
-            robot_id=limits.robot_id,
-            seed=limits.seed,
-            executed=limits.executed,
-            priority=PRIORITIES[limits.priority or "default"],
-            deadline_ms=limits.deadline_ms,
-        )
+        return question_of(reading.read(seen), limits, SocketLimits(), None, limits.episode_id)
 
     def answer(self, actions: NDArray[Any]) -> bytes:
         """The body of the answer."""

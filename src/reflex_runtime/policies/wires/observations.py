@@ -19,7 +19,8 @@ from reflex_runtime.web.json import printable
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "video.")
 """What other protocols put in front of a name."""
-PROMPTS: Final = ("prompt", "instruction", "task")
+PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
+STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
 
 Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
@@ -52,7 +53,8 @@ class Reading:
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self._wire.images.get(camera) or plain.get(camera)
         if name is None and len(self.export.images) == 1:
-            name = plain.get("image")
+            only = [name for name in came if name.startswith("images/")]
+            name = plain.get("image") or (only[0] if len(only) == 1 else None)
         if name is None or name not in came:
             raise self._missing(name or camera, came)
         image = came[name]
@@ -67,7 +69,7 @@ class Reading:
     def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
         if not self.export.takes_state:
             return None
-        names = self._wire.state or (plain.get("state", "state"),)
+        names = self._wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
         parts = []
         for name in names:
             if name not in came:

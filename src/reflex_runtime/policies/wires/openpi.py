@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.policies.serving.ask import OPENPI, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
-from reflex_runtime.policies.wires.limits import limits_of, socket_limits
+from reflex_runtime.policies.wires.limits import limits_in, limits_of, question_of, socket_limits
 from reflex_runtime.policies.wires.observations import Readings, text_of
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
@@ -22,7 +21,6 @@ from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
-OWN: Final = "reflex/"
 MAX_BATCH: Final = 256  # observations in a frame
 RESET: Final = "reset successful"  # what RoboArena's clients wait for: the one text frame that is no error
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
@@ -89,7 +87,8 @@ class OpenpiSession:
         self._results = [None] * len(observations)
         self._asks = [self._begin(message, place) for place in range(len(observations))]
         for place, (ask, observation) in enumerate(zip(list(self._asks), observations, strict=True)):
-            self._ask(ask, observation, f"/{place}" if self._batched else "", message.received)
+            part = f"/{place}" if self._batched else ""
+            self._asking.take(ask, partial(self._question, observation, part), message.received)
 
     def failed(self, message: SocketMessage, error: ReflexError) -> str:
         """Count an error, and make a frame of it."""
@@ -125,41 +124,20 @@ class OpenpiSession:
         request_id = f"{message.id}.{place}" if self._batched else message.id
         return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started)
 
-    def _ask(self, ask: Ask, observation: Any, part: str, received: float) -> None:
-        if not self._asking.enter(ask):
-            return
-        try:
-            question = self._question(observation, part)
-        except Exception as error:
-            self._asking.fail(ask, error)
-        else:
-            self._asking.ask(ask, question, received)
-
     def _question(self, observation: Any, part: str) -> Question:
         """part: the place in a batch, which is a robot of its own."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
-        own = {name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)}
+        limits, said = limits_in(observation), self._said
         for name in ("episode_id", "session_id"):
-            if name in observation:
-                own.setdefault("episode_id", text_of(observation[name]))
-        limits, said = limits_of(own), self._said
-        images, state, instruction = self._readings.now.read(observation)
+            if name in observation and limits.episode_id is None:
+                limits.episode_id = limits_of({"episode_id": text_of(observation[name])}).episode_id
+        observed = self._readings.now.read(observation)
         episodes = self._episodes.setdefault(part, Episodes((said.episode_id or f"ws-{self._socket.id}") + part))
         if observation.get("reset") is True:
             episodes.reset()
-        return Question(
-            images=images,
-            state=state,
-            instruction=instruction,
-            episode_id=episodes.of(limits.episode_id, instruction),
-            request_id=limits.request_id,
-            robot_id=limits.robot_id or self._robot + part,
-            seed=limits.seed,
-            executed=limits.executed,
-            priority=PRIORITIES[limits.priority or said.priority or "default"],
-            deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
-        )
+        episode = episodes.of(limits.episode_id, observed[2])
+        return question_of(observed, limits, said, self._robot + part, episode)
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
