@@ -23,6 +23,7 @@ OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kin
 NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or option.values[1].metadata["unless"]]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}
 TEXTS |= {"think": "5", "max_tokens": "5", "step_ms": "1+1", "sweep": "4..8", "provider": "cuda"}
+TEXTS |= {"gr00t": "tcp://127.0.0.1:5555"}
 OFF = {"max_consecutive_crashes": 0, "policy": "greedy"}  # a value without the effect that others need
 
 
@@ -145,6 +146,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--record-max-mb 5", "--record"),
         ("--prefix-cache-mb 64", "a decomposed export: {export} is monolithic"),
         ("--prefix-max-age-chunks 2", "a decomposed export: {export} is monolithic"),
+        ("--gr00t-config n1.5", "--gr00t"),
         ("--probe-cooldown-s 5 --max-consecutive-crashes 0", "--max-consecutive-crashes"),
     ],
 )

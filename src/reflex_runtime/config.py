@@ -9,6 +9,8 @@ from itertools import pairwise
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import again, one_line, option, validate
 
+_ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -107,6 +109,14 @@ class ServeConfig(ServerConfig):
     max_concurrent: int = option(
         0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000,
         group="listening and trust",
+    )
+    gr00t: str = option(
+        "", "also serve clients of GR00T, on this ZeroMQ address; elsewhere than loopback only with --api-key",
+        metavar="tcp://127.0.0.1:5555",
+    )
+    gr00t_config: str = option(
+        "n1.6", "the release whose form get_modality_config has; all else is answered in the caller's own",
+        choices=("n1.6", "n1.5"), needs="gr00t",
     )
     max_batch_cost_ms: float = option(
         100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
@@ -211,6 +221,10 @@ class ServeConfig(ServerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.captured_sizes
+        found = re.fullmatch(_ZMQ_ADDRESS, self.gr00t)
+        if self.gr00t and (found is None or int(found["port"]) > 65535):
+            expected = "tcp://ADDRESS:PORT with localhost, a numeric address or *, and a port up to 65535"
+            raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "prefix_cache_mb": "test_h10_prefix_cache_mb_bounds_what_is_kept",
         "on_bad_action": "test_e3_on_bad_action_hold_repeats_the_episodes_last_good_action",
         "deadline_ms": "test_b17_deadline_ms_is_the_limit_of_requests_that_bring_none",
+        "gr00t": "test_w30_clients_of_n16_and_n17_get_the_answer_of_act",
+        "gr00t_config": "test_w31_ping_and_modality_config",
         "max_concurrent": "test_h8_beyond_max_concurrent_is_429_and_health_is_exempt",
         "max_body_bytes": "test_h4_a_body_over_the_limit_is_413",
         "max_bodies_mb": "test_h4_bodies_over_max_bodies_mb_in_all_are_503_and_taken_again_once_there_is_room",

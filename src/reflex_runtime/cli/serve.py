@@ -219,6 +219,20 @@ def _check(config: ServeConfig) -> None:
             f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
         )
     check_trace(config.trace)
+    if config.gr00t:
+        _check_groot(config)
+
+
+def _check_groot(config: ServeConfig) -> None:
+    from reflex_runtime.web.trust import is_loopback
+
+    host = config.gr00t.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not (config.api_key or host == "localhost" or is_loopback(host)):
+        raise ConfigError(f"--gr00t={config.gr00t}: needs --api-key, or a loopback address: others could reach it")
+    try:
+        import zmq  # noqa: F401
+    except ImportError:
+        raise ConfigError("--gr00t needs pyzmq: in a clone, pip install '.[gr00t]'") from None
 
 
 def _announce(config: ServeConfig, model_id: str, address: Any) -> None:

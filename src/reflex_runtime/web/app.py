@@ -40,6 +40,13 @@ class WebSettings(ConnectionSettings, Protocol):
     def max_bodies_mb(self) -> float: ...
 
 
+class Listener(Protocol):
+    """Another way in than HTTP."""
+
+    def close(self) -> None:
+        """Refuse what has come, send what is answered, and end."""
+
+
 class App:
     """The application of one server.
 
@@ -47,7 +54,8 @@ class App:
     exchange and its status.
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still coming, or that were
-    not queued yet. closing: refuse what changes anything, and close connections after their next answer.
+    not queued yet. closing: refuse what changes anything, and close connections after their next answer. listeners:
+    besides that of HTTP; they are closed last.
     """
 
     def __init__(
@@ -64,6 +72,7 @@ class App:
         self.asked = self.active = 0
         self.entering: set[Exchange] = set()
         self.closing = False
+        self.listeners: list[Listener] = []
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)

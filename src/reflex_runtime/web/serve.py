@@ -147,6 +147,8 @@ async def serving(
         parent.leaves()
     server.close()
     await _close_connections(app)
+    for listener in app.listeners:
+        listener.close()
     if host.unusable:
         return EXIT_UNUSABLE, clean
     return EXIT_FAILED if lost or host.error else EXIT_OK, clean

@@ -142,7 +142,7 @@ def _load(root: Path) -> Export:
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),
         resize=config.resize or "stretch",
-        wires=read_wires(table, images, roles.inputs.has("state")),
+        wires=read_wires(table, images, config.state_dim if roles.inputs.has("state") else 0, config.action_dim),
         **norms,
     )
 

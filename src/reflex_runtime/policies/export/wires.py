@@ -11,12 +11,15 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
 
-BLOCKS: Final = ("openpi", "json-numpy", "vla-eval")
+_GROOT: Final = "gr00t"
+BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", _GROOT)
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]
 _OneName = Annotated[str, Meta(min_length=1, description="a name in the observation")]
 _Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of names in the observation")]
+_Group = tuple[_Name, Annotated[int, Meta(ge=1)]]
+_Groups = Annotated[tuple[_Group, ...], Meta(min_length=1, description="a list of [group, how many numbers it has]")]
 _Images = Annotated[dict[str, _Name], Meta(description="an object {camera: name in the observation}")]
 
 
@@ -27,7 +30,8 @@ class WireMap:
     images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
     order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
     announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
-    handed out before the policy is asked again; 0 is all of them.
+    handed out before the policy is asked again; 0 is all of them. Of gr00t: how many numbers each of `state` has, and
+    the groups of an action, in this order.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -36,6 +40,8 @@ class WireMap:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     dialect: Literal["openpi", "roboarena"] = "openpi"
     execute: int = 0
+    state_sizes: tuple[int, ...] = ()
+    actions: tuple[tuple[str, int], ...] = ()
 
 
 # Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.
@@ -80,16 +86,28 @@ class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] | None = None
 
 
-def read_wires(config: JsonObject, cameras: Collection[str], takes_state: bool) -> dict[str, WireMap]:
-    """What the export says of each wire. config: the whole configuration. cameras: the policy's."""
+class _GrootKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    images: _Images | None = None
+    state: _Groups | None = None
+    actions: _Groups | None = None
+    prompt: _OneName | None = None
+
+
+def read_wires(config: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> dict[str, WireMap]:
+    """What the export says of each wire. config: the whole configuration. cameras: the policy's. state_dim: 0 where it
+    takes no state."""
     if not config.has("wires"):
         return {}
     said = config.get("wires")
     if isinstance(said, str):
-        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, takes_state)}
+        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0)}
     table = JsonObject(config.file, said, "wires")
     table.only(BLOCKS)
-    return {wire: _read(table, wire, cameras, takes_state) for wire in BLOCKS if table.has(wire)}
+    found = {wire: _read(table, wire, cameras, state_dim > 0) for wire in BLOCKS if wire != _GROOT and table.has(wire)}
+    if table.has(_GROOT):
+        block = JsonObject(table.file, table.get(_GROOT), table.name(_GROOT))
+        found[_GROOT] = _groot(block, cameras, state_dim, action_dim)
+    return found
 
 
 def _read(table: JsonObject, wire: str, cameras: Collection[str], takes_state: bool) -> WireMap:
@@ -113,12 +131,34 @@ def _preset(table: JsonObject, key: str, name: str, cameras: Collection[str], ta
 
 def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -> WireMap:
     keys = table.read(_WireKeys)
+    _check(table, keys, cameras, takes_state)
+    if keys.dialect == "roboarena" and sorted(keys.metadata or ()) != sorted(ROBOARENA):
+        table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
+    return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
+
+
+def _groot(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
+    keys = table.read(_GrootKeys)
+    _check(table, keys, cameras, state_dim > 0)
+    state, actions = keys.state or (), keys.actions or ()
+    for key, groups, dim in (("state", state, state_dim), ("actions", actions, action_dim)):
+        if groups and sum(size for _, size in groups) != dim:
+            table.wrong(key, f"groups that have {dim} numbers together")
+        if len(dict(groups)) < len(groups):
+            table.wrong(key, "groups with different names")
+    return WireMap(
+        images={camera: f"video.{name}" for camera, name in (keys.images or {}).items()},
+        state=tuple(f"state.{name}" for name, _ in state),
+        state_sizes=tuple(size for _, size in state),
+        actions=actions,
+        prompt=keys.prompt or "",
+    )
+
+
+def _check(table: JsonObject, keys: _WireKeys | _GrootKeys, cameras: Collection[str], takes_state: bool) -> None:
     for camera in keys.images or ():
         if camera not in cameras:
             known = ", ".join(cameras) or "it has none"
             table.wrong(f"images.{camera}", f"one of the policy's images: {known}", camera)
     if keys.state and not takes_state:
         table.wrong("state", "none, because `inputs` has no role state")
-    if keys.dialect == "roboarena" and sorted(keys.metadata or ()) != sorted(ROBOARENA):
-        table.wrong("metadata", "exactly the keys " + ", ".join(ROBOARENA) + ", because the dialect is roboarena")
-    return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})

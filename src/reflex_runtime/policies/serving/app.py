@@ -5,6 +5,7 @@ Every answer carries `X-Request-Id`; every non-2xx body has `error`, `message`, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,6 +32,8 @@ from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
+
+log = logging.getLogger("reflex.server")
 
 OUTCOME: Final = "/episodes/{id}/outcome"
 
@@ -60,7 +63,21 @@ def application(runtime: PolicyRuntime) -> App:
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else None)
     runtime.on_drain = admin.close
+    if config.gr00t:
+        _listen_groot(app, asking)
     return app
+
+
+def _listen_groot(app: App, asking: Asking) -> None:
+    """Clients of GR00T: what they send waits until there is a policy."""
+    from reflex_runtime.policies.wires.groot import GrootSession
+    from reflex_runtime.web.zeromq import ZmqListener
+
+    config, session = asking.config, GrootSession(asking, asking.config.gr00t_config)
+    listener = ZmqListener(app, "--gr00t", config.gr00t, config.max_body_bytes, session)
+    app.listeners.append(listener)
+    asking.runtime.when_started(listener.begin)
+    log.info("clients of GR00T: %s", listener.address)
 
 
 def _websocket_only(exchange: Exchange, _: bytes) -> None:

@@ -17,7 +17,8 @@ OPENPI: Final = "openpi"
 JSON_NUMPY: Final = "json-numpy"
 OIP: Final = "oip"
 VLA_EVAL: Final = "vla-eval"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL)
+GROOT: Final = "gr00t"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

@@ -30,7 +30,7 @@ class Reading:
     """Reads the observations of one wire for one export."""
 
     def __init__(self, export: Export, wire: WireMap | None) -> None:
-        self.export, self._wire = export, wire or WireMap()
+        self.export, self.wire = export, wire or WireMap()
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
@@ -41,7 +41,7 @@ class Reading:
 
     def describe(self) -> dict[str, Any]:
         """What an observation is expected to hold, JSON-safe."""
-        export, wire = self.export, self._wire
+        export, wire = self.export, self.wire
         images = {wire.images.get(name, name): list(size) for name, size in export.images.items()}
         found: dict[str, Any] = {"images": images}
         if export.takes_state:
@@ -51,7 +51,7 @@ class Reading:
         return found
 
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
-        name = self._wire.images.get(camera) or plain.get(camera)
+        name = self.wire.images.get(camera) or plain.get(camera)
         if name is None and len(self.export.images) == 1:
             only = [name for name in came if name.startswith("images/")]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
@@ -69,12 +69,15 @@ class Reading:
     def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
         if not self.export.takes_state:
             return None
-        names = self._wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
+        names = self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
         parts = []
         for name in names:
             if name not in came:
                 raise self._missing(name, came)
             parts.append(_numbers(name, came[name]))
+        for name, part, size in zip(names, parts, self.wire.state_sizes, strict=False):
+            if len(part) != size:
+                raise invalid(name, f"{name}: must be {size} numbers, came {len(part)}")
         state = np.concatenate(parts)
         if len(state) != self.export.state_dim:
             given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
@@ -82,7 +85,7 @@ class Reading:
         return state
 
     def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
-        names = [self._wire.prompt] if self._wire.prompt else [plain.get(name, name) for name in PROMPTS]
+        names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
         name = next((name for name in names if name in came), None)
         if name is None:
             if self.export.takes_text:

@@ -1,0 +1,215 @@
+"""GR00T's protocol as a session: endpoints, tokens, episodes, and calls whose rows are as many requests.
+
+One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
+(a routing id) is a robot of its own. What a message cannot have done is answered: a REQ client that gets no answer
+waits for ever.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies.serving.ask import GROOT, Ask
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.wires.groot_codec import decode, encode
+from reflex_runtime.policies.wires.groot_observation import MAX_ROWS, GrootObservation, modalities
+from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
+from reflex_runtime.policies.wires.observations import Reading, Readings, text_of
+from reflex_runtime.policies.wires.openpi import Episodes
+from reflex_runtime.web.errors import ClientError, NotFound, Unauthorized, describe_error
+from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.json import printable
+from reflex_runtime.web.zeromq import ZmqMessage
+
+DEADLINE_MS: Final = 15_000.0  # what clients of N1.5 and N1.6 have in mind; they wait for ever
+DEADLINE_ND_MS: Final = 30_000.0  # after which those of N1.7 come again on another connection
+MAX_CLIENTS: Final = 4096  # routing ids that are kept: the one that was silent for longest is forgotten
+_OPTIONS: Final = RequestLimits.__struct_fields__
+_SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
+
+
+class GrootClient:
+    """What is kept of one routing id. name: its own as a robot. said: in the options of its last reset."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.said: dict[str, Any] = {}
+        self._episodes: dict[str, Episodes] = {}
+
+    def episodes(self, part: str) -> Episodes:
+        """Those of one row, or of one environment."""
+        if part not in self._episodes and len(self._episodes) >= MAX_ROWS:
+            raise invalid("env_id", f"env_id: a connection may have {MAX_ROWS} environments")
+        return self._episodes.setdefault(part, Episodes(self.name + part))
+
+    def reset(self, options: Mapping[str, Any]) -> None:
+        """Begin new episodes: those of the environments that are named, else all."""
+        said = {name: options[name] for name in ("robot_id", "episode_id") if options.get(name) is not None}
+        limits_of(said)
+        environments = options.get("env_id")
+        named = [self.episodes(part) for part in _parts(environments)] if environments is not None else None
+        self.said = said
+        for episodes in self._episodes.values() if named is None else named:
+            episodes.reset()
+
+
+class GrootSession:
+    """What all clients of a listener ask. form: of get_modality_config, n1.5 or n1.6."""
+
+    def __init__(self, asking: Asking, form: str) -> None:
+        self._asking, self._form = asking, form
+        self._readings = Readings(asking.runtime, GROOT)
+        self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
+
+    def asked(self, message: ZmqMessage) -> None:
+        """A message has come. Answer it, now or later; what is raised is answered by `failed`."""
+        sent, nd = decode(message.data)
+        self._check_token(sent.get("api_token"))
+        endpoint = text_of(sent.get("endpoint", "get_action"))
+        if endpoint == "get_action":
+            self._act(message, _map(sent, "data"), DEADLINE_ND_MS if nd else DEADLINE_MS)
+        elif endpoint == "reset":
+            self._client(message).reset(_options(_map(sent, "data")))
+            message.answer(encode({}))
+        elif endpoint == "ping":
+            self._asking.runtime.need_policy()
+            message.answer(encode({"status": "ok", "message": "Server is running"}))
+        elif endpoint == "get_modality_config":
+            self._asking.runtime.need_policy()
+            message.answer(encode(modalities(self._readings.now, self._form == "n1.5")))
+        elif endpoint == "kill":
+            raise NotFound("kill is not served")
+        else:
+            raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
+
+    def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
+        """Count an error, and make a message of it."""
+        client = self._clients.get(message.peer)
+        name = message.id if client is None else client.name
+        self._asking.fail(Ask(GROOT, message.id, name, lambda result: None, message.started), error)
+        return _error(error, message.id)
+
+    def _check_token(self, token: Any) -> None:
+        key, token = self._asking.config.api_key, text_of(token)
+        if key and not (isinstance(token, str) and hmac.compare_digest(token.encode(errors="replace"), key.encode())):
+            raise Unauthorized("Unauthorized: Invalid API token")
+
+    def _client(self, message: ZmqMessage) -> GrootClient:
+        """That of a message. Routing ids come again after a restart, message ids do not: these name it."""
+        client = self._clients.get(message.peer)
+        if client is None:
+            client = self._clients[message.peer] = GrootClient(f"gr00t-{message.id}")
+            if len(self._clients) > MAX_CLIENTS:
+                self._clients.popitem(last=False)
+        self._clients.move_to_end(message.peer)
+        return client
+
+    def _act(self, message: ZmqMessage, data: Mapping[str, Any], deadline_ms: float) -> None:
+        client, reading, nested = self._client(message), self._readings.now, "observation" in data
+        seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
+        observation = GrootObservation(seen)
+        options = client.said | _options(data)
+        limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
+        if limits.deadline_ms is None and not self._asking.config.deadline_ms:
+            limits.deadline_ms = deadline_ms
+        parts = _parts(options.get("env_id"), observation.size)
+        rows = observation.rows(reading.wire)
+        questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
+        GrootCall(self._asking, message, observation, reading, nested).ask(client.name, questions)
+
+
+class GrootCall:
+    """One get_action: its rows are requests of their own, and are answered together. nested: the form of the answer."""
+
+    def __init__(
+        self, asking: Asking, message: ZmqMessage, observation: GrootObservation, reading: Reading, nested: bool
+    ) -> None:
+        self._asking, self._message, self._observation, self._reading = asking, message, observation, reading
+        self._nested = nested
+        self._asks: list[Ask] = []
+        self._answers: dict[int, ActAnswer] = {}
+        self._over = False
+
+    def ask(self, client: str, questions: Sequence[Question]) -> None:
+        """Ask all rows."""
+        message, many = self._message, len(questions) > 1
+        for row, question in enumerate(questions):
+            if many and question.request_id:
+                question.request_id = f"{question.request_id}.{row}"
+            request_id = f"{message.id}.{row}" if many else message.id
+            self._asks.append(Ask(GROOT, request_id, client, partial(self._settled, row), message.started))
+        for ask, question in zip(self._asks, questions, strict=True):
+            if not self._over and self._asking.enter(ask):
+                self._asking.ask(ask, question, message.received)
+
+    def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
+        if self._over:
+            return
+        if isinstance(result, ReflexError):  # one row is wrong: the protocol knows no answer for the others
+            asks = self._end()
+            self._message.answer(_error(result, asks[row].request_id))
+            for ask in asks:
+                if ask.entered:
+                    self._asking.leave(ask)
+            return
+        self._answers[row] = result
+        if len(self._answers) == len(self._asks):
+            self._message.answer(self._answer([self._answers[row] for row in range(len(self._end()))]))
+
+    def _end(self) -> list[Ask]:
+        asks, self._asks, self._over = self._asks, [], True  # they and the call hold each other
+        return asks
+
+    def _answer(self, answers: Sequence[ActAnswer]) -> bytes:
+        actions = self._observation.actions(self._reading, [answer.actions for answer in answers])
+        if not self._nested:
+            return encode(actions)
+        return encode([actions, {"reflex": [{name: getattr(answer, name) for name in _SENT} for answer in answers]}])
+
+
+def _question(
+    reading: Reading, row: Mapping[str, Any], client: GrootClient, part: str, limits: RequestLimits
+) -> Question:
+    observed = reading.read(row)
+    name = None if limits.episode_id is None else limits.episode_id + part
+    own = msgspec.structs.replace(limits, robot_id=(limits.robot_id or client.name) + part)
+    return question_of(observed, own, SocketLimits(), None, client.episodes(part).of(name, observed[2]))
+
+
+def _error(error: ReflexError, request_id: str) -> bytes:
+    told = describe_error(error, request_id)
+    return encode(told | {"error": error.message, "code": error.code})
+
+
+def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = sent.get(name)
+    if not isinstance(found, dict):
+        raise ClientError(f"{name}: must be a map")
+    return found
+
+
+def _options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a message. Ids may be numbers."""
+    found = data.get("options")
+    if found is None:
+        return {}
+    options = {name: text_of(value) for name, value in _map(data, "options").items()}
+    return options | {name: str(options[name]) for name in ("robot_id", "episode_id") if type(options.get(name)) is int}
+
+
+def _parts(environments: Any, rows: int = 1) -> list[str]:
+    """What tells the rows of a client apart: the environments they are of, else their numbers."""
+    if environments is None:
+        return [""] if rows == 1 else [f"/{row}" for row in range(rows)]
+    named = environments if isinstance(environments, list) else [environments]
+    if any(type(name) not in (int, str) for name in named) or len(named) > MAX_ROWS or rows not in (1, len(named)):
+        raise invalid("env_id", "env_id: must be a number or a text, or a list of them, one for each row")
+    return [f"/{name}" for name in named]

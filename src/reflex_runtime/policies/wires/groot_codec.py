@@ -1,0 +1,105 @@
+"""The messages of GR00T's clients: msgpack, with arrays in one of two forms. Bytes in, values out, and back.
+
+    {"__ndarray_class__": True, "as_npy": bytes}                           N1.5, N1.6: a file of numpy.save
+    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   N1.7: msgpack-numpy
+
+The keys of these maps may be text or bytes. Answers have the first form, which all three read. No array is unpickled:
+neither form is read by numpy or msgpack-numpy.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from reflex_runtime.policies.wires.arrays import array_in, type_of
+from reflex_runtime.policies.wires.packed import unpack
+from reflex_runtime.web.errors import ClientError
+
+_MAGIC: Final = b"\x93NUMPY"
+_LENGTHS: Final = {1: 2, 2: 4, 3: 4}  # bytes of the header's length, by version
+_MAX_HEADER: Final = 1024
+_HEADER: Final = re.compile(
+    rb"\{'descr': '([^']{2,20})', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,200})\), \}\s*"
+)
+
+
+class _Hook:
+    """Makes arrays of maps. nd: whether one had the form of N1.7."""
+
+    def __init__(self) -> None:
+        self.nd = False
+
+    def __call__(self, found: dict[str, Any]) -> Any:
+        if "__ndarray_class__" in found:
+            return _npy(found.get("as_npy"))
+        if "nd" in found and "data" in found:
+            self.nd = True
+            return _nd(found)
+        return found
+
+
+def decode(frame: bytes) -> tuple[dict[str, Any], bool]:
+    """(the map in a message, arrays as read-only views of it; whether arrays had the form of N1.7)."""
+    hook = _Hook()
+    value = unpack(frame, hook)
+    if not isinstance(value, dict):
+        raise ClientError("the message must be a map with an endpoint")
+    return value, hook.nd
+
+
+def encode(value: Any) -> bytes:
+    """A message, as N1.6 writes it."""
+    return msgspec.msgpack.encode(value, enc_hook=_plain)
+
+
+def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, Any]:
+    """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
+    told = {"delta_indices": list(range(steps)), "modality_keys": names}
+    return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
+
+
+def _nd(found: dict[str, Any]) -> Any:
+    kind = found.get("kind", b"")
+    if kind not in (b"", ""):  # V: structures; O: a pickle
+        raise ClientError("an array of kind O or V is not read: send numbers or texts")
+    if found["nd"] is True:
+        return array_in(found["data"], found.get("type"), found.get("shape"))
+    dtype, data = type_of(found.get("type")), found["data"]
+    if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
+        raise ClientError("a numpy scalar needs as many bytes as its type has")
+    return np.ndarray((), dtype, buffer=data).item()
+
+
+def _npy(data: Any) -> Any:
+    """The array in a file of numpy.save."""
+    if not isinstance(data, memoryview) or bytes(data[:6]) != _MAGIC or len(data) < 12 or data[6] not in _LENGTHS:
+        raise ClientError("as_npy is no file of numpy.save")
+    start = 8 + _LENGTHS[data[6]]
+    end = start + int.from_bytes(data[8:start], "little")
+    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER and end <= len(data) else None
+    shape = None if header is None else _shape(header[3])
+    if header is None or shape is None:
+        raise ClientError("as_npy has no header of an array of numbers or texts")
+    turned = header[2] == b"True"
+    array = array_in(data[end:], header[1].decode("ascii", "replace"), shape[::-1] if turned else shape)
+    return array.T if turned else array
+
+
+def _shape(text: bytes) -> list[int] | None:
+    sizes = [size.strip() for size in text.split(b",")]
+    if not sizes[-1]:
+        del sizes[-1]
+    return [int(size) for size in sizes] if all(size.isdigit() and len(size) < 20 for size in sizes) else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        file = io.BytesIO()
+        np.save(file, value, allow_pickle=False)
+        return {"__ndarray_class__": True, "as_npy": file.getvalue()}
+    raise NotImplementedError(f"{type(value).__name__} is not written")

@@ -1,0 +1,153 @@
+"""ZeroMQ clients on a listener of their own: messages in, one answer to each, on the event loop.
+
+libzmq reads and writes in a thread of its own. A descriptor says that something has changed, once: so everything is
+looked at again after each message that is taken or sent. There is no timer and no polling.
+
+- REQ, DEALER: an answer goes back with the frames that came before the message.
+- A message over `most` bytes is answered with the reason; one over twice that closes its connection.
+- The bytes of messages count among the request bodies that are held, until they are answered.
+- At the end what was taken is answered, and what comes then is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Final, Protocol
+
+import zmq
+
+from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.web.app import App
+from reflex_runtime.web.errors import BodyTooLarge, ClientError, Overloaded, known
+
+log = logging.getLogger("reflex.server")
+
+MAX_WAITING: Final = 4096  # messages that are being answered
+TURN: Final = 16  # messages taken in one turn of the loop
+PER_CLIENT: Final = 4  # messages of one connection that libzmq reads before they are taken
+UNREAD_MS: Final = 1000  # that clients have at the end to take their answers
+
+
+class ZmqMessage:
+    """One message. peer: the routing id of its connection, the same again after a restart. id: made by the server,
+    unique. started, received: when it was taken (`time.monotonic`). held: bytes of it that `Bodies` counts."""
+
+    __slots__ = ("_envelope", "_listener", "data", "held", "id", "peer", "received", "started")
+
+    def __init__(self, listener: ZmqListener, id: str, envelope: list[bytes], data: bytes) -> None:
+        self._listener, self.id, self._envelope, self.data = listener, id, envelope, data
+        self.peer = envelope[0]
+        self.started = self.received = time.monotonic()
+        self.held = 0
+
+    def answer(self, data: bytes) -> None:
+        """Send the answer. To be called once."""
+        self._listener.answer(self, [*self._envelope, data])
+
+
+class ZmqSession(Protocol):
+    """What a product does with the messages of all clients."""
+
+    def asked(self, message: ZmqMessage) -> None:
+        """Answer it, now or later; what is raised fails it."""
+
+    def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
+        """The message is answered with an error. Returns what says so."""
+
+
+class ZmqListener:
+    """A bound ROUTER socket. setting: that names the address. most: bytes that a message may have."""
+
+    def __init__(self, app: App, setting: str, address: str, most: int, session: ZmqSession) -> None:
+        self._app, self._most, self._session = app, most, session
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._descriptor = int(self._socket.getsockopt(zmq.FD))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting = 0  # messages that are being answered
+        self._again = False
+        for option, value in (
+            (zmq.MAXMSGSIZE, 2 * most),
+            (zmq.RCVHWM, PER_CLIENT),
+            (zmq.SNDHWM, PER_CLIENT),
+            (zmq.LINGER, UNREAD_MS),
+            (zmq.IPV6, "[" in address),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, 60),
+        ):
+            self._socket.setsockopt(option, int(value))
+        try:
+            self._socket.bind(address.replace("//localhost:", "//127.0.0.1:"))
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError(f"{setting}={address}: cannot be bound: {zmq.strerror(error.errno or 0)}") from None
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def begin(self) -> None:
+        """Take messages from now on. What was sent before has waited."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor, self._read)
+        self._look()
+
+    def close(self) -> None:
+        """Refuse what has come, wait a little until all answers are sent, and end."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._loop = None
+        while self._something_came:
+            self._take()
+        self._socket.close()
+        self._context.term()
+
+    def answer(self, message: ZmqMessage, frames: list[bytes]) -> None:
+        """Send the answer to a message."""
+        self._waiting -= 1
+        self._app.bodies.release(message)
+        if not self._socket.closed:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._look()
+        self._app.answered()
+
+    @property
+    def _something_came(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _look(self) -> None:
+        """Read in a later turn of the loop, if there is something to read: the descriptor does not say so again."""
+        if self._loop is not None and not self._again and self._something_came:
+            self._again = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._again = False
+        for _ in range(TURN):
+            if self._loop is None or not self._something_came:
+                return
+            self._take()
+        self._look()
+
+    def _take(self) -> None:
+        peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+        head = frames.index(b"") + 1 if b"" in frames[:-1] else 0
+        body = frames[head:]
+        message = ZmqMessage(self, self._app.asks(), [peer, *frames[:head]], body[0] if body else b"")
+        self._waiting += 1
+        try:
+            self._check(message, len(body))
+            self._session.asked(message)
+        except Exception as error:
+            message.answer(self._session.failed(message, known(error, message.id)))
+
+    def _check(self, message: ZmqMessage, frames: int) -> None:
+        if self._app.closing:
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if frames != 1:
+            raise ClientError(f"a message has one frame, and this one {frames}")
+        if len(message.data) > self._most:
+            raise BodyTooLarge(f"the message has {len(message.data)} bytes, at most {self._most} may come")
+        if self._waiting > MAX_WAITING:
+            raise Overloaded(f"{self._waiting} messages are being answered", retry_after=1.0)
+        self._app.bodies.take(message, len(message.data))
+
