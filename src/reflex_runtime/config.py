@@ -17,30 +17,35 @@ class ServerConfig:
     """What both kinds of server have. Errors name flags."""
 
     host: str = option(
-        "127.0.0.1", "address to bind; elsewhere than loopback set --api-key",
+        "127.0.0.1", "address to bind; set --api-key if it is not loopback",
         group="listening and trust",
     )
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
     api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
     api_key_file: str = option("", "file that holds the key", metavar="FILE")
     allow_host: tuple[str, ...] = option(
-        (), "without a key: a further name that the server may be called by, and a site whose pages may POST; * is any",
+        (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
         metavar="NAME", repeat=True, unless="api_key",
     )
-    max_body_bytes: int = option(16 * 2**20, "largest request body, beyond it 413", low=1024, high=2**31, unit="bytes")
+    max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
-        256.0, "request bodies held in memory, in all; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
+        256.0, "memory for all request bodies together; beyond it 503 overloaded", low=1, high=1_000_000, unit="MB"
     )
     max_connections: int = option(
-        4096, "open connections; with one more the one that was idle for longest is closed", low=1, high=1_000_000
+        4096, "most open connections; a further one closes the one that was idle for longest", low=1, high=1_000_000
     )
     idle_timeout_s: float = option(
-        75.0, "time a connection may be without a request", low=0.1, high=86_400, unit="s"
+        75.0, "a connection without a request is closed after this time", low=0.1, high=86_400, unit="s"
     )
-    head_timeout_s: float = option(10.0, "time for the head of a request to come", low=0.1, high=3600, unit="s")
-    body_timeout_s: float = option(60.0, "time for its body to come, beyond it 408", low=0.1, high=3600, unit="s")
+    head_timeout_s: float = option(
+        10.0, "time for the head of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
+    )
+    body_timeout_s: float = option(
+        60.0, "time for the body of a request to arrive; beyond it 408", low=0.1, high=3600, unit="s"
+    )
     supervise: bool = option(
-        True, "a small process above the server starts it again when it is lost; off where another supervisor does",
+        True,
+        "a small parent process restarts the server after a crash; off under another supervisor",
         group="faults and the end",
     )
 
@@ -59,17 +64,18 @@ class ServeConfig(ServerConfig):
     """Everything `reflex serve` can be told."""
 
     provider: str = option(
-        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; never another silently",
+        "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; there is no silent fallback to another",
         group="what is served",
     )
     threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
     cuda_graphs: str = option(
-        "", "batch sizes to capture at warm-up and pad to, in 1 to 4096; without SIZES 1,2,4,8,16,32; not on the CPU",
+        "",
+        "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to; without SIZES 1,2,4,8,16,32; GPU only",
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     on_bad_action: str = option(
-        "error", "what a non-finite action becomes: an error, or a hold of the episode's last good action",
+        "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",
         choices=("error", "hold"),
     )
     policy_a: str = option(
@@ -78,36 +84,36 @@ class ServeConfig(ServerConfig):
     )
     policy_b: str = option("", "export of slot b", metavar="DIR")
     split: int = option(
-        50, "percent of the episodes that go to a, where no ramp decides; 100 keeps b loaded, warm and idle",
+        50, "percent of the episodes that go to a; at 100 b is loaded and warm but gets none",
         low=0, high=100, needs="policy_b", unless="ramp",
     )
     shadow_policy: str = option(
-        "", "export that runs the same requests as the served one when the device has time; its answers are not sent",
+        "", "export that runs copies of requests when the device is idle; its answers are compared, not sent",
         metavar="DIR",
     )
     shadow_sample: float = option(
-        0.1, "share of the requests the shadow is asked as well", low=0, high=1, needs="shadow_policy"
+        0.1, "share of the requests that are copied to the shadow", low=0, high=1, needs="shadow_policy"
     )
     ramp: str = option(
         "", "b's share in percent, stage by stage, such as 5,20,50,100", metavar="PERCENTS", needs="policy_b"
     )
     ramp_every: str = option(
-        "10m", "how long a stage of the ramp lasts, and how long a guard watches after a hot swap", metavar="TIME",
+        "10m", "how long a stage of the ramp lasts, and how long the guard watches after a hot swap", metavar="TIME",
         needs="ramp|guard",
     )
     guard: str = option(
-        "", "what b must keep on the ramp, and any policy after a hot swap, or it is rolled back",
+        "", "limits for b on a ramp, and for a new policy after a hot swap; beyond them it is rolled back",
         metavar="p99=150ms,error=1%",
     )
     ramp_evidence: bool = option(
-        False, "a stage also waits for outcomes that show b to be no worse than a by more than the margin",
+        False, "a stage also waits until outcomes show that b is not worse than a by more than --ramp-margin",
         needs="ramp",
     )
     ramp_margin: float = option(
-        5.0, "that margin, in points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
+        5.0, "the margin, in percentage points of success", low=0.1, high=50, unit="points", needs="ramp_evidence"
     )
     max_concurrent: int = option(
-        0, "HTTP requests being answered, beyond it 429; 0 is off", low=0, high=1_000_000,
+        0, "most HTTP requests in progress; beyond it 429; 0 is off", low=0, high=1_000_000,
         group="listening and trust",
     )
     gr00t: str = option(
@@ -119,35 +125,37 @@ class ServeConfig(ServerConfig):
         choices=("n1.6", "n1.5"), needs="gr00t",
     )
     max_batch_cost_ms: float = option(
-        100.0, "ceiling on a batch's predicted device time; larger: throughput, smaller: tail latency",
+        100.0, "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency",
         low=10, high=10_000, unit="ms",
         group="batching",
     )
     batch_timeout_ms: float = option(
-        5.0, "longest hold on a free device, used only when clients answered a moment ago are expected back",
+        5.0,
+        "longest hold on a free device; it waits only for just answered clients that are expected to ask again",
         low=0, high=1000, unit="ms",
     )
-    max_batch_size: int = option(256, "most requests in one batch, whatever they cost", low=1, high=4096)
+    max_batch_size: int = option(256, "most requests in a batch, whatever their cost", low=1, high=4096)
     cost_model: str = option(
         "affine",
-        "how batch time is predicted: affine learns fixed and marginal cost, median is wall time / size alone",
+        "how batch time is predicted: affine learns a fixed and a marginal part, median takes measured time / size",
         choices=("affine", "median"),
     )
-    max_batch: int = option(1, "ignored, kept for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
+    max_batch: int = option(1, "ignored, accepted for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
     deadline_ms: float = option(
-        0.0, "time limit for requests that bring none; 0 is none", low=0, high=600_000, unit="ms",
+        0.0, "time limit for requests that have none; 0 is none", low=0, high=600_000, unit="ms",
         group="deadlines and queue",
     )
-    max_queue: int = option(1000, "waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
+    max_queue: int = option(1000, "most waiting requests per slot; beyond it 503 queue_full", low=1, high=100_000)
     max_queue_s: float = option(
-        2.0, "predicted device time that may wait per slot, background aside; beyond it 503 queue_full; 0 is no bound",
+        2.0,
+        "most waiting predicted device time per slot, without background; beyond it 503 queue_full; 0 is no limit",
         low=0, high=3600, unit="s",
     )
     latest_only: bool = option(
         False, "a newer request of the same robot replaces its waiting older one (409 superseded)"
     )
     max_in_flight_per_client: int = option(
-        0, "unsettled requests per robot, beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
+        0, "most unanswered requests per robot; beyond it 429 client_at_capacity; 0 is off", low=0, high=100_000
     )
     slo: str = option("", "latency objective, such as p99=150ms", metavar="pNN=MSms")
     slo_mode: str = option(
@@ -155,33 +163,35 @@ class ServeConfig(ServerConfig):
         choices=("log_only", "503", "degrade"), needs="slo",
     )
     rtc: bool | None = option(
-        None, "real-time chunking: a chunk continues what is left of the episode's last one",
+        None, "real-time chunking: a chunk continues the episode's last one",
         group="chunks and the prefix cache",
     )
     rtc_per_episode: bool = option(
-        False, "allow --rtc with two policies: what is carried over stays within a slot", needs="rtc"
+        False, "allow --rtc with two policies: a chunk never continues one of the other policy", needs="rtc"
     )
     rtc_schedule: str = option(
-        "LINEAR", "how the old chunk's weight falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
+        "LINEAR", "how the weight of the old chunk falls up to the horizon", choices=("ZEROS", "ONES", "LINEAR", "EXP"),
         needs="rtc",
     )
-    rtc_horizon: int = option(10, "actions of the new chunk the old one reaches into", low=1, high=1000, needs="rtc")
+    rtc_horizon: int = option(
+        10, "number of actions of the new chunk that the old one affects", low=1, high=1000, needs="rtc"
+    )
     adaptive_steps: bool = option(
         False, "stop denoising when the velocity changes by less than 1 %, after 2 steps at the earliest"
     )
     prefix_cache_mb: float = option(
-        256.0, "memory for cached prefixes, decomposed exports only; 0 is off", low=0, high=1_000_000, unit="MB",
+        256.0, "memory for cached prefixes; 0 is off", low=0, high=1_000_000, unit="MB",
         needs="a decomposed export",
     )
     prefix_max_age_chunks: int = option(
         0,
-        "chunks a cached prefix may be reused across different images (blind to the camera meanwhile)",
+        "chunks for which a cached prefix is used although the images changed (the policy does not see the new ones)",
         low=0,
         high=1000,
         needs="prefix_cache_mb",
     )
     watchdog_s: float = option(
-        10.0, "a batch running longer is given up and its callers told; 0 is off", low=0, high=3600, unit="s",
+        10.0, "a batch that runs longer is given up and its callers get an error; 0 is off", low=0, high=3600, unit="s",
         group="faults and the end",
     )
     max_consecutive_crashes: int = option(
@@ -189,10 +199,10 @@ class ServeConfig(ServerConfig):
     )
     probe_cooldown_s: float = option(
         30.0,
-        "while degraded, time until one request is let in as a probe; doubled when it crashes too, up to 16 times",
+        "while degraded, time until one request is admitted as a probe; doubled if it crashes too, up to 16 times",
         low=0, high=480, unit="s", needs="max_consecutive_crashes",
     )
-    drain_timeout_s: float = option(10.0, "time to finish what is queued after SIGTERM", low=0, high=600, unit="s")
+    drain_timeout_s: float = option(10.0, "time to finish queued requests after SIGTERM", low=0, high=600, unit="s")
     trace: str = option(
         "", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE",
         group="recording and trace",
@@ -202,20 +212,21 @@ class ServeConfig(ServerConfig):
         metavar="DIR",
     )
     record_images: str = option(
-        "hash_only", "what is recorded of images; full can be replayed", choices=("full", "hash_only", "none"),
+        "hash_only", "what is recorded of images; only full can be replayed through a model that sees images",
+        choices=("full", "hash_only", "none"),
         needs="record",
     )
-    record_no_gzip: bool = option(False, "record plain text", needs="record")
+    record_no_gzip: bool = option(False, "do not compress recordings", needs="record")
     record_max_mb: int = option(
-        0, "size of a file after which the next is begun; 0 is no bound", low=0, high=1_000_000, unit="MiB",
+        0, "size of a file after which the next one begins; 0 is no limit", low=0, high=1_000_000, unit="MiB",
         needs="record",
     )
     inject_latency_ms: float = option(
-        0.0, "added to every batch, for drills", low=0, high=60_000, unit="ms",
+        0.0, "latency added to every batch", low=0, high=60_000, unit="ms",
         group="drills",
     )
     inject_fault: tuple[str, ...] = option(
-        (), "SLOT:KIND:RATE[:MS], KIND raise nan hang slow die; for drills and tests", metavar="FAULT", repeat=True
+        (), "a fault, SLOT:KIND:RATE[:MS], where KIND is raise, nan, hang, slow or die", metavar="FAULT", repeat=True
     )
 
     def __post_init__(self) -> None:
@@ -237,57 +248,61 @@ class LLMServeConfig(ServerConfig):
     """Everything `reflex serve MODEL_DIR` can be told."""
 
     served_model_name: str = option(
-        "", "name that clients ask for and /v1/models tells; without it the directory's own", metavar="NAME",
+        "", "model name that clients use and /v1/models lists; by default the directory's name", metavar="NAME",
         group="what is served",
     )
     device: str = option(
-        "auto", "where the model runs; auto is a GPU that PyTorch sees, else the CPU", choices=("auto", "cpu", "cuda")
+        "auto", "where the model runs; auto is a GPU if PyTorch finds one, else the CPU",
+        choices=("auto", "cpu", "cuda")
     )
     runner: str = option(
-        "auto", "what runs it; auto is OpenVINO on a CPU and PyTorch on a GPU", choices=("auto", "openvino", "torch")
+        "auto", "library that runs the model; auto is OpenVINO on a CPU and PyTorch on a GPU",
+        choices=("auto", "openvino", "torch")
     )
     dtype: str = option(
         "auto",
-        "what it computes in; auto is the checkpoint's own where the machine is fast at it; int8 is of the weights",
+        "number format; auto is the checkpoint's own if the machine is fast at it; int8 is for the weights only",
         choices=("auto", "float32", "bfloat16", "int8"),
     )
-    threads: int = option(0, "CPU threads of a step; 0 leaves it to the runner", low=0, high=1024)
+    threads: int = option(0, "CPU threads of a step; 0 is the runner's default", low=0, high=1024)
     max_model_len: int = option(
-        0, "most tokens of one request, prompt and output; 0 is what the model was made for", low=0, high=1 << 24
+        0, "most tokens of one request, prompt and output; 0 is the model's own limit", low=0, high=1 << 24
     )
     workers: int = option(
-        0, "runtime processes, each with its own copy of the model; 0 runs it in the server's own", low=0, high=64
+        0, "runtime processes, each with its own copy of the model; 0 runs the model in the server's process",
+        low=0, high=64
     )
     max_body_bytes: int = again(ServerConfig, "max_body_bytes", 4 * 2**20, group="listening and trust")
     max_num_batched_tokens: int = option(
-        2048, "most tokens in a step; it bounds how long a step takes, and so every gap between two tokens",
+        2048, "most tokens in a step; it bounds the time of a step, and so the gap between two tokens",
         low=1, high=1 << 20,
         group="batching",
     )
-    max_num_seqs: int = option(256, "most requests that are being generated at a time", low=1, high=1 << 16)
+    max_num_seqs: int = option(256, "most requests that generate at the same time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(
-        0, "most tokens of one prompt in a step, so that others fit beside it; 0 leaves it to the step's budget",
+        0, "most tokens of one prompt in a step, so that others fit beside it; 0 is no limit of its own",
         low=0, high=1 << 20,
     )
-    max_queue: int = option(1000, "waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
+    max_queue: int = option(1000, "most waiting requests; beyond it 429", low=1, high=1_000_000, group="queue")
     max_queued_tokens: int = option(
-        1_000_000, "prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
+        1_000_000, "most prompt tokens of waiting requests; beyond it 429", low=1, high=1_000_000_000, unit="tokens"
     )
     block_size: int = option(
-        0, "tokens in a block of the cache; 0 leaves it to the runner", low=0, high=4096,
+        0, "tokens in a block of the cache; 0 is the runner's default", low=0, high=4096,
         group="the cache",
     )
     kv_cache_gb: float = option(
         0.0, "memory for keys and values; 0 takes 1 GiB", low=0, high=100_000, unit="GB"
     )
-    prefix_caching: bool = option(True, "prompts that begin alike are computed once")
+    prefix_caching: bool = option(True, "the common beginning of prompts is computed once")
     watchdog_s: float = option(
-        60.0, "a step running longer is given up and its callers told; twice as long, the server; 0 is off",
+        60.0,
+        "a step that runs longer ends with an error for its callers; after twice the time the server ends; 0 is off",
         low=0, high=3600, unit="s",
         group="faults and the end",
     )
     drain_timeout_s: float = option(
-        30.0, "time to finish what was asked before SIGTERM; the rest is cut short", low=0, high=600, unit="s"
+        30.0, "time to finish accepted requests after SIGTERM; the rest ends with an error", low=0, high=600, unit="s"
     )
     trace: str = option(
         "", "write every step to FILE as a JSON line; read it with reflex trace", metavar="FILE",
@@ -300,11 +315,13 @@ class FeedsConfig:
     """Everything `reflex feeds` can be told."""
 
     processor: str = option(
-        "", "your processor: module:name of a class, of a function that makes one, or of one that is ready",
+        "", "your processor: module:name of a class, of a function that returns one, or of an instance",
         metavar="MODULE:NAME",
         group="the processor",
     )
-    onnx: str = option("", "an ONNX model of pictures as the processor; shapes is the bundled one", metavar="FILE")
+    onnx: str = option(
+        "", "an ONNX model that takes pictures, as the processor; shapes is the bundled one", metavar="FILE"
+    )
     score: float = option(
         0.5, "with --onnx: boxes below this score are left out", low=0, high=1, metavar="SCORE", needs="onnx"
     )
@@ -313,17 +330,19 @@ class FeedsConfig:
     startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")
     max_latency_ms: float = option(
-        50.0, "longest that a frame waits on a free processor for feeds that are due, and only where that pays",
+        50.0, "longest time that a free processor waits for feeds that are due; it waits only if that pays",
         low=0, high=60_000, unit="ms",
     )
     queue_capacity: int = option(
-        0, "frames waiting for the processor; 0 is four batches, and at least one place per feed", low=0, high=1_000_000
+        0, "most frames waiting for the processor; 0 is four batches, and at least one place per feed",
+        low=0, high=1_000_000
     )
     response_timeout_s: float = option(
-        5.0, "what a feed waits for its answer beyond the latency", low=0.01, high=3600, unit="s"
+        5.0, "time that a feed waits for its answer, in addition to --max-latency-ms", low=0.01, high=3600, unit="s"
     )
     watchdog_s: float = option(
-        60.0, "a batch running longer is reported and its feeds are released; 0 is off", low=0, high=3600, unit="s"
+        60.0, "a batch that runs longer is reported and its feeds go on without it; 0 is off",
+        low=0, high=3600, unit="s"
     )
     realtime: bool = option(
         False, "play files at their own pace, as if they were cameras: the newest frame wins", needs="a file",
@@ -335,28 +354,28 @@ class FeedsConfig:
         needs="a live feed",
     )
     restarts: int = option(
-        0, "live: how often, in all, a lost source is opened again before the feed is given up; 0 is without end",
+        0, "live: total number of times that a lost source is opened again; 0 is no limit",
         low=0, high=1_000_000, needs="a live feed",
     )
     read_timeout_s: float = option(
-        5.0, "a camera silent for this long is taken for lost", low=0.1, high=600, unit="s", needs="a camera"
+        5.0, "a camera that sends nothing for this long counts as lost", low=0.1, high=600, unit="s", needs="a camera"
     )
     duration_s: float = option(
-        0.0, "stop this long after the start of the feeds; 0 runs until every feed is over", low=0, high=1e9, unit="s"
+        0.0, "stop this long after the start of the feeds; 0 runs until every feed has ended", low=0, high=1e9, unit="s"
     )
     results: str = option(
         "", "write every result to FILE as a JSON line; - is standard output", metavar="FILE",
         group="results",
     )
-    annotate: str = option("", "write each feed to DIR as a video with what was found drawn on it", metavar="DIR")
+    annotate: str = option("", "write each feed to DIR as a video with the results drawn on it", metavar="DIR")
     trace: str = option("", "write every batch to FILE as a JSON line; read it with reflex trace", metavar="FILE")
     table: bool | None = option(
         None,
-        "a live table on standard error; by default where that is a terminal, elsewhere a line per feed every 5 s",
+        "a live table on standard error, by default if that is a terminal; otherwise a line per feed every 5 s",
         group="watching",
     )
     port: int = option(-1, "port for /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535)
-    host: str = option("127.0.0.1", "address to bind for them", needs="port")
+    host: str = option("127.0.0.1", "address to bind for --port", needs="port")
 
     def __post_init__(self) -> None:
         validate(self)

@@ -20,15 +20,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 VERBS = {
     "serve": "serve a robot policy (POST /act) or a language model (the OpenAI API) over HTTP",
-    "status": "ask a running server: partitions, tiers, targets, waits, streams, workers",
+    "status": "show a running server's state, queues, waits and processes",
     "feeds": "run many cameras and videos on one processor",
-    "demo": "simulated robots on a real policy, with the batches drawn",
+    "demo": "run simulated robots on a real policy, and draw the batches",
     "demo-export": "write the bundled demo policy to a directory",
     "trace": "show a trace of batches as a table and a picture",
-    "simulate": "try a batching rule on a load in virtual time",
-    "replay": "run a recording again, through a model or the scheduler",
-    "report": "sum up recordings, A against B",
-    "doctor": "examine an export directory before it is served",
+    "simulate": "run the scheduler on a simulated load and device, in virtual time",
+    "replay": "replay a recording through a model or the scheduler",
+    "report": "sum up recordings, and compare versions a and b",
+    "doctor": "check an export directory before serving it",
     "worker": "a runtime process: runs language models for a server in another process",
 }
 """Every verb, with its line in `reflex --help`."""

@@ -25,7 +25,7 @@ _DESCRIPTION = """\
 Start a server on a free port and drive simulated robots against it in closed loop: each robot is a process with its own
 physics (Meta-World tasks in MuJoCo, a schematic camera) and acts in real time. They play twice, first with one request
 in each call of the model and then with batching, and a picture shows both. Under two minutes on two cores.
-With --ab two versions share the episodes 80/20, and half-way the new one is broken on purpose: it is drained, mended,
+With --ab two versions share the episodes 80/20. Half-way the new one is broken on purpose: it is drained, repaired,
 probed, and returns while the robots go on. Then A against B, as `reflex report` shows it.
 Needs the extra `demo`; in a clone: pip install '.[demo]'
 """
@@ -43,18 +43,20 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "--episodes", type=int, metavar="N", help="episodes each robot plays (default 2, with --ab 40, range 1 to 100)"
     )
     parser.add_argument(
-        "--ab", action="store_true", help="v1 against v2 at 80/20, with a fault in v2 half-way, and the report"
+        "--ab", action="store_true", help="compare v1 and v2 at 80/20, with a fault in v2 half-way"
     )
-    parser.add_argument("--variant", choices=("v1", "v2"), help="trained policy (default v2, the better)")
+    parser.add_argument(
+        "--variant", choices=("v1", "v2"), help="trained policy (default v2, which succeeds more often)"
+    )
     parser.add_argument(
         "--kind",
         choices=("monolithic", "decomposed"),
         default="decomposed",
-        help="one model, or prefix and denoise steps, which robots join and leave (default decomposed)",
+        help="one model, or a prefix and denoise steps; new requests join between the steps (default decomposed)",
     )
     parser.add_argument(
         "--call-ms", type=float, metavar="MS",
-        help="added to every call of the model, as if it were larger; not with --ab (default 8, range 0 to 1000)",
+        help="time added to every call, to stand for a larger model; not with --ab (default 8, range 0 to 1000)",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"

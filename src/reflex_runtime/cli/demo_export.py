@@ -15,7 +15,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "`reflex serve` takes.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; must not exist or be empty")
-    parser.add_argument("--variant", choices=("v1", "v2"), default="v2", help="training (default v2, the better)")
+    parser.add_argument(
+        "--variant", choices=("v1", "v2"), default="v2", help="trained policy (default v2, which succeeds more often)"
+    )
     parser.add_argument(
         "--kind",
         choices=("monolithic", "decomposed"),

@@ -26,7 +26,7 @@ Examine an export directory: its files and weights, normalisation, configuration
 the robot's file, text, memory for two versions, the provider; then load it as `reflex serve` would and run it: actions,
 determinism, a batch against its members alone, what --rtc needs; and the clocks of this machine.
 
-A check passes, fails, warns, or is skipped because one that it needs failed. Under what failed or warns stands what was
+A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
 expected and what to do.
 """
 
@@ -62,8 +62,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
     add("--threads", default="1", metavar="N", help="as with serve: ONNX Runtime threads per call (default 1)")
-    add("--instruction", metavar="TEXT", help="one that it has to understand (default: its own vocabulary)")
-    add("--rtc-horizon", metavar="N", help="fail unless it can be served with --rtc and this horizon")
+    add(
+        "--instruction",
+        metavar="TEXT",
+        help="an instruction that the policy must understand (default: one from its own vocabulary)",
+    )
+    add("--rtc-horizon", metavar="N", help="fail unless the export can be served with --rtc and this horizon")
     parser.set_defaults(run=run)
 
 

@@ -70,7 +70,12 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("feeds", nargs="*", metavar="NAME=SOURCE", help="a feed: its name, and where it comes from")
+    parser.add_argument(
+        "feeds",
+        nargs="*",
+        metavar="NAME=SOURCE",
+        help="a feed: its name and its source, such as a file, rtsp://… or /dev/video0",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file: table [feeds], tables [[feed]]")
     add_options(parser, FeedsConfig)
     parser.set_defaults(run=run)

@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from reflex_runtime.policies.records.replayed import ModelReplay
 
 _DESCRIPTION = """\
-Run what `reflex serve --record DIR` wrote again.
+Replay a recording of `reflex serve --record DIR`.
 
-With --model the recorded requests go through a model once more, and its actions, its cache and the time of its batches
-are compared with what was recorded. With --schedule the recorded arrivals go through the same scheduler in virtual
-time, under the recorded settings and those given here; that reads what `--trace FILE` wrote, too.
+With --model the recorded requests go through a model, and its actions, its cache and the time of its batches are
+compared with the recording. With --schedule the recorded arrivals go through the scheduler in virtual time, with the
+recorded settings; options given here replace them. --schedule also reads the files of `--trace FILE`.
 """
 
 _EPILOG = """\
 examples:
-  reflex replay run.jsonl.gz --model ./v1                      does v1 still answer what it answered?
-  reflex replay run.jsonl.gz --model ./v1 --compose recorded   in the recorded batches: equal to the last bit
+  reflex replay run.jsonl.gz --model ./v1                      are the answers of v1 still the same?
+  reflex replay run.jsonl.gz --model ./v1 --compose recorded   the same batches too: equal to the last bit
   reflex replay run.jsonl.gz --model ./v2 --slot b --diff actions --fail-on actions --output diff.json
-  reflex replay run.jsonl.gz --schedule --max-batch-cost-ms 50  what half the budget would have done
+  reflex replay run.jsonl.gz --schedule --max-batch-cost-ms 50  the same arrivals with half the budget
 
-actions are the same with cosine >= 0.999 and no value off by more than 1e-3, request by request; batches with a median
-time within 5 %, which another machine's may miss with a warning. Models that see images need a recording made with
---record-images full.
+Actions are the same if, for each request, the cosine is at least 0.999 and no value differs by more than 1e-3. Latency
+is the same if the median time of batches differs by at most 5 %; on another machine a larger difference is only a
+warning. Models that see images need a recording made with --record-images full.
 
 exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad arguments, or the model cannot be
-loaded, 3 different in what --fail-on names
+loaded, 3 something that --fail-on names differs
 """
 
 _EVERY = 0.5  # seconds between two lines of progress
@@ -60,26 +60,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     model = parser.add_argument_group("through a model")
     add = model.add_argument
     add("--model", type=Path, metavar="DIR", help="the export to run")
-    add("--slot", metavar="SLOT", help="only what this slot answered (default: all, told apart in the output)")
-    add("--recorded-by", metavar="HASH", help="only what the model of this hash answered, where it was exchanged")
-    add("--diff", default="all", metavar="WHAT", help="what is shown: actions, latency, cache or all (default all)")
+    add("--slot", metavar="SLOT", help="only requests that this slot answered (default: all, listed per slot)")
+    add(
+        "--recorded-by",
+        metavar="HASH",
+        help="only requests that the model with this hash answered, if the recording has several models",
+    )
+    add(
+        "--diff",
+        default="all",
+        metavar="WHAT",
+        help="differences to show: actions, latency, cache or all (default all)",
+    )
     add(
         "--compose",
         default="alone",
         metavar="HOW",
-        help="alone: each request by itself (default); recorded: in the batches it ran in",
+        help="alone: each request in a batch of its own (default); recorded: in its recorded batches",
     )
     add("--n", metavar="N", help="only the first N answered requests, N >= 1")
-    add("--fail-on", metavar="WHAT", help="exit 3 when this differs: actions, latency, cache or all")
+    add("--fail-on", metavar="WHAT", help="exit with 3 if this differs: actions, latency, cache or all")
     add("--provider", default="cpu", metavar="NAME", help="cpu, cuda or an ONNX Runtime provider name (default cpu)")
     add("--threads", default="1", metavar="N", help="ONNX Runtime threads per call, in [1, 256] (default 1)")
     schedule = parser.add_argument_group("through the scheduler")
     add = schedule.add_argument
-    add("--schedule", action="store_true", help="re-run the schedule in virtual time")
+    add("--schedule", action="store_true", help="run the recorded arrivals through the scheduler, in virtual time")
     add("--max-batch-cost-ms", metavar="MS", help="another budget, in [10, 10000]")
-    add("--batch-timeout-ms", metavar="MS", help="another longest hold, in [0, 1000]")
+    add("--batch-timeout-ms", metavar="MS", help="another limit for holds, in [0, 1000]")
     add("--max-batch-size", metavar="N", help="another size cap, in [1, 4096]")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="write everything that was found to this file")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the whole result to this file")
     parser.set_defaults(run=run)
 
 
@@ -166,9 +175,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _tell(
-    args: argparse.Namespace, recording: Journal, replay: ModelReplay, diffs: Sequence[str], same: bool
-) -> None:
+def _tell(args: argparse.Namespace, recording: Journal, replay: ModelReplay, diffs: Sequence[str], same: bool) -> None:
     print(f"{args.file}: {len(recording.requests)} requests{_unfinished(recording)}")
     if not replay.items:
         print("no answered request to replay")

@@ -12,8 +12,8 @@ from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
 Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a
-95 % Wilson interval, latency, guard and errors; a against b with e-values that hold however often one looks; the
-shadow's divergence; and a timeline of what was decided.
+95 % Wilson interval, latency, guard and errors; a compared with b by e-values, which stay valid however often you look;
+the shadow's divergence; and a timeline of decisions.
 """
 
 _EPILOG = """\
@@ -23,7 +23,7 @@ examples:
   reflex report recordings/ --format json         for programs
   reflex report recordings/ --out ab              also ab.svg and ab.png: success and e-values over time
 
-An e-value of 1,000 decides: were both equally good, the chance to ever see it is at most 1 in 1,000.
+An e-value of 1,000 decides: if both are equally good, the chance that it ever reaches 1,000 is at most 1 in 1,000.
 
 exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arguments
 """
@@ -39,9 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
-    add("--format", default="text", metavar="text|json", help="what is printed (default text)")
+    add("--format", default="text", metavar="text|json", help="form of the output (default text)")
     add("--out", type=Path, metavar="PREFIX", help="also draw PREFIX.svg and PREFIX.png")
-    add("--margin", default="5", metavar="POINTS", help="what counts as not worse, in (0, 100) percentage points")
+    add(
+        "--margin",
+        default="5",
+        metavar="POINTS",
+        help="b counts as not worse if its success is at most this much lower, in (0, 100) percentage points",
+    )
     parser.set_defaults(run=run)
 
 

@@ -44,7 +44,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb for a policy."""
     parser = verbs.add_parser(
         "serve",
-        description="Serve a robot policy over HTTP. Requests that can share a forward pass do, within a cost budget.",
+        description="Serve a robot policy over HTTP. Concurrent requests share forward passes, within a cost budget.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -37,7 +37,7 @@ class SimulateConfig:
     )
     arrivals: str = option(
         "poisson",
-        "how they arrive; closed: callers that wait for their answer, see --callers and --think",
+        "pattern of arrivals; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
         unless="compare",
     )
@@ -48,24 +48,34 @@ class SimulateConfig:
         "1",
         "ms between an answer and the caller's next request: 5 | exp:5 | around:100,5 | mix:1,300 (drawn each "
         "time) | half:1,300 (half the callers each)",
-        metavar="THINK", needs="arrivals=closed", unless="compare",
+        metavar="THINK",
+        needs="arrivals=closed",
+        unless="compare",
     )
     fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
     marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
     noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
     slo_ms: float = option(
         100.0,
-        "time limit of every request; 0 is none (then nothing is late and nothing is shed)",
+        "time limit of every request; 0 is none (then no request is late and none is shed)",
         low=0,
         high=600_000,
         unit="ms",
     )
     max_batch_cost_ms: float = option(
-        100.0, "ceiling on a batch's predicted time (window, by_cost)", low=10, high=10_000, unit="ms",
+        100.0,
+        "ceiling on a batch's predicted time (window, by_cost)",
+        low=10,
+        high=10_000,
+        unit="ms",
         needs="policy=window|policy=by_cost|compare",
     )
     batch_timeout_ms: float = option(
-        5.0, "longest hold; for window only when callers are expected back", low=0, high=1000, unit="ms",
+        5.0,
+        "longest hold; for window only when callers are expected back",
+        low=0,
+        high=1000,
+        unit="ms",
         needs="policy=window|policy=by_cost|policy=by_size|compare",
     )
     max_batch_size: int = option(
@@ -83,7 +93,7 @@ class SimulateConfig:
         "print the table of joins at step boundaries against whole chunks instead; --duration-s, --warmup-s, --noise, "
         "--batch-timeout-ms and --seed apply",
     )
-    picture: str = option("", "draw it: PATH.svg and PATH.png", metavar="PATH")
+    picture: str = option("", "draw the run into PATH.svg and PATH.png", metavar="PATH")
 
     def __post_init__(self) -> None:
         validate(self)
@@ -106,7 +116,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = subparsers.add_parser(
         "simulate",
-        description="Run the real scheduler on a simulated load and device in virtual time, and report what came out.",
+        description="Run the real scheduler on a simulated load and device in virtual time, and report the result.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

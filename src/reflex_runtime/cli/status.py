@@ -1,4 +1,4 @@
-"""`reflex status`: ask a running server how its requests fare, and print it."""
+"""`reflex status`: asks a running server for its queues, waits and processes, and prints them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ examples:
   reflex status http://10.0.0.7:8000 --api-key KEY
   reflex status --json | jq '.lines[].generate.partitions'
 
-What the columns say is in docs/workers.md. Exit status: 0 when the server is ready, 1 when it is there and is not,
-2 when it cannot be asked.
+docs/workers.md explains the columns. Exit status: 0 the server is ready, 1 it answers but is not ready, 2 it does not
+answer.
 """
 
 
@@ -40,7 +40,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
     """Register the verb."""
     parser = verbs.add_parser(
         "status",
-        description="Ask a running server how its requests fare.",
+        description="Show a running server's state, queues, waits and processes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -48,8 +48,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
         help="where the server is (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", help="of the server; also from the environment, REFLEX_API_KEY")
-    parser.add_argument("--json", action="store_true", help="the answer as it came")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
+    )
+    parser.add_argument("--json", action="store_true", help="print the server's JSON answer")
     parser.set_defaults(run=run)
 
 

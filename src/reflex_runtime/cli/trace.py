@@ -1,4 +1,4 @@
-"""`reflex trace`: show what a journal holds, as a table in colour and as a picture, so that a bad batch is seen."""
+"""`reflex trace`: shows the batches of a journal as a table in colour and as a picture."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
 WIDE = 160  # columns where the output is no terminal and COLUMNS does not say
 
 _DESCRIPTION = """\
-Show the batches of a journal, as `reflex serve --trace FILE` or `--record DIR` writes it; or run prompts, step by step,
-and show that.
+Show the batches of a journal, the file that `reflex serve --trace FILE` or `--record DIR` writes. With --prompts, run
+prompts step by step and show the steps.
 
-One row per batch: when it left, where (slot, partition, stage), why (the reason, and the finer cause), who was in it
-with how many units, predicted and measured time, how long those that entered had waited, and how many still queued
-behind it. `▸` marks a member that entered from the queue with this batch; the others stayed from an earlier step, and
-`…+3` stands for three more. What is the same in every batch stands once above the table, and a column of nothing but
-zeros is left out. In under 120 columns `why` is the cause alone and `wait` the longest wait alone.
+One row per batch: its time, its place (slot, partition, stage), why it was formed then (the reason, and the more
+precise cause), its requests and their units, predicted and measured time, how long the requests that entered had
+waited, and how many requests stayed in the queue. `▸` marks a request that entered from the queue with this batch; the
+others stayed from an earlier step. `…+3` stands for three more. Values that are the same in every batch are printed
+once above the table, and a column of zeros is left out. Below 120 columns `why` is only the cause and `wait` only the
+longest wait.
 
-A trace of tokens has one row per step: each member's share as prefill or decode, how many of its tokens were computed
-and known before, who waited and why, preemptions, cache hits, and blocks in use.
+A trace of tokens has one row per step: each request's tokens as prefill or decode, how many of its tokens were computed
+and known before, which requests waited and why, preemptions, cache hits, and blocks in use.
 """
 
 _EPILOG = """\

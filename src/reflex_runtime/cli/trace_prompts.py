@@ -33,25 +33,27 @@ class PromptsConfig:
         "", "a Hugging Face directory, or scribe, the bundled one; without it a toy that needs none", metavar="DIR"
     )
     max_tokens: str = option(
-        "4", f"tokens of output, of all or of each, exactly: the end of a text does not end it; range 1 to {LONGEST}",
+        "4", f"output tokens of all prompts, or of each; an end token does not end the output; range 1 to {LONGEST}",
         metavar="N[,N…]",
     )  # fmt: skip
     max_num_batched_tokens: int = option(2048, "the budget: most tokens in a step", low=1, high=1 << 20)
     max_num_seqs: int = option(256, "most sequences generated at a time", low=1, high=1 << 16)
     long_prefill_token_threshold: int = option(
-        0, "most tokens one sequence gets in a step; 0 leaves it to the budget", low=0, high=1 << 20
+        0, "most tokens of one sequence in a step; 0 is no limit of its own", low=0, high=1 << 20
     )
-    block_size: int = option(16, "tokens a cache block holds (a model may have its own)", low=1, high=65_536)
-    num_blocks: int = option(4096, "blocks of the cache (a model may have its own)", low=1, high=1 << 22)
-    prefix_caching: bool = option(True, "compute prompts that begin alike once")
+    block_size: int = option(16, "tokens in a block of the cache (--model may set its own)", low=1, high=65_536)
+    num_blocks: int = option(4096, "blocks of the cache (--model may set its own)", low=1, high=1 << 22)
+    prefix_caching: bool = option(True, "compute the common beginning of prompts once")
     at: str = option("", "steps made before each prompt arrives, one number each: 0,0,3", metavar="N,N,…")
     priority: str = option("default", "of all prompts, or of each: " + ", ".join(PRIORITIES), metavar="NAME[,NAME…]")
     step_ms: str = option(
-        "", f"what a step takes: A ms + B ms a token ({STEP_MS} without --model), or `measured` (with it)",
+        "", f"time of a step: A ms + B ms a token (default {STEP_MS} without --model), or `measured` (with it)",
         metavar="A+B",
     )  # fmt: skip
     sweep: str = option(
-        "", "run every budget from LOW to HIGH and show what more of it buys", metavar="LOW..HIGH[:STEP|:xFACTOR]"
+        "",
+        "run the prompts at every budget from LOW to HIGH and compare the number of steps",
+        metavar="LOW..HIGH[:STEP|:xFACTOR]",
     )
     slo: str = option(
         "", "search budget and threshold for bounds on first token and gap: ttft=200ms,gap=40ms", metavar="BOUNDS"

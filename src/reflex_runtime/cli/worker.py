@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 _EPILOG = """\
-`reflex serve MODEL_DIR --workers N` starts it with one end of a socket pair as its standard input; so may any program.
-There it speaks JSON-RPC 2.0 in length-prefixed frames: docs/workers.md has every message. `load_model` says which
-model. When the connection ends, so does the process.
+`reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input; your
+program may do the same. The messages are JSON-RPC 2.0 in length-prefixed frames (docs/workers.md). `load_model` names
+the model. The process ends when the connection ends.
 """
 
 
