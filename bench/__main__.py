@@ -14,12 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, faults, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions
+from bench import core, faults, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions, wires
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("faults", "hostile", "pictures", "soak", "versions")
-USUAL = CASES[:-5]  # the others are asked for by name
+CASES += ("faults", "hostile", "pictures", "soak", "versions", "wires")
+USUAL = CASES[:-6]  # the others are asked for by name
 
 
 def main() -> int:
@@ -54,6 +54,7 @@ def main() -> int:
             "pictures": lambda: pictures.pictures(scale),
             "soak": lambda: soak.soak(scale),
             "versions": lambda: versions.versions(tiny, heavy, scale),
+            "wires": lambda: wires.wires(Path(root), scale),
         }
         for name in args.only or USUAL:
             say(f"{name}:")

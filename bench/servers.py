@@ -35,10 +35,10 @@ class Server:
         path: str = "/act",
         env: dict[str, str] | None = None,
         pinned: bool = True,
-        ready: dict[str, Any] | None = None,
+        ready: dict[str, Any] | str | None = None,
     ) -> None:
         self.name, self.path = name, path
-        self._ready = STATE if ready is None else ready  # answered 200 once it has started
+        self._ready = STATE if ready is None else ready  # answered 200 once it has started; text: a path to GET
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -53,7 +53,7 @@ class Server:
 
     def load(self, **job: Any) -> Answered:
         """Ask it."""
-        return ask(Job(port=self.port, path=self.path, pids=self._pids(), **job))
+        return ask(Job(**{"port": self.port, "path": self.path, "pids": self._pids()} | job))
 
     def get(self, path: str) -> bytes:
         """The body of one GET."""
@@ -91,7 +91,10 @@ class Server:
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("POST", self.path, json.dumps(self._ready), {"Content-Type": "application/json"})
+            if isinstance(self._ready, str):
+                connection.request("GET", self._ready)
+            else:
+                connection.request("POST", self.path, json.dumps(self._ready), {"Content-Type": "application/json"})
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException):
             return False
@@ -129,10 +132,10 @@ class Raw:
         self._process.wait()
 
 
-def reflex(export: Path, *flags: str, name: str = "reflex") -> Server:
+def reflex(export: Path, *flags: str, name: str = "reflex", ready: str | None = None) -> Server:
     """`reflex serve` with its defaults, but for the supervisor: the process is the one whose times are taken."""
     command = ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", "--no-supervise", *flags]
-    return Server(name, command)
+    return Server(name, command, ready=ready)
 
 
 def hello(export: Path) -> Server:
@@ -141,6 +144,10 @@ def hello(export: Path) -> Server:
 
 def byhand(export: Path) -> Server:
     return Server("batcher by hand", ["-m", "bench.apps.byhand", str(export), "PORT"])
+
+
+def plain_openpi(export: Path) -> Server:
+    return Server("plain server", ["-m", "bench.apps.plain_openpi", str(export), "PORT"], "/", ready="/healthz")
 
 
 def mosec(export: Path) -> Server | None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+import uvloop
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
@@ -22,6 +24,7 @@ from reflex_runtime.web.connections import Phase
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.exchange import Route
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.incoming import LARGE_PAYLOAD, PIECE
 from reflex_runtime.web.websocket import SocketMessage, WebSocket
 from serving.harness import PATIENCE
 
@@ -61,9 +64,9 @@ class Echo:
 class Running:
     """An application with /echo on a port."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, most: int = MOST, **options: Any) -> None:
         self.sessions: list[Echo] = []
-        route = Route("/echo", self._plain, most=MOST, socket=self._session)
+        route = Route("/echo", self._plain, most=most, socket=self._session)
         self.app = App(ServeConfig(**options), {"/echo": route}, PLAIN)
         self.port = 0
 
@@ -83,7 +86,11 @@ class Running:
             yield client
 
 
-def running(check: Callable[[Running], Coroutine[Any, Any, None]], **options: Any) -> None:
+def running(
+    check: Callable[[Running], Coroutine[Any, Any, None]],
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **options: Any,
+) -> None:
     async def main() -> None:
         run = Running(**options)
         server = await asyncio.get_running_loop().create_server(partial(HttpConnection, run.app), "127.0.0.1", 0)
@@ -97,7 +104,8 @@ def running(check: Callable[[Running], Coroutine[Any, Any, None]], **options: An
                 connection.give_up()
             run.app.bodies.close()
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 async def closed_with(client: ClientConnection) -> int:
@@ -136,6 +144,49 @@ def test_w1_text_and_binary_go_both_ways_in_their_order_and_the_query_is_known()
         assert run.app.bodies.held == run.app.active == 0
 
     running(check)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_w1_large_messages_are_what_was_sent(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Whatever their length, whatever comes behind them, in one frame or in several."""
+    draw = random.Random(14)
+
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            sizes = (LARGE_PAYLOAD, LARGE_PAYLOAD + 1, 300_000, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 7)
+            sent = [part for size in sizes for part in (draw.randbytes(size), "small")]
+            await raw(client, *(Frame(Opcode.TEXT if x == "small" else Opcode.BINARY, _bytes(x)) for x in sent))
+            assert [await client.recv() for _ in sent] == sent
+            parts = [draw.randbytes(size) for size in (300_000, 10, PIECE + 1)]
+            await client.send(iter(parts))
+            assert await client.recv() == b"".join(parts)
+        await run.sessions[0].gone.wait()
+        assert run.app.bodies.held == 0
+
+    running(check, loop, most=4 * PIECE)
+
+
+def _bytes(data: str | bytes) -> bytes:
+    return data if isinstance(data, bytes) else data.encode()
+
+
+def test_w4_a_length_that_is_announced_takes_no_memory() -> None:
+    async def check(run: Running) -> None:
+        async with run.connected() as client:
+            await client.recv()
+            await raw(client, Frame(Opcode.BINARY, bytes(20 * PIECE)).serialize(mask=True)[: LARGE_PAYLOAD + 14])
+            socket = run.sessions[0].socket
+            await until(lambda: socket.held > 0)
+            reader = socket._protocol.reader
+            await until(lambda: reader.held == socket.held == LARGE_PAYLOAD)
+            assert reader.room is not None
+            assert len(reader.room) == PIECE - LARGE_PAYLOAD
+        await run.sessions[0].gone.wait()
+        assert run.app.bodies.held == 0
+        assert reader.room is None
+
+    running(check, most=20 * PIECE)
 
 
 def test_w1_the_next_message_waits_for_the_answer_and_pings_do_not() -> None:

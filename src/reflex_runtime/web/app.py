@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from reflex_runtime.core.errors import Closed
 from reflex_runtime.web.bodies import Bodies
@@ -25,6 +25,9 @@ from reflex_runtime.web.json import printable
 from reflex_runtime.web.trust import Trust, check_direct
 
 log = logging.getLogger("reflex.server")
+
+
+SCRATCH: Final = 64 * 1024  # bytes read at once
 
 
 class WebSettings(ConnectionSettings, Protocol):
@@ -55,7 +58,8 @@ class App:
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still coming, or that were
     not queued yet. closing: refuse what changes anything, and close connections after their next answer. listeners:
-    besides that of HTTP; they are closed last.
+    besides that of HTTP; they are closed last. scratch: what websockets are read into; it is used up before the next
+    is read.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class App:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self.connections = connections_of(settings)
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
+        self.scratch = memoryview(bytearray(SCRATCH))
         self.asked = self.active = 0
         self.entering: set[Exchange] = set()
         self.closing = False

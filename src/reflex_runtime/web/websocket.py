@@ -23,12 +23,12 @@ from urllib.parse import parse_qsl
 import httptools
 from websockets.frames import Frame, Opcode
 from websockets.protocol import State
-from websockets.server import ServerProtocol
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.arrival import arrived, file_of
 from reflex_runtime.web.connections import Phase
 from reflex_runtime.web.errors import ClientError, Overloaded, known
+from reflex_runtime.web.incoming import SocketProtocol
 
 if TYPE_CHECKING:
     from reflex_runtime.web.app import App
@@ -72,14 +72,14 @@ class SocketSession(Protocol):
 MakeSession = Callable[["WebSocket"], SocketSession]
 
 
-class WebSocket(asyncio.Protocol):
+class WebSocket(asyncio.BufferedProtocol):
     """One websocket. id: made by the server, unique. query: of the URL. phase, heard: see `Connections`."""
 
     def __init__(
         self,
         app: App,
         transport: asyncio.Transport,
-        protocol: ServerProtocol,
+        protocol: SocketProtocol,
         id: str,
         query: Mapping[str, str],
     ) -> None:
@@ -106,7 +106,7 @@ class WebSocket(asyncio.Protocol):
         self._flush()
         session.opened()
         if data:
-            self.data_received(data)
+            self._received(len(data), data)
 
     # -- for the session -----------------------------------------------------------------------------------------------
 
@@ -160,30 +160,44 @@ class WebSocket(asyncio.Protocol):
 
     # -- the transport -------------------------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        room = self._protocol.reader.room
+        return self.app.scratch if room is None else room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        reader = self._protocol.reader
+        if reader.room is None:
+            self._received(nbytes, self.app.scratch[:nbytes])
+        else:
+            self._received(nbytes, b"" if reader.place(nbytes) else None)
+
+    def _received(self, size: int, data: bytes | memoryview | None) -> None:
+        """So many bytes have come. data: for the protocol; None where it needs more before it does anything."""
         self.heard = self._loop.time()
-        if not self.open:
-            self._protocol.receive_data(data)  # until the peer's close frame
-            self._flush()
-            return
-        if not self.held:
-            self._arrived = arrived(self._file)
-        try:
-            self.app.bodies.take(self, len(data))
-        except Overloaded as error:
-            self.close(TRY_LATER, error.code)
-            return
-        self._protocol.receive_data(data)
-        for event in self._protocol.events_received():
-            self._take(cast(Frame, event))
-        self.app.bodies.keep(self, len(self._parts) + len(self._protocol.reader.buffer) if self.open else 0)
-        self._flush()
-        self._next()
+        if self.open:
+            if not self.held:
+                self._arrived = arrived(self._file)
+            try:
+                self.app.bodies.take(self, size)
+            except Overloaded as error:
+                self.close(TRY_LATER, error.code)
+                return
+        if data is not None:
+            self._protocol.receive_data(cast(bytes, data))
+            self._handle()
         if self.held > LARGE_MESSAGE:
             self._rests = True  # otherwise one turn of the loop reads megabytes of it
             self.app.bodies.line_up(self._read_again, self._loop)
         self._read_on()
         self._take_time()
+
+    def _handle(self) -> None:
+        """Take the frames that are whole."""
+        for event in self._protocol.events_received():
+            self._take(cast(Frame, event))
+        self.app.bodies.keep(self, len(self._parts) + self._protocol.reader.held if self.open else 0)
+        self._flush()
+        self._next()
 
     def eof_received(self) -> bool:
         return False
@@ -301,10 +315,10 @@ class WebSocket(asyncio.Protocol):
                 self.transport.write_eof()
 
 
-def handshake(head: bytes, most: int) -> ServerProtocol:
+def handshake(head: bytes, most: int) -> SocketProtocol:
     """The protocol of a connection whose request for a websocket is answered. head: of the request, as it came. most:
     bytes that a message may have."""
-    protocol = ServerProtocol(max_size=most, logger=_log)
+    protocol = SocketProtocol(max_size=most, logger=_log)
     protocol.receive_data(head)
     events = protocol.events_received()
     response = protocol.accept(events[0]) if events else None  # type: ignore[arg-type]
