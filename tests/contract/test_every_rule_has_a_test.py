@@ -25,6 +25,7 @@ IDS = [
     *(f"F{i}" for i in range(1, 15)),
     *(f"G{i}" for i in range(1, 16)),
     *(f"L{i}" for i in range(1, 11)),
+    "X5",
     *re.findall(r"^\| (W\d+) \|", WIRES.read_text(encoding="utf-8"), re.MULTILINE),
 ]
 

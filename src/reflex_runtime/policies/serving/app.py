@@ -14,13 +14,16 @@ from typing import Any, Final
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.options import settings
 from reflex_runtime.policies import Export
+from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
 from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
+from reflex_runtime.policies.serving.ask import ACT, WIRES
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires import openpi, vla_eval
+from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.telemetry import metrics
@@ -82,6 +85,10 @@ def _listen_groot(app: App, asking: Asking) -> None:
 
 def _websocket_only(exchange: Exchange, _: bytes) -> None:
     raise NotFound(f"{exchange.path} is for websockets; docs/wires.md says which protocol it speaks")
+
+
+def _map_of(name: str, export: Export) -> WireMap | None:
+    return WireMap(prompt="instruction") if name == ACT else export.wires.get(name)
 
 
 def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:
@@ -165,10 +172,11 @@ class Views:
         exchange.answer(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
     def configuration(self, exchange: Exchange, _: bytes) -> None:
-        """The export's configuration and the settings in force."""
-        runtime = self.runtime
+        """The export's configuration, what each wire expects, and the settings in force."""
+        runtime, export = self.runtime, self.runtime.export
         body = {
-            "export": dict(runtime.export.config),
+            "export": dict(export.config),
+            "wires": {name: Reading(export, _map_of(name, export)).describe() for name in WIRES},
             "policy": runtime.policy.describe() if runtime.loaded else None,
             "slots": {name: slot.policy.describe() for name, slot in runtime.slots.items()} if runtime.loaded else None,
             "server": settings(self.config),

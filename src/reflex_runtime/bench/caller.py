@@ -1,0 +1,59 @@
+"""What every wire's caller is: one robot with a connection of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from reflex_runtime.bench.expected import MARK, Observed
+from reflex_runtime.bench.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class WireAnswer:
+    """Actions that came. shape: theirs. batch: how many requests shared the batch; 0 where the wire does not say."""
+
+    shape: tuple[int, ...]
+    batch: int = 0
+
+
+class WireCaller(Protocol):
+    """One connection. All methods but `frame` raise the errors of `reflex_runtime.client`; after one that leaves the
+    connection unusable the next `ask` opens another.
+
+    schemes: of the URLs under which the wire is found. config: its name in the `wires` of /config.
+    announced: what the server said when it was connected to, as far as the wire says anything.
+    """
+
+    schemes: ClassVar[tuple[str, ...]]
+    config: ClassVar[str]
+    announced: Mapping[str, Any]
+
+    def __init__(self, target: Target) -> None: ...
+
+    async def connect(self) -> None:
+        """Open the connection, and read what is announced."""
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """A request as it goes out. deadline_ms: 0 for none; ignored where the wire has no place for it."""
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """Send a request and wait for its answer."""
+
+    async def close(self) -> None: ...
+
+
+class Frames:
+    """A request again and again, each time with another picture: an answer out of a cache would say nothing."""
+
+    def __init__(self, frame: bytes) -> None:
+        self._head, mark, self._tail = frame.partition(MARK)
+        self._marked, self._count = bool(mark), 0
+
+    def next(self) -> bytes:
+        """The next request."""
+        if not self._marked:  # no picture, or one that is compressed
+            return self._head
+        self._count += 1
+        return b"%b%0*d%b" % (self._head, len(MARK), self._count, self._tail)

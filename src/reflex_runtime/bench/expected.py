@@ -1,0 +1,114 @@
+"""What an observation must hold on a wire, and one that holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+
+MARK: Final = b"reflex picture 0"
+"""The first bytes of every made picture. `Frames` changes them, so that no two requests have the same picture."""
+PROMPT: Final = "pick up the cup"
+
+Observed = Mapping[str, Any]  # values by their names on the wire: arrays, and a text
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Names and shapes. images: height and width. state: how many numbers. prompt: the instruction's name, "" for none.
+    source: where this is known from."""
+
+    source: str
+    images: Mapping[str, tuple[int, int]]
+    state: Mapping[str, int]
+    prompt: str = ""
+    channels_first: bool = False
+
+    @classmethod
+    def of(cls, source: str, told: Mapping[str, Any]) -> Expected | None:
+        """What a server announces; None where it says nothing that can be read."""
+        try:
+            images = {str(name): (int(size[0]), int(size[1])) for name, size in told["images"].items()}
+            state: dict[str, int] = {}
+            if "state" in told:
+                first, *others = told["state"]["names"]
+                state = {first: int(told["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
+            return cls(source, images, state, str(told.get("prompt", "")))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            return None
+
+    def observation(self) -> dict[str, Any]:
+        """One that fits."""
+        found: dict[str, Any] = {name: _picture(*size) for name, size in self.images.items()}
+        if self.channels_first:
+            found = {name: np.ascontiguousarray(picture.transpose(2, 0, 1)) for name, picture in found.items()}
+        found |= {name: np.full(dim, 0.1, np.float32) for name, dim in self.state.items()}
+        if self.prompt:
+            found[self.prompt] = PROMPT
+        return found
+
+
+GUESSES: Final = {
+    "openpi": (
+        Expected(
+            "a guess: LIBERO",
+            {"observation/image": (224, 224), "observation/wrist_image": (224, 224)},
+            {"observation/state": 8},
+            "prompt",
+        ),
+        Expected(
+            "a guess: DROID",
+            {"observation/exterior_image_1_left": (224, 224), "observation/wrist_image_left": (224, 224)},
+            {"observation/joint_position": 7, "observation/gripper_position": 1},
+            "prompt",
+        ),
+        Expected(
+            "a guess: ALOHA",
+            {f"images/cam_{name}": (224, 224) for name in ("high", "low", "left_wrist", "right_wrist")},
+            {"state": 14},
+            "prompt",
+            channels_first=True,
+        ),
+    ),
+    "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
+}
+"""What is tried on a server that does not say what it expects."""
+
+
+def shown(observation: Observed) -> dict[str, str]:
+    """Each name with type and shape, or the text."""
+    return {
+        name: f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+        for name, value in observation.items()
+    }
+
+
+def read_observation(path: Path | str) -> dict[str, Any]:
+    """An observation of a user's own: an .npz file, whose names are those of the wire. ConfigError when it is none."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            found = {name: file[name] for name in file.files}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"--observation={path}: cannot be read as .npz: {error}") from None
+    return {
+        name: value.item() if value.dtype.kind in "US" and value.size == 1 else value for name, value in found.items()
+    }
+
+
+def _picture(height: int, width: int) -> NDArray[np.uint8]:
+    """Smooth colours under a little noise, as a camera gives them, and the mark."""
+    rows, columns = np.mgrid[0:height, 0:width]
+    plain = np.stack(
+        [rows * 200 // max(height, 1), columns * 200 // max(width, 1), (rows + columns) // 4 % 200], axis=-1
+    )
+    noise = np.random.Generator(np.random.PCG64(0)).integers(0, 12, plain.shape)
+    picture = np.ascontiguousarray((plain + noise).astype(np.uint8))
+    if picture.size >= len(MARK):
+        picture.reshape(-1)[: len(MARK)] = np.frombuffer(MARK, np.uint8)
+    return picture

@@ -1,0 +1,155 @@
+"""One observation on every wire of a server: what answers, what it expects, and what to do where nothing does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from reflex_runtime.bench.caller import WireAnswer, WireCaller
+from reflex_runtime.bench.callers import CALLERS
+from reflex_runtime.bench.expected import GUESSES, Expected, Observed, shown
+from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
+from reflex_runtime.client.errors import (
+    BadAnswer,
+    ClientError,
+    Forbidden,
+    InvalidRequest,
+    NotReady,
+    ServerError,
+    TimedOut,
+    TooLarge,
+    Unauthorized,
+    Unreachable,
+)
+
+_ADVICE: Final[tuple[tuple[type[ClientError], str], ...]] = (
+    (Unauthorized, "give the server's key: --api-key KEY, or REFLEX_API_KEY in the environment"),
+    (Forbidden, "start the server with --allow-host NAME, or with --api-key KEY"),
+    (NotReady, "wait until /health says ready; if it never does, the server's log says why"),
+    (TooLarge, "send smaller pictures, or start the server with a larger --max-body-bytes"),
+    (InvalidRequest, "send an observation of your own: --wire NAME --observation FILE.npz"),
+    (TimedOut, "wait until the policy is loaded, or give it longer: --timeout-s"),
+    (Unreachable, "is the server running, and is this its port?"),
+    (BadAnswer, "what listens there does not speak this protocol"),
+)
+
+
+@dataclass(slots=True)
+class WireProbe:
+    """What came of one wire. Times in milliseconds; None where it did not come so far.
+
+    sent: name → type and shape. known: where those names are from. actions: shape of the answer.
+    """
+
+    wire: str
+    works: bool = False
+    connect_ms: float | None = None
+    answer_ms: float | None = None
+    announced: dict[str, Any] = field(default_factory=dict)
+    known: str = ""
+    sent: dict[str, str] = field(default_factory=dict)
+    actions: list[int] | None = None
+    error: str = ""
+    message: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProbe:
+    """What came of a server."""
+
+    url: str
+    server: ServerLook
+    wires: Sequence[WireProbe]
+
+    @property
+    def works(self) -> bool:
+        """Whether a wire answers."""
+        return any(wire.works for wire in self.wires)
+
+
+async def probe(target: Target, wires: Sequence[str] = (), own: Observed | None = None) -> ServerProbe:
+    """Ask on these wires, on all that the URL may have without any. own: what to send, see `read_observation`.
+
+    Raises Unreachable where nothing listens.
+    """
+    seen = await look(target)
+    names = wires or [name for name, kind in CALLERS.items() if target.scheme in kind.schemes]
+    return ServerProbe(target.url, seen, [await _probe(target, name, seen, own) for name in names])
+
+
+async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | None) -> WireProbe:
+    found = WireProbe(name)
+    caller = CALLERS[name](target)
+    try:
+        began = time.perf_counter()
+        await caller.connect()
+        if caller.schemes != HTTP:  # there the request opens the connection
+            found.connect_ms = 1e3 * (time.perf_counter() - began)
+        found.announced = plain(caller.announced)
+        await meet(caller, seen, own, found)
+    except ClientError as error:
+        found.error, found.message = error.code, error.message
+        found.advice = advice(error, seen, target.key)
+    finally:
+        await caller.close()
+    return found
+
+
+async def meet(caller: WireCaller, seen: ServerLook, own: Observed | None, found: WireProbe) -> Observed:
+    """Ask once with an observation that fits, and return it. Guesses are tried in turn; the last one's error is
+    raised."""
+    last: ClientError = BadAnswer("the server does not say what it expects, and there is no guess for this wire")
+    for source, observed in candidates(caller, seen, own):
+        found.known, found.sent = source, shown(observed)
+        frame = caller.frame(observed, 0.0)
+        began = time.perf_counter()
+        try:
+            answer: WireAnswer = await caller.ask(frame)
+        except ServerError as error:
+            last = error
+            continue
+        found.answer_ms = 1e3 * (time.perf_counter() - began)
+        found.actions, found.works = list(answer.shape), True
+        return observed
+    raise last
+
+
+def candidates(caller: WireCaller, seen: ServerLook, own: Observed | None) -> list[tuple[str, Observed]]:
+    """What to send, the likeliest first, and where each is known from."""
+    if own is not None:
+        return [("--observation", own)]
+    for source, told in (("metadata", caller.announced.get("reflex")), ("/config", seen.wires.get(caller.config))):
+        if isinstance(told, Mapping) and (expected := Expected.of(source, told)) is not None:
+            return [(source, expected.observation())]
+    return [(guess.source, guess.observation()) for guess in GUESSES.get(caller.config, ())] or [("nothing", {})]
+
+
+def advice(error: ClientError, seen: ServerLook, key: str) -> str:
+    """What to do about an error."""
+    if isinstance(error, Unauthorized) and key:
+        return "the server has another key than this one"
+    if error.code in ("http_404", "http_405", "http_501") or (isinstance(error, BadAnswer) and not seen.ours):
+        return "no server of this protocol is there; is it another port?"
+    return next((told for kind, told in _ADVICE if isinstance(error, kind)), "docs/errors.md has what to do")
+
+
+def plain(announced: Mapping[str, Any]) -> dict[str, Any]:
+    """What was announced, as JSON can have it."""
+
+    def written(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(name): written(v) for name, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [written(v) for v in value]
+        if isinstance(value, np.ndarray):
+            return value.tolist() if value.size <= 64 else f"{value.dtype} {list(value.shape)}"
+        return (
+            value if isinstance(value, (str, int, float, bool, type(None))) else bytes(value).decode(errors="replace")
+        )
+
+    return {str(name): written(value) for name, value in announced.items()}

@@ -1,0 +1,109 @@
+"""A server by its URL, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from reflex_runtime.client.answers import decoded
+from reflex_runtime.client.errors import BadAnswer
+from reflex_runtime.client.exchange import Address, Reply, Send
+from reflex_runtime.client.streams import Streams
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import one_line
+
+HTTP: Final = ("http", "https")
+WEBSOCKET: Final = ("ws", "wss")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a server is and how it is asked. key: "" for none. timeout: seconds for each step."""
+
+    url: str
+    scheme: str
+    address: Address
+    key: str = ""
+    timeout: float = 10.0
+
+    @classmethod
+    def of(cls, url: str, key: str = "", timeout: float = 10.0) -> Target:
+        """ConfigError for what is no URL of a server."""
+        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in (*HTTP, *WEBSOCKET) or not parts.hostname or parts.hostname.isdigit() or port == 0:
+            raise ConfigError(f"URL={one_line(url)}: must be as http://127.0.0.1:8000 or ws://127.0.0.1:8000/path")
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError("--api-key: must be printable ASCII")
+        secure = parts.scheme in ("https", "wss")
+        path = parts.path.rstrip("/") + (f"?{parts.query}" if parts.query else "")
+        address = Address(secure, parts.hostname, port or (443 if secure else 80), path)
+        return cls(url, parts.scheme, address, key, timeout)
+
+    def send(self, method: str, path: str, kind: str, body: bytes | None = None) -> Send:
+        """An HTTP request. kind: the media type of what is sent and wanted."""
+        headers = {"Content-Type": kind, "Accept": kind}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        return Send(method, path, headers, body, self.timeout)
+
+    @property
+    def websocket(self) -> str:
+        """The URL of the websocket."""
+        scheme = "wss" if self.address.secure else "ws"
+        prefix = self.address.prefix
+        return f"{scheme}://{self.address.netloc}{prefix if prefix.startswith('/') else '/' + prefix}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLook:
+    """What a server says over HTTP before it is asked anything. All is empty where it is no server of reflex.
+
+    wires: what an observation must hold, by wire; empty also without the right key. locked: it wants another key.
+    """
+
+    state: str = ""
+    version: str = ""
+    model: str = ""
+    locked: bool = False
+    wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a server of reflex."""
+        return bool(self.state)
+
+
+async def look(target: Target) -> ServerLook:
+    """Read /health and /config. Raises Unreachable where nothing answers."""
+    if target.scheme not in HTTP:
+        return ServerLook()
+    streams = Streams(target.address)
+    try:
+        health = _map(await streams.exchange(target.send("GET", "/health", "application/json")))
+        state = health.get("state")
+        if not isinstance(state, str):
+            return ServerLook()
+        reply = await streams.exchange(target.send("GET", "/config", "application/json"))
+    except BadAnswer:
+        return ServerLook()
+    finally:
+        await streams.close()
+    config = _map(reply)
+    policy = config.get("policy") or {}
+    model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")
+    version = str(config.get("reflex_version", ""))
+    return ServerLook(state, version, model, reply.status == 401, config.get("wires") or {})
+
+
+def _map(reply: Reply) -> dict[str, Any]:
+    """The JSON of an answer, empty where it has none."""
+    try:
+        return decoded(reply)
+    except BadAnswer:
+        return {}

@@ -1,0 +1,220 @@
+"""`reflex probe` against real servers: ours in all states, another one of openpi, and what is no such server."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openpi_client import msgpack_numpy
+from websockets.asyncio.server import ServerConnection, serve
+
+from reflex_runtime.bench.callers import CALLERS
+from reflex_runtime.bench.expected import Expected
+from reflex_runtime.bench.probe import ServerProbe, probe
+from reflex_runtime.bench.target import Target
+from reflex_runtime.cli import main
+from serving.exports import ACTIONS, CHUNK, write_tiny
+from serving.harness import Server
+
+CAMERAS = {"observation/image": "uint8 [6, 8, 3]", "observation/wrist_image": "uint8 [6, 8, 3]"}
+
+
+def probed(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]:
+    """Exit status, and the JSON."""
+    status = main(["probe", *words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def by_wire(found: Any) -> dict[str, Any]:
+    return {wire["wire"]: wire for wire in found["wires"]}
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.port}"
+
+
+def test_every_wire_of_a_server_answers(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = probed(capsys, url(server))
+    wires = by_wire(found)
+    assert (status, found["works"], found["server"]["state"]) == (0, True, "ready")
+    assert found["server"]["model"].startswith("tiny@")
+    assert list(wires) == list(CALLERS)
+    for name, wire in wires.items():
+        assert (wire["works"], wire["error"]) == (True, ""), wire
+        assert wire["actions"] == ([ACTIONS] if name == "json-numpy" else [CHUNK, ACTIONS])
+        assert wire["answer_ms"] > 0.0
+    assert wires["openpi"]["sent"] == CAMERAS | {"observation/state": "float32 [2]"}
+    assert wires["openpi"]["announced"]["reflex"]["actions"] == [CHUNK, ACTIONS]
+    assert [wires[name]["known"] for name in ("act-json", "openpi", "json-numpy")] == ["/config", "metadata", "/config"]
+    assert wires["act-json"]["sent"]["image_wrist"] == "uint8 [6, 8, 3]"
+
+
+def test_the_table_says_what_is_sent_and_what_comes(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", url(server), "--wire", "openpi"]) == 0
+    told = capsys.readouterr().out
+    for part in ("reflex 0.1.0 tiny@", ": ready", "observation/wrist_image: uint8 [6, 8, 3]", f"[{CHUNK}, {ACTIONS}]"):
+        assert part in told
+    assert "act-json" not in told
+
+
+def test_a_key_is_asked_for_and_taken(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(tiny, "--api-key", "s3cret") as server:
+        status, found = probed(capsys, url(server))
+        assert (status, found["works"], found["server"]["locked"]) == (1, False, True)
+        for wire in found["wires"]:
+            assert wire["error"] == "unauthorized"
+            assert wire["advice"].startswith("give the server's key: --api-key")
+        status, found = probed(capsys, url(server), "--api-key", "wrong")
+        assert {wire["advice"] for wire in found["wires"]} == {"the server has another key than this one"}
+        status, found = probed(capsys, url(server), "--api-key", "s3cret")
+        assert (status, all(wire["works"] for wire in found["wires"])) == (0, True)
+
+
+def test_a_server_without_a_model_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(write_tiny(tmp_path / "broken", fails=True), until="not serving on") as server:
+        status, found = probed(capsys, url(server), "--timeout-s", "5")
+        wires = by_wire(found)
+        assert (status, found["server"]["state"]) == (1, "warmup_failed")
+        assert wires["act-json"]["error"] == "not_ready"
+        assert "until /health says ready" in wires["act-json"]["advice"]
+        assert "could not be started" in wires["openpi"]["message"]
+        assert main(["probe", url(server)]) == 1
+        assert "warmup_failed" in capsys.readouterr().out
+
+
+def test_where_nothing_listens_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert main(["probe", f"127.0.0.1:{port}"]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.startswith(f"reflex probe: cannot connect to http://127.0.0.1:{port}: ")
+    assert told.err.count("\n") == 1
+    status, found = probed(capsys, f"127.0.0.1:{port}")
+    assert (status, found["works"], found["error"]) == (1, False, "unreachable")
+
+
+class _Pages(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>a page</html>")
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@contextmanager
+def pages() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as plain:
+        threading.Thread(target=plain.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{plain.server_port}"
+        plain.shutdown()
+
+
+def test_a_server_of_pages_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pages() as address:
+        status, found = probed(capsys, address)
+        assert (status, found["server"]) == (1, None)
+        for wire in found["wires"]:
+            assert wire["works"] is False
+            assert wire["advice"] == "no server of this protocol is there; is it another port?", wire
+        assert main(["probe", address]) == 1
+        assert "no server of reflex" in capsys.readouterr().out
+
+
+def droid(wanted: str, metadata: dict[str, Any], **also: Any) -> ServerProbe:
+    """What is found at a server of openpi's own making that takes observations with this name."""
+
+    async def session(socket: ServerConnection) -> None:
+        packer = msgpack_numpy.Packer()
+        await socket.send(packer.pack(metadata))
+        async for message in socket:
+            if wanted not in msgpack_numpy.unpackb(message):
+                await socket.send(f"Traceback (most recent call last):\n  …\nKeyError: '{wanted}'\n")
+                await socket.close(1011)
+                return
+            await socket.send(packer.pack({"actions": np.zeros((10, 8)), "server_timing": {"infer_ms": 1.0}}))
+
+    async def run() -> ServerProbe:
+        async with serve(session, "127.0.0.1", 0, compression=None) as listening:
+            port = next(iter(listening.sockets)).getsockname()[1]
+            return await probe(Target.of(f"ws://127.0.0.1:{port}"), **also)
+
+    return asyncio.run(run())
+
+
+def test_another_server_of_openpi_is_asked_with_what_its_clients_send() -> None:
+    found = droid("observation/joint_position", {"policy": "pi0"})
+    (wire,) = found.wires
+    assert (wire.works, wire.known, wire.actions) == (True, "a guess: DROID", [10, 8])
+    assert wire.announced == {"policy": "pi0"}
+
+
+def test_where_no_guess_fits_the_servers_own_words_are_told_and_an_observation_helps() -> None:
+    found = droid("observation/left_hand", {})
+    assert (found.wires[0].error, found.wires[0].message) == ("server_error", "KeyError: 'observation/left_hand'")
+    found = droid("observation/left_hand", {}, own={"observation/left_hand": np.zeros(3)})
+    assert (found.wires[0].works, found.wires[0].known) == (True, "--observation")
+
+
+def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = np.zeros((12, 16, 3), np.uint8)
+    seen = {"observation/image": picture, "observation/wrist_image": picture, "observation/state": np.zeros(2)}
+    np.savez(tmp_path / "seen.npz", **seen)
+    words = url(server), "--wire", "openpi", "--observation"
+    status, found = probed(capsys, *words, str(tmp_path / "seen.npz"))
+    assert (status, found["wires"][0]["sent"]["observation/image"]) == (0, "uint8 [12, 16, 3]")
+    np.savez(tmp_path / "half.npz", **{"observation/image": picture})
+    status, found = probed(capsys, *words, str(tmp_path / "half.npz"))
+    assert (status, found["wires"][0]["error"]) == (1, "invalid_request")
+    assert "observation/wrist_image: missing" in found["wires"][0]["message"]
+
+
+def test_the_dialect_of_roboarena_is_known_from_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "image_resolution needs_wrist_camera n_external_cameras needs_stereo_camera needs_session_id action_space"
+    wires = {"openpi": {"dialect": "roboarena", "metadata": dict.fromkeys(names.split(), None)}}
+    with Server(write_tiny(tmp_path / "e", wires=wires)) as server:
+        status, found = probed(capsys, url(server), "--wire", "openpi")
+        assert (status, found["wires"][0]["known"]) == (0, "/config")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["8000"], "URL=8000: must be as http://127.0.0.1:8000 or ws://"),
+        (["ftp://x"], "URL=ftp://x: must be as"),
+        (["x", "--wire", "openpy"], "--wire=openpy: must be one of act-json, "),
+        (["x", "--wire", "openpy"], "did you mean openpi?"),
+        (["ws://x", "--wire", "act-json"], "--wire=act-json: not at ws://; give the URL as http://, https://"),
+        (["x", "--timeout-s", "0"], "--timeout-s=0: must be in [0.1, 600] s"),
+        (["x", "--observation", "y.npz"], "--observation needs --wire"),
+        (["x", "--wire", "openpi", "--observation", "no.npz"], "--observation=no.npz: cannot be read as .npz"),
+        (["x", "--api-key", "schlüssel"], "--api-key: must be printable ASCII"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {},
+        {"images": 3},
+        {"images": {"a": [1]}},
+        {"images": {}, "state": {"names": [], "dim": 2}},
+        {"images": {}, "state": {"names": ["a"], "dim": "x"}},
+    ],
+)
+def test_what_cannot_be_read_as_an_expectation_is_none(told: Any) -> None:
+    assert Expected.of("metadata", told) is None
