@@ -30,7 +30,6 @@ class Restarts:
         self._jitter = jitter
 
     def failed(self) -> None:
-        """A start failed."""
         self.failures += 1
 
     def lived(self, seconds: float) -> None:
@@ -98,7 +97,6 @@ class Throttle:
         self._early = False  # the last report was early
 
     def count(self, now: float) -> int:
-        """Count one more."""
         self.held += 1
         return self.due(now)
 

@@ -32,7 +32,6 @@ Needs the extra `demo`; in a clone: pip install '.[demo]'
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "demo",
         description=_DESCRIPTION,

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "demo-export",
         description="Write the bundled demo policy (trained on six Meta-World tasks) to a directory that "
@@ -29,7 +28,6 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy the export."""
     from reflex_runtime.demo.exports import write_export
 
     write_export(args.directory, args.variant, args.kind, args.force)

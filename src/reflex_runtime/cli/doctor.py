@@ -50,7 +50,6 @@ exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 al
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "doctor",
         description=_DESCRIPTION,

@@ -61,7 +61,6 @@ _LOST, _READER_GONE = "lost", "reader gone"
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "feeds",
         anywhere="feeds",
@@ -417,7 +416,6 @@ def _onnx(config: FeedsConfig) -> BatchProcessor:
 
 
 def _batching(config: FeedsConfig, feeds: int) -> BatchConfig:
-    """How frames are batched."""
     from reflex_runtime.drivers.batch_processor import BatchConfig
 
     size, capacity = config.max_batch_size, config.queue_capacity

@@ -48,7 +48,6 @@ _EVERY = 0.5  # seconds between two lines of progress
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb `replay`."""
     parser = subparsers.add_parser(
         "replay",
         description=_DESCRIPTION,

@@ -30,7 +30,6 @@ exit codes: 0 fine, 1 a file cannot be read (file and line are named), 2 bad arg
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb `report`."""
     parser = subparsers.add_parser(
         "report",
         description=_DESCRIPTION,

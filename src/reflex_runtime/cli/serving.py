@@ -41,7 +41,6 @@ def warn_if_open(config: Any, address: Any) -> None:
 
 
 def url(address: Any) -> str:
-    """Where the server is."""
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
     return f"http://{host}:{address[1]}"
 

@@ -113,7 +113,6 @@ class SimulateConfig:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = subparsers.add_parser(
         "simulate",
         description="Run the real scheduler on a simulated load and device in virtual time, and report the result.",

@@ -37,7 +37,6 @@ answer.
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "status",
         description="Show a running server's state, queues, waits and processes.",

@@ -62,7 +62,6 @@ exit codes: 0 fine, 1 the file cannot be read (file and line are named) or no se
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Register the verb `trace`."""
     parser = subparsers.add_parser(
         "trace",
         description=_DESCRIPTION,

@@ -150,7 +150,6 @@ def member_name(member: Member, by: str, clients: Counter[str]) -> str:
 
 
 def summary(trace: Journal, batches: Sequence[BatchLine]) -> list[Text]:
-    """Lines under the table."""
     reasons = Counter(b.reason for b in batches)
     lines = [f"{len(batches):,} batches, {sum(b.size for b in batches) / len(batches):.2f} members each on average"]
     told = []

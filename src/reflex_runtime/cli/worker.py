@@ -19,7 +19,6 @@ the model. The process ends when the connection ends.
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
-    """Register the verb."""
     parser = verbs.add_parser(
         "worker",
         description="Run language models for the process that started this one.",

@@ -1,25 +1,25 @@
-"""What a robot's program imports: ask a `reflex serve` for actions over HTTP, sync or async, and report how it ended.
+"""The client for a robot's program: asks a `reflex serve` for actions over HTTP, sync or async, and reports outcomes.
 
     with Client("http://127.0.0.1:8000") as client, client.episode(robot_id="r7") as episode:
         chunk = episode.act(image=picture, instruction="open the drawer", state=state)
         …
         episode.success = True
 
-Errors, by the word the server says (`docs/errors.md`):
+Errors, one class per error code of the server (`docs/errors.md`):
 
     ClientError                 code, status, retry_safe, request_id, retry_after, body
     ├── Unreachable             no answer: connection refused, reset, broken off
     │   └── TimedOut            no answer in time
-    ├── BadAnswer               an answer that is none: too large, not parseable, without usable actions
-    └── ServerError             an error the server told; one class per code:
+    ├── BadAnswer               an unusable answer: too large, not parseable, or without usable actions
+    └── ServerError             an error from the server; one class per code:
         ├── InvalidRequest · InvalidJson · NotFound · MethodNotAllowed · TooLarge · RequestTimeout · InvalidConfig
         ├── Unauthorized · Forbidden
         ├── QueueFull · ClientAtCapacity · TooManyRequests · Overloaded · SloViolated
         ├── DeadlineUnreachable · DeadlineExceeded · Superseded · Cancelled
         └── NotReady · ShuttingDown · Degraded · ProcessorFailed · ProcessorHung · Internal
 
-`Client` and `AsyncClient` share everything that does not wait: a call is a generator (`calls.py`) that says what to
-send and how long to pause; the two classes only do that, each in its own way. The package imports nothing of the rest.
+`Client` and `AsyncClient` share all code that does not wait: a call is a generator (`calls.py`) that yields what to
+send and how long to pause, and the two classes do so. The package imports nothing from the rest of `reflex_runtime`.
 """
 
 from reflex_runtime.client.aio import AsyncClient, AsyncEpisode

@@ -1,4 +1,4 @@
-"""The client of a program on asyncio: the same calls, awaited."""
+"""The asyncio client: the same calls, awaited."""
 
 from __future__ import annotations
 
@@ -64,27 +64,22 @@ class AsyncClient:
         request_id: str | None = None,
         executed: int | None = None,
     ) -> Chunk:
-        """As `Client.act`. A task that is cancelled hangs up, and the server drops the request."""
+        """As `Client.act`. Cancelling the task closes the connection, and the server drops the request."""
         return await self._run(self._calls.act(named(locals())))
 
     async def health(self) -> dict[str, Any]:
-        """As `Client.health`."""
         return await self._run(self._calls.health())
 
     async def config(self) -> dict[str, Any]:
-        """As `Client.config`."""
         return await self.get("/config")
 
     async def get(self, path: str) -> dict[str, Any]:
-        """As `Client.get`."""
         return await self._run(self._calls.get(path))
 
     async def post(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Client.post`."""
         return await self._run(self._calls.post(path, fields))
 
     async def report_outcome(self, episode_id: str, success: bool, reward: float | None = None) -> dict[str, Any]:
-        """As `Client.report_outcome`."""
         return await self._run(self._calls.outcome(episode_id, success, reward))
 
     def episode(
@@ -94,7 +89,7 @@ class AsyncClient:
         return AsyncEpisode(self, new_id() if episode_id is None else episode_id, robot_id, instruction)
 
     async def _run(self, call: Call[T]) -> T:
-        """Do what a call wants, until it returns."""
+        """Carry out the call's `Send`s and `Pause`s until it returns."""
         came: Outcome = None
         while True:
             try:

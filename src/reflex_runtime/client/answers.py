@@ -1,4 +1,4 @@
-"""What a reply says: a chunk that may reach a motor, an error of its class, or that it is no answer at all."""
+"""Makes of a reply a chunk that is safe to execute, the error of its code, or `BadAnswer`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Chunk:
     actions: float32 [n, action_dim], finite, in the robot's units, the first to be executed first.
     timing: milliseconds by name (queue_ms, batch_ms, total_ms, age_ms). batch: id, size, reason, cost_ms.
     cache: hit, hit_stale, miss or off. guard: what the action guard changed, or None.
-    slot, model_version: who answered, of a server with two policies; None elsewhere.
-    policy_changed: the episode was moved to another policy; what was planned with the old one is void.
-    attempts: how often it was asked. raw: the whole answer, with whatever else the server says.
+    slot, model_version: which of two policies answered; None from a server with one.
+    policy_changed: the episode was moved to another policy; discard plans made with the old one.
+    attempts: number of attempts. raw: the whole answer, with all its fields.
     """
 
     actions: NDArray[np.float32]
@@ -59,7 +59,7 @@ def decoded(reply: Reply) -> dict[str, Any]:
 
 
 def refused(reply: Reply) -> ServerError:
-    """What a reply that is not 2xx says. Only a body in the server's own words can promise that a retry is safe."""
+    """The error of a reply that is not 2xx. Only a body in the server's own form can say that a retry is safe."""
     try:
         body = decoded(reply)
     except BadAnswer:
@@ -80,7 +80,7 @@ def refused(reply: Reply) -> ServerError:
 
 
 def chunk(reply: Reply, request_id: str, attempts: int) -> Chunk:
-    """The validated answer; BadAnswer for anything that must not reach a motor."""
+    """The validated answer; BadAnswer for anything that is not safe to execute."""
     raw = decoded(reply)
     actions = _actions(raw.get("actions"))
     for name, size in (("num_actions", actions.shape[0]), ("action_dim", actions.shape[1])):
@@ -119,7 +119,7 @@ def _actions(value: Any) -> NDArray[np.float32]:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Seconds, as our servers say it; dates, which proxies may send, count as not said."""
+    """The seconds of Retry-After; a date, which proxies may send, counts as none."""
     try:
         value = float(text or "")
     except ValueError:
@@ -136,7 +136,7 @@ def _text(value: Any) -> str | None:
 
 
 def _header(headers: Mapping[str, str], name: str) -> str | None:
-    """A header's text: percent-encoded by the server where it is not plain ASCII, and only there."""
+    """A header's text; the server percent-encodes it if it is not plain ASCII."""
     value = headers.get(name)
     if value is None:
         return None

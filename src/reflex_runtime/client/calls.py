@@ -1,7 +1,7 @@
-"""Every call as a generator that waits for nothing: the sync and the async client carry out the same one.
+"""Every call as a generator without I/O, which the sync and the async client both run.
 
-A call yields what it wants done next, `Send` or `Pause`, and is sent what came of it: the reply or the error for a
-`Send`, None for a `Pause`. What it returns is the call's result.
+A call yields `Send` or `Pause`. The client does it and sends back the result: the reply or the error of a `Send`, None
+after a `Pause`. The generator's return value is the call's result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Calls:
             raise ValueError("api_key: must be printable ASCII")
 
     def act(self, fields: Mapping[str, Any]) -> Call[Chunk]:
-        """POST /act. An attempt after a pause carries what is left of the deadline."""
+        """POST /act. A later attempt sends the rest of the deadline."""
         began = self.clock()
         request = observation(fields, self.wire, self.encoding)
         reply, attempts = yield from self._ask("POST", "/act", request, self.wire, began, request.get("deadline_ms"))
@@ -71,7 +71,7 @@ class Calls:
             raise
 
     def get(self, path: str) -> Call[dict[str, Any]]:
-        """GET a JSON object; asked again while nobody or only a proxy is there."""
+        """GET a JSON object; repeated while the server is unreachable or only a proxy answers."""
         reply, _ = yield from self._ask("GET", path, None, "json", self.clock())
         return decoded(reply)
 

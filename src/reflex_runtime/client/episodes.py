@@ -1,4 +1,4 @@
-"""What an episode knows of itself and how it ends, for both clients; see `BaseEpisode` for what is reported when."""
+"""The state and the end of an episode, for both clients; `BaseEpisode` says what is reported when."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def new_id() -> str:
 
 @dataclass(slots=True)
 class BaseEpisode:
-    """One episode, waiting apart.
+    """One episode, without I/O.
 
-    success: how it ended. Set it, or call nothing else: an exception in the body makes an unset one False, and one that
-    stays None is not reported, because a success that nobody claimed would be made up. The same goes for an episode
-    that was interrupted (KeyboardInterrupt, a cancelled task): that is not the policy's failure.
-    reward: reported beside it. reported: the server has taken it; a report that fails is logged and raises nothing.
+    success: how it ended; set it in the block. An exception in the block makes an unset one False. None is not
+    reported, because the client does not know the outcome. An interrupted episode (KeyboardInterrupt, a cancelled task)
+    is not reported either, because that is no failure of the policy.
+    reward: reported with it. reported: the server has accepted the report; a report that fails is logged, not raised.
     changed: the server moved the episode to another policy.
     """
 
@@ -40,7 +40,7 @@ class BaseEpisode:
     changed: bool = field(default=False, init=False)
 
     def _ended(self, calls: Calls, error: BaseException | None) -> Call[None]:
-        """The body is over, by this exception or without one: report what there is to report."""
+        """The block has ended, with this exception or without: report the outcome if there is one."""
         if self.success is None and isinstance(error, Exception):
             self.success = False
         if self.success is None:

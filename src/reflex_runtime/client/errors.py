@@ -1,6 +1,6 @@
-"""Every way a call can fail, as classes: a robot's program catches what it can act on, by the word the server says.
+"""Every way a call can fail, one class per error code, so that a program can catch those it can handle.
 
-The words are those of `docs/errors.md`; a test holds the two together.
+The codes are those of `docs/errors.md`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TimedOut(Unreachable):
 
 
 class BadAnswer(ClientError):
-    """What came is not what a server of this kind answers."""
+    """The answer is not one of a policy server, or not safe to execute."""
 
     code = "bad_answer"
 
@@ -62,7 +62,7 @@ class BadAnswer(ClientError):
 class ServerError(ClientError):
     """An answer that is not 2xx. Codes without a class of their own raise this one.
 
-    stale: a newer observation should be asked about instead of this one again.
+    stale: do not repeat this request; ask with a newer observation.
     """
 
     code = "server_error"
@@ -91,7 +91,7 @@ class Unauthorized(ServerError):
 
 
 class Forbidden(ServerError):
-    """A server without a key takes no calls under that name: `reflex serve --allow-host NAME`, or `--api-key`."""
+    """A server without a key accepts only its own names: start it with `--allow-host NAME` or `--api-key`."""
 
     code = "forbidden"
 
@@ -133,19 +133,19 @@ class QueueFull(ServerError):
 
 
 class ClientAtCapacity(ServerError):
-    """This robot has as many requests unanswered as it may have."""
+    """This robot has too many unanswered requests."""
 
     code = "client_at_capacity"
 
 
 class TooManyRequests(ServerError):
-    """As many requests are being answered as may be."""
+    """The server answers too many requests at the moment."""
 
     code = "too_many_requests"
 
 
 class Overloaded(ServerError):
-    """The server holds as many bytes of requests as it may."""
+    """The server has too many connections, or bytes of requests in memory."""
 
     code = "overloaded"
 
@@ -169,7 +169,7 @@ class DeadlineExceeded(ServerError):
 
 
 class Superseded(ServerError):
-    """A newer request of the same robot took its place."""
+    """A newer request of the same robot replaced it."""
 
     code, stale = "superseded", True
 
@@ -181,19 +181,19 @@ class Cancelled(ServerError):
 
 
 class NotReady(ServerError):
-    """The policy is being loaded, or could not be."""
+    """The policy is being loaded, or loading failed."""
 
     code = "not_ready"
 
 
 class ShuttingDown(ServerError):
-    """The server was told to stop."""
+    """The server is stopping."""
 
     code = "shutting_down"
 
 
 class Degraded(ServerError):
-    """The policy crashes; one request at a time is let in to see whether it works again."""
+    """The policy crashes; the server admits one request at a time to see whether it works again."""
 
     code = "degraded"
 
@@ -205,7 +205,7 @@ class ProcessorFailed(ServerError):
 
 
 class ProcessorHung(ServerError):
-    """The policy ran and did not come back."""
+    """The policy ran and did not return in time."""
 
     code = "processor_hung"
 

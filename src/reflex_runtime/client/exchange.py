@@ -1,4 +1,4 @@
-"""One request and its reply, whoever carries them: what both kinds of connection send, bound and complain about."""
+"""One request and its reply, the same for both kinds of connection: fields, limits and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_ANSWER: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server is. host: as it is resolved. prefix: the path in front of the server's own."""
+    """The server's address. host: as it is resolved. prefix: the path before the server's own paths."""
 
     secure: bool
     host: str
@@ -42,7 +42,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Ask for this to be sent. limit: seconds until it has to be answered."""
+    """A request to send. limit: seconds until its answer must be there."""
 
     method: str
     path: str
@@ -53,7 +53,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back. headers: names in lower case."""
+    """The answer. headers: names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -61,11 +61,11 @@ class Reply:
 
 
 class Stale(Exception):
-    """The connection was closed, perhaps long ago, and nothing of an answer came."""
+    """The connection was closed, perhaps long ago, before any of the answer came."""
 
 
 def readable(sock: Any) -> bool:
-    """Whether a kept connection has something to read: its end, as nobody asked anything."""
+    """Whether an idle kept-alive connection can be read: then the server has closed it."""
     if sock is None:
         return True
     if hasattr(select, "poll"):  # select cannot take numbers above 1023
@@ -76,7 +76,7 @@ def readable(sock: Any) -> bool:
 
 
 def bounded(size: int, status: int) -> int:
-    """The size of an answer, if it may be read."""
+    """The size of an answer; BadAnswer if it is too large."""
     if not 0 <= size <= MAX_ANSWER:
         raise BadAnswer(f"{size} bytes, at most {MAX_ANSWER} are read", status=status)
     return size

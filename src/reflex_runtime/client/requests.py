@@ -1,4 +1,4 @@
-"""The fields of a request as they go over the wire: numpy arrays and pictures as bytes, or as JSON can carry them."""
+"""The fields of a request on the wire: numpy arrays and pictures as bytes, or as JSON values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> dict[str, Any]:
-    """The fields of POST /act as they go out; ValueError for what no server could take."""
+    """The fields of POST /act; ValueError for values that no server would accept."""
     sent = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in fields.items()
@@ -48,7 +48,6 @@ def observation(fields: Mapping[str, Any], wire: Wire, encoding: Encoding) -> di
 
 
 def encoded(fields: Mapping[str, Any], wire: Wire) -> bytes:
-    """A body."""
     if wire == "msgpack":
         return msgspec.msgpack.encode(dict(fields))
     return json.dumps(dict(fields)).encode()  # NaN goes out as NaN, and the server names the field

@@ -16,11 +16,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0  # seconds between attempts where the serv
 class Retries:
     """Whether and when to ask again. Pure: times are passed in.
 
-    most: further attempts. until: the time by which the next attempt must have begun. spread: in [0, 1), of a pause a
-    tenth is drawn on top, so that many robots refused together do not come back together.
+    most: further attempts. until: the next attempt must begin by then. spread: a random number in [0, 1); up to a tenth
+    is added to each pause, so that robots that were refused together do not return together.
 
-    Asked again is only what cannot run twice (`retry_safe`) and is still worth asking: not what came too late, nor what
-    a newer request replaced. The pause is what Retry-After says, no less, else 0.1 s doubling to 2 s.
+    Only requests that cannot run twice (`retry_safe`) are repeated, and not those that were late or that a newer
+    request replaced. The pause is at least Retry-After, else 0.1 s, doubling to 2 s.
     """
 
     most: int

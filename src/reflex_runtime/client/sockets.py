@@ -1,4 +1,4 @@
-"""The kept connections of the sync client, over http.client: one for each thread that asks at the same time."""
+"""The kept-alive connections of the sync client, over http.client: one for each thread that asks at the same time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from reflex_runtime.client.exchange import (
 
 
 class Sockets:
-    """Connections to one server."""
-
     def __init__(self, address: Address, clock: Callable[[], float]) -> None:
         self._address, self._clock = address, clock
         self._idle: list[http.client.HTTPConnection] = []
@@ -32,7 +30,7 @@ class Sockets:
             kept.close()
 
     def exchange(self, send: Send) -> Reply:
-        """One attempt, and on a kept connection that turns out to be closed one more on a new one."""
+        """One attempt. If a kept-alive connection turns out to be closed, one more on a new connection."""
         until = self._clock() + send.limit
         while (kept := self._kept()) is not None:
             if not readable(kept.sock):
@@ -40,7 +38,7 @@ class Sockets:
                     return self._over(kept, send, until)
                 except Stale:
                     break
-            kept.close()  # closed by the server, or holding what nobody asked for
+            kept.close()  # closed by the server, or with unexpected data
         fresh = self._connected(send.limit)
         try:
             return self._over(fresh, send, until)
@@ -64,7 +62,8 @@ class Sockets:
         return fresh
 
     def _over(self, connection: http.client.HTTPConnection, send: Send, until: float) -> Reply:
-        """One request on one connection, which is kept if it may be. Stale: closed before any of the answer came."""
+        """One request on one connection, which is kept if possible. Raises Stale if it closes before any of the
+        answer."""
         sock = connection.sock
         response: http.client.HTTPResponse | None = None
         done = False

@@ -1,4 +1,5 @@
-"""The kept connections of the async client, and HTTP/1.1 over asyncio's streams, as the standard library has none."""
+"""The kept-alive connections of the async client, and HTTP/1.1 over asyncio's streams (the standard library has
+none)."""
 
 from __future__ import annotations
 
@@ -27,8 +28,6 @@ _MAX_HEAD = 64 << 10
 
 
 class Streams:
-    """Connections to one server."""
-
     def __init__(self, address: Address) -> None:
         self._address = address
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
@@ -39,7 +38,7 @@ class Streams:
         await asyncio.sleep(0)  # the loop's turn to close them
 
     async def exchange(self, send: Send) -> Reply:
-        """One attempt, and on a kept connection that turns out to be closed one more on a new one."""
+        """One attempt. If a kept-alive connection turns out to be closed, one more on a new connection."""
         try:
             async with asyncio.timeout(send.limit):
                 return await self._exchange(send)
@@ -71,7 +70,8 @@ class Streams:
             raise not_connected(error, self._address) from None
 
     async def _over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, send: Send) -> Reply:
-        """One request on one connection, which is kept if it may be. Stale: closed before any of the answer came."""
+        """One request on one connection, which is kept if possible. Raises Stale if it closes before any of the
+        answer."""
         done = False
         try:
             writer.write(_head(send, self._address))
@@ -94,7 +94,7 @@ class Streams:
 
 
 def _buffered(reader: asyncio.StreamReader) -> bool:
-    """Whether a kept connection has brought something: its end, or what nobody asked for."""
+    """Whether an idle kept-alive connection has received something: its end, or unexpected data."""
     reading = reader.read(1)
     try:
         reading.send(None)
@@ -105,7 +105,7 @@ def _buffered(reader: asyncio.StreamReader) -> bool:
 
 
 def _hang_up(writer: asyncio.StreamWriter) -> None:
-    """Close at once; what the other side thinks of it does not matter."""
+    """Close at once, without waiting for the other side."""
     writer.transport.abort()
 
 
@@ -131,13 +131,13 @@ async def _read_reply(reader: asyncio.StreamReader) -> tuple[Reply, bool]:
     keep = version == "HTTP/1.1" and headers.get("connection", "").lower() != "close"
     try:
         body, whole = await _read_body(reader, status, headers)
-    except asyncio.IncompleteReadError as error:  # part of an answer is not nothing
+    except asyncio.IncompleteReadError as error:  # a part of an answer came
         raise asyncio.IncompleteReadError(error.partial or head, error.expected) from None
     return Reply(status, headers, body), keep and whole
 
 
 async def _read_body(reader: asyncio.StreamReader, status: int, headers: Mapping[str, str]) -> tuple[bytes, bool]:
-    """The body, and whether its end was told (else it is the connection's)."""
+    """The body, and whether its length was given (otherwise the connection's end is the body's end)."""
     parts, size = [], 0
     if "chunked" in headers.get("transfer-encoding", "").lower():
         while count := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16):

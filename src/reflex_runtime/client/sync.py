@@ -1,4 +1,4 @@
-"""The client of a program with threads or without: carries out calls one step after another, and waits in each."""
+"""The blocking client: carries out calls step by step in the calling thread."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from reflex_runtime.client.sockets import Sockets
 class Client:
     """Calls one server over kept connections; may be used by several threads at once.
 
-    url: http://HOST:PORT, a path in front of the server's own being kept. api_key: sent as Authorization: Bearer.
-    timeout: seconds that a call takes at most, pauses and further attempts included.
-    retries: how often a refused call is asked again, see `Retries`; 0 never.
+    url: http://HOST:PORT, with an optional path prefix. api_key: sent as Authorization: Bearer.
+    timeout: most seconds of a call, pauses and further attempts included.
+    retries: most further attempts after a refusal, see `Retries`; 0 is none.
     wire: "msgpack", which carries pictures and numbers as bytes, or "json".
-    encoding: of pictures given as arrays: "raw" (as they are; over JSON as PNG), "png" (smaller, the same pixels) or
+    encoding: of pictures given as arrays: "raw" (uncompressed; over JSON as PNG), "png" (smaller, the same pixels) or
         "jpeg" (smallest, and not quite the same pixels).
     """
 
@@ -71,18 +71,18 @@ class Client:
         request_id: str | None = None,
         executed: int | None = None,
     ) -> Chunk:
-        """The next actions for what the robot sees.
+        """The next actions for this observation.
 
         image: the policy's only picture; images: by the policy's names. state: [n], in the robot's units. seed: of the
         noise, else made from request_id. deadline_ms: from this call on, all attempts included. executed: how many
         actions of the last chunk were executed.
 
-        Raises a ClientError by what the server said, ValueError for what no server could take.
+        Raises the ClientError of the server's error code; ValueError for arguments that no server would accept.
         """
         return self._run(self._calls.act(named(locals())))
 
     def health(self) -> dict[str, Any]:
-        """What /health says, ready or not: `["state"] == "ready"` when it serves. Asked once."""
+        """The body of /health, ready or not: `["state"] == "ready"` when the server serves. One attempt."""
         return self._run(self._calls.health())
 
     def config(self) -> dict[str, Any]:
@@ -90,25 +90,26 @@ class Client:
         return self.get("/config")
 
     def get(self, path: str) -> dict[str, Any]:
-        """What any other path of the server says in JSON, such as /diagnostics/rollout."""
+        """GET any other path that answers JSON, such as /diagnostics/rollout."""
         return self._run(self._calls.get(path))
 
     def post(self, path: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Send any other path of the server a JSON object, such as /admin/split {"split": 50}; gives its answer."""
+        """POST a JSON object to any other path, such as /admin/split {"split": 50}; returns the answer."""
         return self._run(self._calls.post(path, fields))
 
     def report_outcome(self, episode_id: str, success: bool, reward: float | None = None) -> dict[str, Any]:
-        """Say how an episode ended. `episode` does it by itself."""
+        """Report how an episode ended. `episode` does this by itself."""
         return self._run(self._calls.outcome(episode_id, success, reward))
 
     def episode(
         self, episode_id: str | None = None, robot_id: str | None = None, instruction: str | None = None
     ) -> Episode:
-        """An episode for a with statement: its `act` carries the ids, and on the way out its outcome is reported."""
+        """An episode for a with statement: its `act` sends the ids, and its outcome is reported at the end of the
+        block."""
         return Episode(self, new_id() if episode_id is None else episode_id, robot_id, instruction)
 
     def _run(self, call: Call[T]) -> T:
-        """Do what a call wants, until it returns."""
+        """Carry out the call's `Send`s and `Pause`s until it returns."""
         came: Outcome = None
         while True:
             try:

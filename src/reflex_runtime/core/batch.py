@@ -115,7 +115,6 @@ class Batch:
 
     @property
     def reason(self) -> FlushReason:
-        """The documented reason."""
         return self.cause.reason
 
     def __len__(self) -> int:

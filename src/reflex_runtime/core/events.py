@@ -15,8 +15,6 @@ from reflex_runtime.core.request import Request, Ticket
 
 
 class RequestQueued(NamedTuple):
-    """A request was admitted."""
-
     at: float
     ticket: Ticket
 

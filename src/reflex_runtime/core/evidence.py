@@ -56,7 +56,6 @@ class Evidence:
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
     def scheduled(self, batch: Batch) -> None:
-        """A batch runs."""
         for key in _keys(batch):
             self._flying[key] = self._flying.get(key, 0) + 1
 
@@ -70,7 +69,6 @@ class Evidence:
                 self._renew(key, now, elapsed)
 
     def settled(self, ticket: Ticket, answered: bool, now: float) -> None:
-        """A probe ended."""
         key = _key(ticket)
         del self.pending[key]
         if answered and now <= ticket.deadline:

@@ -74,7 +74,6 @@ class Filling:
         return self._add(self._beside(self.base), candidates, limit)
 
     def fill_line(self, line: Sequence[Ticket]) -> Filled:
-        """The same from equals."""
         return self._add_line(self._beside(self.base), line)
 
     def _beside(self, base: Mapping[Ticket, float]) -> Filled:

@@ -256,7 +256,6 @@ class Group:
         self._count(ticket)
 
     def _count(self, ticket: Ticket) -> None:
-        """One more ticket waits."""
         self.queued += 1
         self.queued_units += ticket.wants
         self.backlog.add(ticket, self.seconds_of(ticket))

@@ -77,7 +77,6 @@ class Holding:
     # -- when to ask again -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """`next_batch` begins."""
         self._ends = inf
 
     def put_off(self, until: float) -> None:

@@ -171,7 +171,6 @@ class ByArrival:
         return self._waiting
 
     def push(self, ticket: Ticket) -> None:
-        """The ticket waits."""
         ticket.line = self
         self._waiting += 1
         line = self._line
@@ -432,13 +431,11 @@ class Partition:
         return (t for t in self._line if t.state is not SETTLED)
 
     def enter(self, ticket: Ticket, client: ClientShare) -> None:
-        """A new ticket waits."""
         self.unsettled += 1
         self._line.append(ticket)
         self._append(ticket, client)
 
     def leave(self) -> None:
-        """A ticket has settled."""
         self.unsettled -= 1
         line = self._line
         while line and line[0].state is SETTLED:

@@ -16,7 +16,6 @@ class Rate:
         self._since: float | None = None
 
     def arrive(self, now: float) -> None:
-        """One more."""
         if self._since is None:
             self._since = self.last = now
         self._count = self._count * exp((self.last - now) / self._tau) + 1.0

@@ -37,8 +37,6 @@ PRIORITIES: Final = {priority.name.lower(): priority for priority in Priority}  
 
 
 class TicketState(Enum):
-    """Where a ticket is."""
-
     PREPARING = "preparing"
     WAITING = "waiting"
     RUNNING = "running"
@@ -197,7 +195,6 @@ class Ticket:
 
     @property
     def id(self) -> str:
-        """The request's id."""
         return self.request.id
 
     @property

@@ -130,7 +130,6 @@ class ThinkTimes:
         return worth if worth > n * BRIEF else 0.0
 
     def arrived(self, client: Hashable, partition: Hashable, now: float) -> None:
-        """The client asks."""
         known = self._clients.get(client)
         if known is None:
             known = self._clients[client] = _Client()

@@ -207,7 +207,6 @@ class Scheduler:
         ticket.held = True
 
     def resume(self, ticket: Ticket, now: float) -> None:
-        """End a hold."""
         self._input(now)
         ticket.held = False
 
@@ -327,7 +326,6 @@ class Scheduler:
         return left
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything countable, JSON-safe."""
         return {
             "in_flight_batches": len(self._in_flight),
             "admitted": self._tickets,

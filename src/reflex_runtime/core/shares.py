@@ -36,13 +36,11 @@ class Shares:
         return self._active
 
     def enter(self, member: ShareHolder) -> None:
-        """The member becomes active."""
         member.counter = max(member.counter, self.floor())
         self._active += 1
         self._add(member.counter)
 
     def leave(self, member: ShareHolder) -> None:
-        """The member becomes idle."""
         self._active -= 1
         self._remove(member.counter)
         self._rest = max(self._rest, member.counter)

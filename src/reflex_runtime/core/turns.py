@@ -61,7 +61,6 @@ class Turns:
         return top[0] if (top := self._deadlines.first()) is not None else inf
 
     def first_to_expire(self) -> Ticket:
-        """That ticket."""
         return _first(_first(self._deadlines).deadlines)
 
     def resumes_at(self) -> float:

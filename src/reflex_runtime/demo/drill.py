@@ -1,7 +1,7 @@
-"""The drill of `reflex demo --ab`: half-way b is broken on purpose; it is drained, mended, probed, and comes back.
+"""The drill of `reflex demo --ab`: half-way b is broken on purpose; it is drained, repaired, probed, and serves again.
 
-Everything an operator would do is done over HTTP, and everything told was seen: in what the robots report, or in what
-the server says. Nothing here waits; each event of a robot is the occasion to look.
+The drill does over HTTP what an operator would do. Every line that it prints comes from the robots' events or from the
+server's answers. Nothing here waits: the drill looks at the server on the robots' events.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reflex_runtime.demo.run import new_run, planned
 from reflex_runtime.policies.rollout.router import bucket
 
 FAULT: Final = "b:raise:1"
-LOOK: Final = 0.2  # seconds between two looks at the server that no robot gives cause for
+LOOK: Final = 0.2  # seconds between two regular looks at the server
 AGAIN: Final = 8
 """How often a robot asks anew after a failure: more than the five crashes in a row that drain b, should it be alone."""
 
@@ -29,9 +29,9 @@ Tell = Callable[[str], None]
 
 
 class Drill:
-    """Follows the robots' events and carries the drill out.
+    """Follows the robots' events and carries out the drill.
 
-    total: episodes that will be played. tell: is called with every moment, in words.
+    total: number of episodes. tell: called with the text of each step.
     """
 
     def __init__(self, total: int, tell: Tell) -> None:
@@ -43,11 +43,10 @@ class Drill:
         self._ended = 0
         self._row: Counter[str] = Counter()
         self._on_b = "a robot"  # the last one that b answered
-        self._changes = 0  # of the server's, told so far
+        self._changes = 0  # changes of the server that were printed
         self._looked = self._began = time.monotonic()
 
     def begin(self, url: str) -> None:
-        """The server is up."""
         self._client = Client(url, os.environ.get("REFLEX_API_KEY"), timeout=5.0)
 
     def __call__(self, event: Event) -> None:
@@ -74,7 +73,7 @@ class Drill:
 
     @property
     def missing(self) -> str | None:
-        """What has not come about, in words."""
+        """The steps of the drill that did not happen, in words."""
         return {
             "before": "the fault was never injected",
             "broken": "b was not drained before the robots were done",
@@ -83,7 +82,6 @@ class Drill:
         }[self.phase]
 
     def close(self) -> None:
-        """Let the server go."""
         if self._client is not None:
             self._client.close()
 
@@ -160,19 +158,18 @@ class Solved:
             self.solved[event["task"], by] += event["success"]
 
     def cell(self, tasks: Iterable[str], by: str) -> str:
-        """`solved/played` of some tasks by one version; empty where nothing was played."""
+        """`solved/played` of some tasks by one version; empty if none was played."""
         keys = [(task, by) for task in tasks]
         played = sum(self.played[key] for key in keys)
         return f"{sum(self.solved[key] for key in keys)}/{played}" if played else ""
 
 
 def even_run(robots: int, episodes: int, split: int) -> tuple[str, int]:
-    """A run's name under which b's episodes come evenly, and how many they are.
+    """A run's name that spreads b's episodes evenly, and their number.
 
-    The server decides by the hash of an episode's name, and by luck that gives b anything from 10 to 28 of 96 episodes,
-    perhaps none for half a minute. So some hundred names are drawn before anything is played, and the one is taken that
-    gives b most nearly its share, and of those the one with the shortest stretches without b, of the fleet and of any
-    one robot.
+    The server assigns an episode by the hash of its name. By chance b gets between 10 and 28 of 96 episodes, and
+    perhaps none for half a minute. So some hundred names are tried before the run. The best one gives b most nearly its
+    share; among equals, the one with the shortest stretches without b, for all robots and for each.
     """
     total = robots * episodes
     share = round(total * (100 - split) / 100)

@@ -57,7 +57,6 @@ class _Pending(Future[Any]):
     take_back: Callable[[], None] | None = None
 
     def settled(self, ticket: Ticket) -> None:
-        """The frame's end."""
         self.take_back = None  # it holds the ticket, and the ticket this future
         outcome = ticket.outcome
         try:

@@ -193,7 +193,6 @@ class Dispatcher:
 
 
 def _known(error: BaseException) -> ReflexError:
-    """As callers get it."""
     if isinstance(error, ReflexError):
         return error.with_traceback(None)  # which would hold the batch, whose tickets hold the error: a circle
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")

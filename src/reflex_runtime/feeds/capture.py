@@ -37,7 +37,6 @@ class Backoff:
         return pause * self._chance.uniform(1.0 - self.JITTER, 1.0 + self.JITTER)
 
     def reset(self) -> None:
-        """It worked."""
         self._made = 0
 
 

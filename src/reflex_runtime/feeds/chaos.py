@@ -108,7 +108,6 @@ class ChaosSource:
         return cls(**options)
 
     def open(self) -> None:
-        """Connect, or refuse to."""
         self._check_interrupted()
         if self._random.random() < self._refuse:
             raise SourceError(f"{self.name}: connection refused")
@@ -139,7 +138,6 @@ class ChaosSource:
         return _numbered(number, self._size), self._bad(pts, details) if bad < self._bad_pts else pts
 
     def close(self) -> None:
-        """Hang up."""
         self._open = False
 
     def interrupt(self) -> None:

@@ -66,7 +66,6 @@ class FeedSnapshot:
     corrupt: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, JSON-safe."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return values | {
             "drops": dict(self.drops),
@@ -85,7 +84,6 @@ class RuntimeSnapshot:
     coordinators: Mapping[str, BatchMetrics]
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, JSON-safe."""
         return {
             "state": self.state,
             "uptime": self.uptime,
@@ -146,7 +144,6 @@ class Ledger:
             self._sink_errors += 1
 
     def note(self, error: str) -> None:
-        """What went wrong last."""
         with self._lock:
             self._error = error
 

@@ -1,6 +1,6 @@
-"""Pictures of video files, network cameras and local cameras, decoded by FFmpeg through PyAV on the reading thread.
+"""Video files, network cameras and local cameras, decoded by FFmpeg through PyAV on the reading thread.
 
-The only module that reads with PyAV, and only when a source is made.
+Only this module reads with PyAV, which is imported when a source is made.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-MAX_SIDE = 8192  # pixels; a header that claims more is a mistake or an attack, and would take the memory
-MAX_BARREN = 300  # packets in a row without a picture; encoders send a key frame every 250 if not told otherwise
+MAX_SIDE = 8192  # pixels; a header with more is an error or an attack, and would exhaust the memory
+MAX_BARREN = 300  # packets in a row without a picture; by default encoders send a key frame every 250
 NETWORK = ("rtsp", "rtsps", "http", "https")
 
 
 class VideoSource:
-    """A video file, a camera on the network, or one at this machine, as a `Source`.
+    """A video file, a network camera, or a local camera, as a `Source`.
 
     where: a path; an address with rtsp, rtsps, http or https; a device like /dev/video0. RTSP runs over TCP.
-    realtime: give a file's pictures when they are due by their pts, as a camera would; it is then live.
-    loop: start a file over at its end. Its pts goes on growing, and it has no end.
-    size: width and height to scale every picture to, in [1, 8192]. None: as they come, each of its own size.
-    open_timeout: seconds, above 0 up to 600, to wait for an answer, and again for enough data to know what comes.
-    read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small one finds a frozen camera sooner.
-    name: the address without user, password and query. total: what the file says of itself, else its duration times
+    realtime: give a file's pictures at the times of their pts, like a camera; the source is then live.
+    loop: start a file over at its end. Its pts goes on growing, and the source has no end.
+    size: width and height to scale every picture to, in [1, 8192]. None: each picture keeps its size.
+    open_timeout: seconds, above 0 up to 600, to wait for a connection, and again for enough data to know the format.
+    read_timeout: seconds, above 0 up to 600, to wait for a picture's data. A small value finds a frozen camera sooner.
+    name: the address without user, password and query. total: the frame count in the file, else its duration times
         its rate. corrupt: packets and pictures that could not be decoded, and were skipped.
 
     A picture is RGB as it was encoded: a rotation in the file's metadata is not applied. 300 packets in a row without
-    a good picture are a SourceError, and so is a picture of more than 8192 pixels to a side. What comes over the
-    network is lost, and may be tried again, when it ends, is cut off, or sends nothing for read_timeout; not when it
-    refuses the password. What is wrong with a file stays wrong. A picture of H.264 over RTSP is known to be whole
-    when the next one begins, so it comes one frame time late.
+    a good picture raise SourceError, as does a picture with a side of more than 8192 pixels. A network source is lost
+    when it ends, is cut off, or sends nothing for read_timeout; it may then be opened again, unless it refused the
+    password. An error in a file is permanent. A picture of H.264 over RTSP is complete only when the next one begins,
+    so it comes one frame time late.
 
     `interrupt` ends a wait for the network within 0.2 s (see `_Clock`; without it, after the timeout), and a wait for
-    a file's pts at once. The operating system decides when a name is looked up, or a stuck device or disk answers:
-    neither a timeout nor `interrupt` ends that.
+    a file's pts at once. Name look-ups and stuck devices or disks are waits of the operating system: neither a timeout
+    nor `interrupt` ends them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class VideoSource:
     # -- Source ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connect and find the video in what comes. Raises SourceError."""
+        """Connect and find the video stream. Raises SourceError."""
         self._timing = _Timing()
         self._connect()
 
@@ -112,7 +112,6 @@ class VideoSource:
         return self._guarded(lambda: self._picture(frame), "no frame", self._timeouts[1]), pts
 
     def close(self) -> None:
-        """Hang up."""
         self._frames = iter(())  # it holds the container
         container, self._container = self._container, None
         if container is not None:
@@ -132,7 +131,7 @@ class VideoSource:
         stream = self._container.streams.video[0]
         if stream.codec_context is None:
             raise SourceError(f"{self.name}: no decoder for its video", retryable=False)
-        if self._remote and not stream.codec_context.width:  # it connected, and then sent too little to know more
+        if self._remote and not stream.codec_context.width:  # it connected, but sent too little to know its format
             raise SourceError(f"{self.name}: no answer for {self._timeouts[0]:g} s")
         self._check_side(stream.codec_context.width, stream.codec_context.height)
         stream.codec_context.thread_type = "NONE"  # the reading thread decodes; many feeds share the cores
@@ -180,7 +179,7 @@ class VideoSource:
         return None
 
     def _decode(self, container: InputContainer, video: VideoStream) -> Iterator[VideoFrame]:
-        """Every good picture until the end. What cannot be decoded is counted and skipped."""
+        """Every good picture until the end. Packets that cannot be decoded are counted and skipped."""
         invalid: type[Exception] = self._av.error.InvalidDataError
         packets, barren, waited = container.demux(), 0, 0.0
         while barren < MAX_BARREN:
@@ -306,10 +305,10 @@ _waiting = threading.local()  # stop: the Event of the source whose call into Py
 
 
 class _Clock:
-    """What PyAV's interrupt callback reads as the time, about ten times a second while FFmpeg waits.
+    """The clock that PyAV's interrupt callback reads about ten times a second while FFmpeg waits.
 
-    The callback compares it with a limit, and has no other input. A thread whose source was interrupted is told that
-    any limit is over; every other thread, and anybody else who uses PyAV, gets the true time.
+    The callback only compares this time with a limit. For a thread whose source was interrupted the clock returns a
+    time after any limit; all other threads and users of PyAV get the true time.
     """
 
     def __init__(self) -> None:
@@ -323,7 +322,8 @@ class _Clock:
 
 
 def _load() -> Any:
-    """PyAV, with its clock replaced. Where a version keeps it elsewhere, `interrupt` takes effect after a timeout."""
+    """PyAV with its clock replaced. If a PyAV version keeps it elsewhere, `interrupt` takes effect after the
+    timeout."""
     try:
         import av
     except ImportError as error:

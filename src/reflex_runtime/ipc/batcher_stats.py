@@ -80,8 +80,6 @@ def series_in(registry: CollectorRegistry | None) -> Series:
 
 
 class _PartitionStats:
-    """One partition."""
-
     __slots__ = ("batches", "fallbacks", "last", "mix", "pending", "requests")
 
     def __init__(self) -> None:

@@ -245,13 +245,11 @@ class RuntimeClient:
         peer.refuse(request, RpcError(METHOD_NOT_FOUND, f"{request.method}: a front answers no calls"))
 
     def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        """A notification came."""
         self._received[note.method if note.method in _COUNTED else "other"] += 1
         if self.on_note is not None:
             self.on_note(note, codec)
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
-        """The connection has ended."""
         if math.isnan(self._since) or self._link is None or peer is not self._link.peer:
             return  # it was never ready: `_ready_link` raises
         lived, self._since = asyncio.get_running_loop().time() - self._since, math.nan
@@ -366,7 +364,6 @@ class RuntimeClient:
             self._ask(peer, pulse)
 
     async def _rest(self) -> None:
-        """Until the next start."""
         wait = self._restarts.wait()
         if self._restarts.open and self.state != "open":
             log.error("%s ended too often: it is started again every %g s", self.name, self.config.cooldown_s)

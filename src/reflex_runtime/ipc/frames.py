@@ -177,7 +177,6 @@ class FrameDecoder:
         self._at = 0
 
     def feed(self, data: bytes) -> None:
-        """More bytes came."""
         if self.broken:
             return
         if self._at:  # what was read is removed when more comes, not after each frame

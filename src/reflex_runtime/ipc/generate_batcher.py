@@ -212,7 +212,6 @@ class GenerateBatcher:
         )
 
     def _submit(self, call: Call, timeout_ms: float | None) -> None:
-        """Queue a request."""
         params, handle = call.params, call.handle
         limit = params.timeout_ms if timeout_ms is None else timeout_ms
         if limit is not None and not (limit >= 0.0 and isfinite(limit)):
@@ -299,7 +298,6 @@ class GenerateBatcher:
     # -- sending -------------------------------------------------------------------------------------------------------
 
     def _send(self, batch: Batch) -> Awaitable[Sequence[Outcome]]:
-        """Write a batch."""
         if not self._client.ready:
             batch.notes[UNSENT] = True
             self._exchange.errors += 1

@@ -93,7 +93,6 @@ class RuntimeMessages:
         self.errors = 0
 
     def write(self, message: SentBatch) -> None:
-        """Write it."""
         if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was there when they were queued
             message.fall_back("capability")
         params = [call.params for call in message.calls]

@@ -27,7 +27,6 @@ class Model:
     closing: asyncio.Future[bool] | None = None
 
     def close(self, drain: bool, timeout: float) -> asyncio.Future[bool]:
-        """Close the engine; once."""
         if self.closing is None:
             self.closing = asyncio.ensure_future(self.engine.close(drain, timeout))
         return self.closing

@@ -226,7 +226,6 @@ class StreamRegistry:
     # -- from the client -----------------------------------------------------------------------------------------------
 
     def note(self, note: Notification, codec: Codec) -> None:
-        """A notification came."""
         reader = self._readers.get(note.method)
         if reader is None:
             self.stray["unknown_method"] += 1
@@ -249,7 +248,6 @@ class StreamRegistry:
             self._end(handle, error)
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything countable, JSON-safe."""
         return {
             "active": len(self._holders),
             "limit": self.limit,

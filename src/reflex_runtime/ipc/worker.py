@@ -154,7 +154,6 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
     def notified(self, peer: Peer, note: Notification, codec: Codec) -> None:
-        """A notification came."""
         self._meet(peer)
         peer.codec = codec
         if note.method == CREDIT:

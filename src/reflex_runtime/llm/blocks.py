@@ -1,9 +1,9 @@
-"""The paged cache as the scheduler sees it: which blocks are whose, which are free, which hold a known prefix.
+"""The paged cache: which sequence holds which block, which blocks are free, which contain a known prefix.
 
-`BlockPool` is the core's `Resources`. A sequence holds a table of blocks; a full block is known by the digest of
-everything up to its end (the digest of the block before it, and its own tokens), so that a sequence that begins alike
-finds it and shares it. A free block keeps its content until it is needed: the free list is ordered by when blocks were
-released, a hit takes a block out of its middle, and both cost O(1).
+`BlockPool` is the core's `Resources`. A sequence holds a table of blocks. A full block is identified by the digest of
+all tokens up to its end (the digest of the block before it, and its own tokens), so a sequence with the same beginning
+finds and shares it. A free block keeps its content until it is needed. The free list is ordered by time of release; a
+hit takes a block out of its middle. Both cost O(1).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class BlockPool:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks that know a prefix, held or free."""
+        """Blocks that contain a known prefix, held or free."""
         return len(self._block_of)
 
     @property
@@ -86,7 +86,7 @@ class BlockPool:
         return float(sequence.num_computed_tokens)
 
     def reserve(self, ticket: Ticket, units: float) -> bool:
-        """Blocks for `units` more tokens; what they knew is forgotten. False, and nothing changed, when too few are
+        """Blocks for `units` more tokens; their old content is forgotten. False, without any change, if too few are
         free."""
         sequence: Sequence = ticket.request.payload
         held = len(sequence.blocks)
@@ -106,7 +106,7 @@ class BlockPool:
         return True
 
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
-        """Whether `reserve` would succeed once these others were released."""
+        """Whether `reserve` would succeed after these other sequences were released."""
         sequence: Sequence = ticket.request.payload
         short = self.blocks_for(sequence.num_computed_tokens + int(units)) - len(sequence.blocks) - len(self._free)
         if short <= 0:
@@ -128,7 +128,7 @@ class BlockPool:
                 self._publish(ticket.request.payload)
 
     def rollback(self, batch: Batch) -> None:
-        """Nothing to void: blocks are published by `commit` alone, and a crashed step's tickets are released."""
+        """Nothing to undo: only `commit` publishes blocks, and a crashed step's tickets are released."""
 
     def release(self, ticket: Ticket) -> None:
         """Take the sequence's blocks back. Those that know a prefix are handed out last, the longest prefix first of
@@ -164,12 +164,12 @@ class BlockPool:
             own = array("q", tokens[i * size : (i + 1) * size]).tobytes()
             digests.append(blake2b(before + own, digest_size=16).digest())
 
-    # -- for tests and the curious -------------------------------------------------------------------------------------
+    # -- for tests -----------------------------------------------------------------------------------------------------
 
     def check(self, sequences: list[Sequence]) -> list[str]:
-        """What is wrong with the pool if these sequences hold all there is to hold; empty when nothing is.
+        """Errors in the pool, given that these sequences hold all held blocks; empty if there are none.
 
-        O(everything): for tests, and for a suspicion.
+        O(everything): for tests and debugging.
         """
         held = Counter(block for sequence in sequences for block in sequence.blocks)
         wrong = []

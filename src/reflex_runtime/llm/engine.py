@@ -1,12 +1,12 @@
-"""The engine: a step is formed by the scheduler, flattened, run, sampled, and handed back.
+"""The engine: the scheduler forms a step, the processor flattens, runs and samples it, and returns the outputs.
 
-`LLMProcessor` is everything a driver needs to generate tokens: the group its requests belong to, the requests, and the
-code that runs a batch of them. `LLMEngine` adds a driver whose caller makes every step; a server runs the processor
-under the asyncio driver.
+`LLMProcessor` has everything that a driver needs to generate tokens: the group of its requests, the requests, and the
+code that runs a batch. `LLMEngine` adds a driver whose caller makes every step; a server runs the processor under the
+asyncio driver.
 
-A step is a transaction. The scheduler reserves blocks before it grants; the processor changes a sequence only after the
-forward pass came back, and each sequence by itself; the scheduler then publishes what was computed. What fails or is
-cancelled in between leaves no trace in the cache.
+A step is a transaction. The scheduler reserves blocks before it grants units. The processor changes a sequence only
+after the forward pass returned, each sequence separately. Then the scheduler publishes the computed blocks. A request
+that fails or is cancelled in between leaves no trace in the cache.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def _next_id() -> str:
 class EngineConfig:
     """How steps are formed. Raises ConfigError that names the field, its value and its range.
 
-    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds how long a step takes, and so
-        every gap between two tokens. max_num_seqs: most sequences that are being generated at a time.
-    long_prefill_token_threshold: most tokens that one sequence gets in a step; 0 leaves it to the budget.
-    enable_prefix_caching: prompts that begin alike are computed once.
-    max_queue, max_queued_tokens: requests, and tokens of theirs, that may wait; what comes beyond is refused at once.
+    max_num_batched_tokens: most tokens in a step, prompts and outputs together; it bounds the time of a step, and so
+        the gap between two tokens. max_num_seqs: most sequences that generate at the same time.
+    long_prefill_token_threshold: most tokens of one sequence in a step; 0 is no limit of its own.
+    enable_prefix_caching: the common beginning of prompts is computed once.
+    max_queue, max_queued_tokens: most waiting requests, and most of their tokens; further requests are refused at once.
     """
 
     max_num_batched_tokens: int = option(2048, low=1, high=1 << 20)
@@ -73,9 +73,9 @@ class EngineConfig:
 
 
 class LLMProcessor(BaseProcessor):
-    """Generates tokens: its `group` goes to the scheduler, its `request` makes requests, the driver calls the rest.
+    """Generates tokens. `group` is for the scheduler, `request` makes requests, the driver calls the rest.
 
-    Takes the runner over: `stop` closes it. pool: its blocks.
+    It owns the runner: `stop` closes it. pool: its blocks.
     """
 
     repeatable = True
@@ -86,7 +86,7 @@ class LLMProcessor(BaseProcessor):
 
     @property
     def limits(self) -> Limits:
-        """What a request is measured against. A tokenizer may know more tokens than the model, or fewer."""
+        """The limits for requests. A tokenizer may know more tokens than the model, or fewer."""
         runner, pool = self.runner, self.pool
         return Limits(runner.vocab_size, runner.max_model_len, pool.num_blocks, pool.block_size)
 
@@ -114,7 +114,7 @@ class LLMProcessor(BaseProcessor):
     ) -> Request:
         """A request for this processor. time_limit: seconds until its first token.
 
-        Raises TooLarge when it could never run here, naming the limit; ConfigError for a prompt that is none.
+        Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check(ids, params.max_tokens)
@@ -130,7 +130,7 @@ class LLMProcessor(BaseProcessor):
         )
 
     def run(self, batch: Batch) -> list[Outcome]:
-        """One step of every sequence in the batch. Notes how many blocks are held: the trace tells."""
+        """One step of every sequence in the batch. Notes the number of blocks in use, for the trace."""
         held = self.pool.num_blocks - self.pool.free_blocks
         batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
         lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
@@ -173,7 +173,7 @@ def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:
 
 
 def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None) -> Outcome:
-    """What the step came to for one sequence: a chunk of its prompt, a token, its last one, or its own fault."""
+    """The outcome of the step for one sequence: a chunk of its prompt, a token, its last token, or its own error."""
     if sequence.cached_tokens is None:
         sequence.cached_tokens = sequence.num_computed_tokens
     if isinstance(choice, ProcessorError):
@@ -182,7 +182,7 @@ def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None)
     if choice is not None:
         try:
             output = sequence.append(choice)
-        except Exception as error:  # a token that cannot be told as text: its neighbours are not to blame
+        except Exception as error:  # this token cannot be decoded to text; the other sequences go on
             return Failed(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
     sequence.num_computed_tokens += n
     if output is None:
@@ -191,7 +191,7 @@ def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None)
 
 
 def output_of(ticket: Ticket, prompt: str | None = None) -> RequestOutput:
-    """What became of a settled ticket."""
+    """The output of a settled ticket."""
     sequence: Sequence = ticket.request.payload
     error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
     if error is not None and not isinstance(error, ReflexError):
@@ -216,8 +216,8 @@ class LLMEngine:
         for output in engine.generate(["Robots that", "Cameras that"], SamplingParams.greedy(32)):
             print(output.text)
 
-    model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: needed with a runner that is not the
-    toy. block_size, num_blocks: of the cache; None takes the runner's own. Further keywords are `EngineConfig`'s.
+    model: a Hugging Face directory, a `Runner`, or None for the toy. tokenizer: required with a runner other than the
+    toy. block_size, num_blocks: of the cache; None is the runner's default. Further keywords are `EngineConfig`'s.
     sinks: called with every event of the scheduler. scheduler: the core's.
     """
 
@@ -273,7 +273,7 @@ class LLMEngine:
         return len(self._tickets)
 
     def abort(self, request_id: str) -> bool:
-        """Take a request back: its blocks are free when this returns. False when it has ended already."""
+        """Cancel a request; its blocks are free when this returns. False if it has already ended."""
         found = self._tickets.get(request_id)
         if found is None:
             return False
@@ -286,7 +286,7 @@ class LLMEngine:
     ) -> list[RequestOutput]:
         """Generate for all prompts, as many at a time as fit; returns their outputs in order.
 
-        params: one for all, or one each. A request that fails has its `error` set; one that could never run raises.
+        params: one for all, or one each. A request that fails has its `error` set; one that can never run raises.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
@@ -308,7 +308,7 @@ class LLMEngine:
         return [found[request.id] for request in requests]
 
     def close(self) -> None:
-        """Settle what is left, and free the model."""
+        """End all requests, and free the model."""
         self.scheduler.close(self._stepper.clock(), drain=False)
         self._stepper.deliver()
         self.processor.stop()
@@ -318,7 +318,7 @@ class LLMEngine:
         return next(id for id in iter(_next_id, None) if id not in self._tickets)
 
     def _may_wait(self, request: Request) -> bool:
-        """Whether the queue has room for it, and is not so long that more would only lie there."""
+        """Whether the queue has room for the request."""
         config, waiting = self.processor.config, self.scheduler.queued("default")
         if not waiting:
             return True
@@ -360,8 +360,8 @@ def trace_batches(
 ) -> tuple[list[str], list[dict[str, int]]]:
     """The tokens that each request got, step by step.
 
-    Adds all prompts (greedy, to exactly max_tokens) to an engine of its own, runs it to the end, and returns the
-    requests' ids and one mapping from id to tokens per step. It watches the scheduler's events and changes nothing.
+    Runs all prompts (greedy, exactly max_tokens each) on a new engine to the end. Returns the requests' ids and one
+    mapping from id to tokens per step, taken from the scheduler's events.
     """
     steps: list[dict[str, int]] = []
 

@@ -1,8 +1,8 @@
-"""One request's tokens: what is known, what is computed, and what may be shown.
+"""One request's tokens: known, computed, and ready to send.
 
-Two counters say everything: `num_tokens` are known (the prompt and what was sampled), `num_computed_tokens` have their
-keys and values in the cache. Neither prefill nor decode is a state: a sequence wants the difference computed, and one
-that has it all computed gets a new token. Preemption sets the second counter to 0 and forgets nothing that was said.
+Two counters are the whole state: `num_tokens` are known (the prompt and the sampled ones), `num_computed_tokens` have
+their keys and values in the cache. Prefill and decode are no states: a sequence wants the difference computed, and when
+all is computed it gets a new token. Preemption sets the second counter to 0; the known tokens stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STOP, LENGTH = "stop", "length"
 
 class Choice(NamedTuple):
     """A sampled token. logprob, top: of the model's own distribution at temperature 1, natural logarithms; `top` are
-    the likeliest (id, logprob), best first. None and () where not asked for."""
+    the likeliest (id, logprob), best first. None and () if not requested."""
 
     token_id: int
     logprob: float | None = None
@@ -31,9 +31,9 @@ class Choice(NamedTuple):
 class TokenOutput(NamedTuple):
     """One token of output, as it is sampled.
 
-    text: what may be shown with it: empty while a character is incomplete, and while it may be the beginning of a stop
+    text: the text to send with it; empty while a character is incomplete or the text may be the beginning of a stop
     text. finish: None, or why it is the last: `stop` (end of sequence, stop token, stop text) or `length`.
-    held: characters of the tokens before it that were not shown when it came.
+    held: characters of earlier tokens that were not yet sent when it came.
     """
 
     token_id: int
@@ -46,9 +46,8 @@ class TokenOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What became of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
-    that the prefix cache had. error: why it ended without an answer; what it had said until then is there all the
-    same."""
+    """The result of a request. finish_reason: `stop`, `length`, or the code of `error`. cached_tokens: prompt tokens
+    found in the prefix cache. error: why it ended without a full answer; the tokens until then are included."""
 
     request_id: str
     prompt: str | None
@@ -64,8 +63,8 @@ class RequestOutput:
 class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
-    Between steps the scheduler's side owns it (`blocks.py`), during a step the processor (`engine.py`); both under the
-    driver's order, so that it needs no lock. stream: feed it an id, get the text that is complete by it.
+    Between steps the scheduler's side changes it (`blocks.py`), during a step the processor (`engine.py`). The driver
+    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it.
     """
 
     __slots__ = (
@@ -119,16 +118,15 @@ class Sequence:
 
     @property
     def output_ids(self) -> tuple[int, ...]:
-        """The sampled tokens."""
         return tuple(self.tokens[self.num_prompt_tokens :])
 
     @property
     def text(self) -> str:
-        """The output as text, as far as it may be shown."""
+        """The output text that is ready to send."""
         return "".join(self._pieces)
 
     def append(self, choice: Choice) -> TokenOutput:
-        """Take a sampled token: the sequence knows one more, and may have ended."""
+        """Add a sampled token; the sequence may end with it."""
         token, held = choice.token_id, len(self._held)
         self.tokens.append(token)
         if self.params.logprobs is not None:
@@ -148,7 +146,7 @@ class Sequence:
         return TokenOutput(token, shown, choice.logprob, choice.top, self.finish_reason, held)
 
     def _show(self, piece: str) -> str:
-        """What of the held text and the piece may be shown; ends the sequence at a stop text."""
+        """The part of held text and new piece that is ready to send; ends the sequence at a stop text."""
         stops = self.params.stop
         text = self._held + piece
         found = [at for stop in stops if (at := text.find(stop)) >= 0]

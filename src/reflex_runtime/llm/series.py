@@ -1,7 +1,7 @@
-"""What an engine does, as Prometheus series under the names that dashboards for vLLM know, with our prefix.
+"""The Prometheus series of an engine, under the names of vLLM with our prefix.
 
-A fold over the scheduler's events; gauges are read live. It also checks what must hold of every step and every request,
-and counts what does not: a violation is a defect of the engine, never of a caller.
+They are computed from the scheduler's events; gauges are read live. The sink also checks the invariants of every step
+and every request, and counts violations: a violation is a bug of the engine, never of a caller.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 
 @dataclass(slots=True)
 class _Lane:
-    """What is remembered of a request from its first step on. known: its tokens. last: when the latest one came, None
-    before the first. running: whether it holds a place."""
+    """The state of a request from its first step on. known: its tokens. last: time of the latest token, None before the
+    first. running: whether it holds a place."""
 
     known: int
     last: float | None = None
@@ -41,7 +41,7 @@ class _Lane:
 class EngineSeries:
     """A sink that keeps the series of one engine in `registry`.
 
-    waiting: how many requests wait, read when a scrape asks, as the processor's pool is.
+    waiting: the number of waiting requests, read at the scrape, like the processor's pool.
     """
 
     events = frozenset({BatchScheduled, RequestPreempted, RequestProgressed, RequestSettled})
@@ -86,7 +86,6 @@ class EngineSeries:
         self._e2e = histogram("reflex_e2e_request_latency_seconds", "Arrival to the end", _WHOLE).labels()
 
     def __call__(self, event: Event) -> None:
-        """Take an event."""
         if isinstance(event, RequestProgressed):
             if event.value is not None:
                 self._token(self._lanes[event.ticket], event.ticket, event.at)
@@ -146,7 +145,7 @@ class EngineSeries:
 
 
 def invariants(ticket: Ticket) -> dict[str, bool]:
-    """What must hold of a request that was answered: what it was granted is what it needed, and its blocks are back."""
+    """Check an answered request: it was granted exactly the tokens it needed, and its blocks were released."""
     sequence: Sequence = ticket.request.payload
     needed = sequence.num_prompt_tokens + sequence.num_output_tokens - 1
     return {

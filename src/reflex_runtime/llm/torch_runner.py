@@ -1,8 +1,8 @@
-"""The runner to read and to compare with, and the one for GPUs: a checkpoint in torch over a paged cache.
+"""The runner in torch over a paged cache: for GPUs, and as a readable reference.
 
-A step's tokens run through the model as one flat row; only attention asks which sequence a token is of. Sequences with
-one new token attend together, as a padded batch over their block tables; longer runs attend one by one, over exactly
-their own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table width.
+A step's tokens run through the model as one flat row; only attention distinguishes the sequences. Sequences with one
+new token attend together, as a padded batch over their block tables. Longer runs attend one by one, over exactly their
+own rows. On CUDA, steps of single tokens replay a recorded graph, one per batch size and table width.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ _Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Sequences with one new token each: which of the step's tokens (None: all), the cache rows [d, length] each may
-    be shown, padded with a row of nobody's, and per window which of them it sees, [d, 1, 1, length]."""
+    """Sequences with one new token each: the indices of their tokens in the step (None: all), the cache rows [d,
+    length] that each may read, padded with the unused block's, and per window a mask of those it reads, [d, 1, 1,
+    length]."""
 
     tokens: Tensor | None
     rows: Tensor
@@ -38,8 +39,8 @@ class _Singles:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A sequence with several new tokens: where they lie in the step, the cache rows of all its tokens up to the last,
-    and per window what each new token sees, [new, all]; no mask: everything up to itself, all being new."""
+    """A sequence with several new tokens: their place in the step, the cache rows of all its tokens up to the last, and
+    per window a mask of what each new token reads, [new, all]. No mask: all tokens are new, and attention is causal."""
 
     begin: int
     end: int
@@ -49,7 +50,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What attention needs to know of a step, the same in every layer. rows: where new keys and values go, [t]."""
+    """The input of attention for a step, the same in every layer. rows: where new keys and values are written, [t]."""
 
     rows: Tensor
     singles: _Singles | None
@@ -70,11 +71,11 @@ class _Recorded:
 class TorchRunner:
     """Runs steps of a Hugging Face checkpoint in torch.
 
-    device: "cpu" or "cuda". dtype: "float32", "bfloat16", or "auto": bfloat16 where the weights are stored so, else
+    device: "cpu" or "cuda". dtype: "float32", "bfloat16", or "auto": bfloat16 if the weights are stored so, else
     float32. num_blocks: blocks of the cache, or None: as many as fit into `kv_cache_bytes`. max_model_len: at most,
-    and by default, what the checkpoint was made for. threads: CPU threads of torch, which is one number for the whole
-    process; None leaves it alone. cuda_graphs: record decode steps; the first step of each size then takes longer,
-    and those after it cost one launch. Raises ConfigError, before any weight is read where it can.
+    and by default, the checkpoint's own limit. threads: CPU threads of torch, one number for the whole process; None
+    does not change it. cuda_graphs: record decode steps; the first step of each size then takes longer, later ones cost
+    one launch. Raises ConfigError, if possible before any weight is read.
     """
 
     def __init__(
@@ -108,8 +109,8 @@ class TorchRunner:
         self._decoder = Decoder(checkpoint, device, kind)
         block = config.cache_bytes(block_size, kind.itemsize)
         self.num_blocks = blocks_in(kv_cache_bytes, block, free_bytes(device), num_blocks)
-        # One block more than sequences get: padding reads and writes there. Zeros, because a row that was never
-        # written is multiplied with a weight of zero, and not-a-number times zero is not zero.
+        # One more block than sequences get: padding reads and writes there. It is zeroed, because a row that was never
+        # written is multiplied with a weight of zero, and NaN times zero is NaN.
         shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
@@ -119,7 +120,7 @@ class TorchRunner:
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step.
 
-        Raises ValueError for a token id the model does not have; nothing was written then.
+        Raises ValueError for a token id the model does not have, before anything is written.
         """
         low, high = int(step.token_ids.min()), int(step.token_ids.max())
         if low < 0 or high >= self.vocab_size:  # on a GPU this would end the process
@@ -170,7 +171,7 @@ class TorchRunner:
     def _tables(
         self, step: Step, which: npt.NDArray[np.bool_], count: int = 0, width: int = 0
     ) -> npt.NDArray[np.int64]:
-        """Block tables of those sequences, at least [count, width]; the rest of it is the block that is nobody's."""
+        """Block tables of those sequences, at least [count, width], padded with the unused block."""
         widths = np.diff(step.block_begins)
         shape = max(count, int(which.sum())), max(width, int(widths[which].max()))
         padded = np.full(shape, self.num_blocks, np.int64)
@@ -199,7 +200,7 @@ class TorchRunner:
             window: (seen if window is None else seen & (at >= length - window))[:, None, None]
             for window in set(self._config.windows)
         }
-        # What a last block holds behind a sequence's end is another's, and may be anything: it is not even looked at.
+        # The rest of a last block, after the sequence's end, may have any content: it is masked.
         return _Singles(tokens, torch.where(seen, rows, self.num_blocks * size), masks)
 
     # -- attention: once per layer -------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ class TorchRunner:
     # -- recorded decode steps -----------------------------------------------------------------------------------------
 
     def _replayed(self, step: Step, record: _Record) -> Tensor:
-        """A step of single tokens through the recording that is just large enough; made when first asked for."""
+        """A step of single tokens through the smallest recording that is large enough; recorded on first use."""
         count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
         size, width = _power_of_two(count), _power_of_two(widest)
         tables = self._tables(step, np.ones(count, np.bool_), size, width)
@@ -240,7 +241,7 @@ class TorchRunner:
         return recorded.logits[:count]
 
     def _recording(self, record: _Record, ids: Tensor, tables: Tensor, lengths: Tensor) -> _Recorded:
-        """The tensors become the inputs; running it writes the same keys and values as often as it is run."""
+        """Record a step with these tensors as its inputs. Repeated runs write the same keys and values."""
         logits = torch.empty(len(ids), self.vocab_size, device=self._device)
 
         def run() -> None:
@@ -268,7 +269,7 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Record what `run` launches. It runs twice before: libraries make their choices and their workspaces then."""
+    """Record the launches of `run`, after two plain runs in which libraries choose kernels and make workspaces."""
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):

@@ -1,8 +1,8 @@
-"""The most requests any rule could answer in time: a bound to measure the rules against.
+"""The most requests that any rule could answer in time, as a bound for the comparisons.
 
-It knows all arrivals in advance. With one time limit for all, some best schedule serves consecutive accepted requests
-in order of arrival, and refuses only before a batch, never inside one. So it is enough to remember, before every
-request, how early the device can be free for each number of requests refused until then.
+All arrivals are known in advance. With one time limit for all, there is an optimal schedule that serves accepted
+requests in order of arrival and refuses only between batches. So it is enough to keep, before every request, the
+earliest time at which the device can be free for each number of refusals so far.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def most_on_time(arrivals: Sequence[float], limit: float, fixed: float, marginal
     for i in range(count):
         now = free.pop(i)
         low, since = now.undominated()
-        # Refusing more than arrive within one limit cannot pay: any schedule gets rid of its backlog in that time.
+        # Refusing more than arrive within one limit cannot pay: any schedule clears its backlog in that time.
         since = since[: int(np.searchsorted(at, at[i] + limit, side="right")) - i + 1]
         _reach(free, i + 1, low + 1, since)
         for n in range(1, min(largest, count - i) + 1):
             ends = np.maximum(since, at[i + n - 1]) + (fixed + marginal * n)
-            # A larger batch ends later, and states further on are free earlier: once the last is late, all are.
+            # A larger batch ends later, and later states are free earlier: once the last is late, all are.
             late = int(np.count_nonzero(ends > at[i] + limit + 1e-12))
             if late == len(ends):
                 break

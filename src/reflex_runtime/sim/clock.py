@@ -1,6 +1,6 @@
 """A clock that jumps: simulated hours pass as fast as the decisions in them can be made.
 
-Whoever asks for the time gets it from a `Clock`; only whoever owns a `JumpingClock` can move it, and never back.
+Code that reads the time takes a `Clock`; only the owner of a `JumpingClock` can move it, and never back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Clock(Protocol):
 
 
 class JumpingClock:
-    """A clock that stands still until it is told to jump."""
+    """A clock that stands still until `jump`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -26,7 +26,7 @@ class JumpingClock:
         return self._now
 
     def jump(self, to: float) -> None:
-        """Be at `to` from now on. Raises ValueError when that lies in the past."""
+        """Set the time to `to`. Raises ValueError if that is in the past."""
         if not to >= self._now:
             raise ValueError(f"JumpingClock.jump: to={to!r}: must be >= {self._now!r}, time does not go back")
         self._now = to

@@ -1,4 +1,4 @@
-"""The questions every change to the scheduler answers before and after: the same cases, seeds and rules each time."""
+"""The comparisons to print before and after every change to the scheduler: fixed cases, seeds and rules."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bench:
 
     @property
     def lossless(self) -> float:
-        """(1 − 2a/D)/b: requests a second up to which nobody need be late; above, somebody must be left out."""
+        """(1 − 2a/D)/b requests a second: evenly spaced, all can be on time up to this rate; above it some cannot."""
         fixed, marginal = self.device.fixed, self.device.marginal
         return max((1.0 - 2.0 * fixed / self.slo) / marginal, 0.25 * (1.0 - fixed / self.slo) / marginal)
 
@@ -110,7 +110,7 @@ def overload_bounds(bench: Bench, progress: Progress = lambda _: None) -> dict[s
 
 
 def _arrivals(source: WorkloadPart, seed: str, duration: float) -> Iterator[float]:
-    """When a source that does not wait for answers asks."""
+    """Arrivals of a source that does not wait for answers."""
     (stream,) = source.streams(seed)
     while (arrival := stream.next(0.0)) is not None and arrival.at < duration:
         yield arrival.at
@@ -240,7 +240,7 @@ def feeds_table(results: Results) -> str:
 
 
 def fairness_table(results: Results) -> str:
-    """On time per second, Jain's index, and what the two kinds of feed got of what they asked."""
+    """On time per second, Jain's index, and the on-time share of each kind of feed."""
     header = ["one greedy feed, seven modest", "on time/s", "Jain", "greedy on time", "modest on time"]
     rows = []
     for rule, by in results.items():
@@ -254,7 +254,6 @@ def fairness_table(results: Results) -> str:
 
 
 def priority_table(results: Results) -> str:
-    """On-time shares per tier."""
     shares = {rule: by[""].on_time_by for rule, by in results.items()}
     rows = [[rule, f"{by['urgent']:.3f}", f"{by['default']:.3f}"] for rule, by in shares.items()]
     return columns(["urgent in overload", "urgent on time", "default on time"], rows)

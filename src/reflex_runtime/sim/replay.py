@@ -1,10 +1,10 @@
-"""The schedule of a journal, run again: what the scheduler did, or would have done with other settings.
+"""Replays the schedule of a journal: what the scheduler did, or would have done with other settings.
 
-`replay_measured` gives the scheduler its recorded inputs: the same requests, and the measured times of its batches, at
-the recorded instants; the same batches come out. `replay_schedule` takes only the requests, fits a device to the
-measured batches, and lets the scheduler decide on a jumping clock: that is how another budget is tried.
+`replay_measured` gives the scheduler its recorded inputs at the recorded instants: the requests, and the measured times
+of its batches. It must form the same batches. `replay_schedule` takes only the requests, fits a device to the measured
+batches, and runs the scheduler on a jumping clock. This is how another budget is tried.
 
-The arrivals are fixed, although a caller that waits for its answer would have asked sooner had it come sooner.
+Arrivals stay as recorded, although a caller that waits for its answer would ask sooner after a faster answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from reflex_runtime.telemetry.journal_reader import Journal
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is to be different from the recorded settings; None leaves a setting as it was. Seconds."""
+    """Settings that differ from the recorded ones; None keeps the recorded value. Seconds."""
 
     max_batch_cost: float | None = None
     batch_timeout: float | None = None
@@ -98,7 +98,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
 
 
 def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
-    """Show it the warm-up again."""
+    """Teach the cost model the recorded warm-up."""
 
     def ticket(i: int) -> Ticket:
         return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)
@@ -131,7 +131,7 @@ def _request(line: RequestLine) -> Request:
 
 
 class _Steps:
-    """What a processor of these stages answers: the next stage, or the rest of the last."""
+    """Answers as a processor with these stages: the next stage, or the rest of the last."""
 
     def __init__(self, recording: Journal) -> None:
         self._stages = {name: told.cost["stages"] for name, told in recording.groups.items() if told.cost is not None}
@@ -171,8 +171,8 @@ class Again:
 class MeasuredReplay:
     """Every recorded batch, formed again.
 
-    early: how often the scheduler would have sent a batch at a recorded instant at which it had found nothing to send.
-    unknown: batches of requests that are not in the file (a shadow's), passed over.
+    early: times at which the scheduler would have sent a batch although it recorded that it waited.
+    unknown: batches of requests that are not in the file (a shadow's); they are skipped.
     """
 
     batches: list[Again] = field(default_factory=list)
@@ -203,8 +203,8 @@ class MeasuredReplay:
 def replay_measured(recording: Journal) -> MeasuredReplay:
     """Give the scheduler its recorded inputs at the recorded instants, and compare the batches it forms.
 
-    Needs the recorded settings and requests (`scheduler_of`). What is missing from the file, because it was dropped or
-    not answered when the process was killed, shows as a difference.
+    Needs the recorded settings and requests (`scheduler_of`). Requests that are missing in the file, because their
+    lines were dropped or the process was killed, show as differences.
     """
     return _Measured(recording).run()
 
@@ -391,7 +391,7 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
 
 
 def recorded_report(recording: Journal) -> Report:
-    """The same report of what was recorded: latency is from the arrival at the scheduler to the last batch's end."""
+    """The same report for the recording: latency is from the arrival at the scheduler to the last batch's end."""
     first, last = _span(recording)
     finished = {seq: b.finished for b in recording.batches for seq in b.seqs}
     ended = {e.ticket: e.at for e in recording.ended}

@@ -1,4 +1,4 @@
-"""What a simulated run amounts to: shares, percentiles and reasons, and the table they are printed in."""
+"""The results of a simulated run: shares, percentiles and reasons, and the table that prints them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from reflex_runtime.sim.run import Run
 
 
 def jain(values: Iterable[float]) -> float | None:
-    """Jain's index (Σx)² / (n·Σx²): 1 when all are equal, 1/n when one has everything. None when there is nothing."""
+    """Jain's index (Σx)² / (n·Σx²): 1 when all are equal, 1/n when one has everything. None without any."""
     found = list(values)
     squares = sum(x * x for x in found)
     return sum(found) ** 2 / (len(found) * squares) if squares else None
 
 
 def fair_shares(total: float, asked: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Max-min fair parts of `total`: nobody gets more than asked, and what the modest leave is split by the others."""
+    """Max-min fair shares of `total`: none gets more than it asked for; the others split the rest evenly."""
     parts: dict[Hashable, float] = {}
     waiting = sorted(asked, key=lambda k: asked[k])
     while waiting:
@@ -39,7 +39,7 @@ class Report:
 
     offered, throughput, goodput: requests made, answered, and answered on time, per second.
     on_time: answered on time ÷ made. on_time_by: the same per priority.
-    busy: share of the time the device ran. wasted: share of its time that went into answers late or got by nobody.
+    busy: share of the time the device ran. wasted: share of its time spent on answers that were late or not used.
     fairness: Jain's index over clients of (on time ÷ max-min fair part of all that was on time); None for one client.
     """
 
@@ -65,7 +65,6 @@ class Report:
 
     @classmethod
     def of(cls, run: Run) -> Report:
-        """Fold a run."""
         span = max(1e-9, run.duration - run.warmup)
         answers = [a for a in run.answers if a.arrived >= run.warmup]
         batches = [b for b in run.batches if run.warmup <= b.started < run.duration]
@@ -101,7 +100,6 @@ class Report:
         )
 
     def text(self) -> str:
-        """The report for people."""
         largest = max(self.sizes, default=0)
         rows = [
             ("offered", f"{self.offered:.1f} requests/s over {self.span:g} s"),

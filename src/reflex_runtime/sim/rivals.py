@@ -1,7 +1,7 @@
-"""Rules to compare with that the runtime does not offer: small schedulers for the simulator alone.
+"""Rules of other systems: small schedulers for comparisons in the simulator only.
 
-They know one queue in order of arrival and nothing of clients, tiers or cancelling. Where a rule needs to predict a
-batch, it is told the device's true mean, which the real scheduler has to learn: a comparison in their favour.
+They have one queue in order of arrival, without clients, tiers or cancelling. A rule that predicts batch times gets
+the device's true mean, which the real scheduler has to learn: the comparison favours the rivals.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Rival:
         """A batch came back."""
 
     def drop_head(self, now: float) -> None:
-        """Refuse the oldest."""
         self._settle(self.queue.popleft(), _Failed(Shed("its deadline can no longer be met")), now)
 
     # -- what the loop asks ------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class MarginalWait(Rival):
 
 
 class HoldAlways(Rival):
-    """Every batch waits `hold` seconds from when the device is free and somebody waits, whoever may or may not come."""
+    """Every batch waits `hold` seconds once the device is free and a request waits, expected callers or not."""
 
     def __init__(self, hold: float, max_batch_size: int = 64) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class HoldAlways(Rival):
 
 
 class AlwaysJoin(Rival):
-    """Work in stages: whoever waits runs its first stage before the residents' next step, always."""
+    """Work in stages: waiting requests always run their first stage before the residents' next step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ DEVICE = Affine(0.020, 0.002)  # the device all quoted figures are for: 20 + 2n 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a rule is given.
+    """The inputs of a rule.
 
     max_batch_cost, batch_timeout, goal: seconds; goal is the answer time aimed at. device: the true mean times, for the
     rules that do not learn. max_batch_size: most requests in a batch, for the rules that count.
@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named rule. blind: it is not shown time limits, because it has no use for them (they are still measured)."""
+    """A named rule. blind: it does not use time limits, so its requests have none (answers are still measured)."""
 
     name: str
     make: Callable[[Setting], Decider]

@@ -1,8 +1,7 @@
 """The discrete-event loop around the real scheduler.
 
-It asks `next_batch`, completes batches and honours `wake_at` exactly as a driver does, on a clock that jumps from one
-thing that happens to the next. Every input is followed by a question, so nothing is smoothed over by arrivals that
-happen to share an instant.
+Like a driver it calls `next_batch`, completes batches and honours `wake_at`, on a clock that jumps from one event to
+the next. It calls `next_batch` after every single input, also when several arrive at the same instant.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask 
 
 
 class Decider(Protocol):
-    """What the loop needs of a scheduler; `core.scheduler.Scheduler` is one."""
+    """The scheduler as the loop uses it; `core.scheduler.Scheduler` is one."""
 
     def submit(self, request: Request, now: float) -> Ticket:
         """Admit a request or raise Rejected."""
@@ -48,7 +47,7 @@ class RequestEnd(NamedTuple):
     """How one request ended.
 
     arrived, ended: seconds. outcome: ok, overrun, or what the error counts as (rejected, expired, shed, …).
-    limit: the time limit it was made with, inf for none; a rule that was not shown it is measured by it all the same.
+    limit: its time limit, inf for none; answers of a blind rule are measured against it too.
     device: its share of measured device seconds.
     """
 
@@ -83,7 +82,7 @@ class Ran(NamedTuple):
 
 @dataclass(slots=True)
 class Run:
-    """Everything that happened. warmup, duration: the span, in seconds, over which reports look."""
+    """Everything that happened. warmup, duration: the span, in seconds, that reports cover."""
 
     warmup: float
     duration: float
@@ -105,12 +104,12 @@ def simulate(
 ) -> Run:
     """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
 
-    duration: seconds during which requests are made; what is in the system then still runs to its end.
+    duration: seconds during which requests are made; those in the system at its end still run to their end.
     warmup: seconds at the start that reports leave out.
     blind: hide time limits from the scheduler; answers are still measured by them.
     sinks: called with every event of the scheduler.
-    outcome: what the processor answers for a ticket that was granted so many units; by default Done when that was all
-    it wanted, else another step of the same stage.
+    outcome: the processor's answer for a ticket and its granted units; by default Done if that was all it wanted, else
+    another step of the same stage.
     """
     return _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome).run(workload)
 
@@ -238,6 +237,6 @@ class _Loop:
 
 
 def _outcome(ticket: Ticket, units: float) -> Outcome:
-    """Done when it was granted all it wants, else another step."""
+    """Done if it was granted all it wanted, else another step."""
     left = ticket.wants - units
     return Done() if left <= 1e-9 else More(wants=left)

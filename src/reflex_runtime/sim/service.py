@@ -1,6 +1,7 @@
-"""How long the simulated device takes for a batch.
+"""Service models: how long the simulated device takes for a batch.
 
-A service model answers with seconds for one batch at one time. Models wrap each other: `Noisy(Drifting(Affine(...)))`.
+A model returns the seconds of a batch that starts at a given time. Models wrap each other:
+`Noisy(Drifting(Affine(...)))`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class Bounds(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """A setting and what it came to, seconds; threshold 0 is off."""
+    """A setting and its results in seconds; threshold 0 is off."""
 
     budget: int
     threshold: int
@@ -30,20 +30,19 @@ class Tried(NamedTuple):
     tokens: int
 
     def meets(self, bounds: Bounds) -> bool:
-        """Whether no request exceeded a bound. Times are sums of many steps: a millionth is rounding."""
+        """Whether all requests kept both bounds. Times are sums of many steps, so a millionth is rounding."""
         return self.meets_ttft(bounds) and self.meets_gap(bounds)
 
     def meets_ttft(self, bounds: Bounds) -> bool:
-        """The same of the first token alone."""
+        """Whether all requests kept the bound on the first token."""
         return bounds.ttft is None or self.ttft <= bounds.ttft * (1 + 1e-6)
 
     def meets_gap(self, bounds: Bounds) -> bool:
-        """The same of the gap alone."""
+        """Whether all requests kept the bound on the gap."""
         return bounds.gap is None or self.gap <= bounds.gap * (1 + 1e-6)
 
     @property
     def name(self) -> str:
-        """In words."""
         return f"budget {self.budget}, threshold {self.threshold or 'off'}"
 
 
@@ -70,7 +69,7 @@ def budgets_for(prompt_tokens: int, prompts: int) -> list[int]:
 def try_all(
     runs: TokenRuns, settings: Sequence[tuple[int, int]], progress: Progress = lambda _: None
 ) -> list[Tried]:
-    """Run every setting; what it came to."""
+    """Run every setting and return the results."""
     tried = []
     for number, (budget, threshold) in enumerate(settings, 1):
         progress(f"{number} of {len(settings)} settings")
@@ -80,13 +79,13 @@ def try_all(
 
 
 def best(tried: Sequence[Tried], bounds: Bounds) -> Tried | None:
-    """Of those within the bounds the one done first; of equals the one that keeps the most from them."""
+    """The fastest setting within the bounds; among equals the one with the largest margin."""
     within = [t for t in tried if t.meets(bounds)]
     return min(within, key=lambda t: (round(t.seconds, 9), round(t.gap, 9), round(t.ttft, 9), t.budget), default=None)
 
 
 def refusal(tried: Sequence[Tried], bounds: Bounds) -> str:
-    """Why nothing qualifies: which bound fails, and the best that was reached for each."""
+    """Why no setting qualifies: the bound that fails, and the best value reached for each."""
     told = [f"none of {len(tried):,} settings keeps {bounds}"]
     for name, bound, meets in (("ttft", bounds.ttft, Tried.meets_ttft), ("gap", bounds.gap, Tried.meets_gap)):
         if bound is None:

@@ -1,7 +1,7 @@
-"""Robots on a policy with a prefix and denoise steps: join at step boundaries, or run whole chunks?
+"""Compares joins at step boundaries with whole chunks, for robots on a policy with a prefix and denoise steps.
 
-The rows behind `reflex simulate --stages`. *Whole chunks* and *rule* are the real scheduler, with one-shot work and
-with work in stages; *always join* lets newcomers run their prefix before the residents' next step, whatever it costs.
+These are the rows of `reflex simulate --stages`. *Whole chunks* and *rule* are the real scheduler, with one-shot work
+and with work in stages. *Always join* runs the prefix of new requests before the residents' next step at any cost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUICK, SLOW = Normal(0.250, 0.012), Normal(1.0, 0.010)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A row: so many robots that think so long, on one device."""
+    """A row: a number of robots with their think times, on one device."""
 
     name: str
     robots: int
@@ -95,7 +95,7 @@ class Plan:
     staged: bool = True
 
     def service(self, device: StagedDevice) -> Service:
-        """The device as this plan uses it."""
+        """The service model of the device under this plan."""
         return _staged(device) if self.staged else Staged({PREFIX: device.chunk})
 
     def wants(self, device: StagedDevice) -> float:

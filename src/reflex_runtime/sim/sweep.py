@@ -1,4 +1,4 @@
-"""Steps over budget: runs of the same prompts under many budgets, and the budget from which more buys nothing."""
+"""Runs the same prompts under many budgets, and finds the budget beyond which more has no effect."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NO_LIMIT = 1 << 20
 class Knee(NamedTuple):
     """Where a larger budget stops paying.
 
-    saturated: the smallest budget from which more buys nothing, None where the sweep ends before. floor: steps that
-    are needed without any limit. bend: the budget at which the curve turns most: farthest below the straight line
-    between its ends, on the axis it is drawn on.
+    saturated: the smallest budget beyond which more has no effect; None if the sweep ends before it. floor: steps
+    needed without any limit. bend: the budget at which the curve bends most: the point farthest below the straight
+    line between its ends, on the axis that it is drawn on.
     """
 
     saturated: int | None
@@ -41,7 +41,7 @@ def sweep(runs: TokenRuns, budgets: Sequence[int], progress: Progress = lambda _
 
 
 def knee(runs: Sequence[Measured], floor: int) -> Knee:
-    """Find both in runs of ascending budgets."""
+    """The knee and the bend of runs with ascending budgets."""
     budgets, steps = [r.budget for r in runs], [len(r.tokens) for r in runs]
     saturated = None
     for budget, count in zip(reversed(budgets), reversed(steps), strict=True):
@@ -55,7 +55,7 @@ def knee(runs: Sequence[Measured], floor: int) -> Knee:
 
 
 def _wide(budgets: Sequence[float]) -> bool:
-    """Whether doublings are what the budgets are about, and a logarithmic axis shows them."""
+    """Whether the budgets span so much that a logarithmic axis is needed."""
     return budgets[-1] > 32 * budgets[0]
 
 

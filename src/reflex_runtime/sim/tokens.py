@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 class PromptEnd(Protocol):
-    """What an engine returns for a request that ended."""
+    """The result of a request that ended."""
 
     @property
     def request_id(self) -> str:
@@ -43,7 +43,7 @@ E_co = TypeVar("E_co", bound=PromptEnd, covariant=True)
 
 
 class TokenEngine(Protocol[E_co]):
-    """What a run needs of an engine; `llm.engine.LLMEngine` is one."""
+    """The engine as a run uses it; `llm.engine.LLMEngine` is one."""
 
     @property
     def unfinished(self) -> int:
@@ -177,7 +177,7 @@ class TokenRuns:
         )
 
     def fit(self, progress: Progress = lambda _: None) -> tuple[StepTime, int]:
-        """Measure what a step takes, under three budgets; returns it and the number of steps measured.
+        """Measure the time of steps under three budgets; returns the fit and the number of steps measured.
 
         It fits medians of steps of one size: the first step of a size is slow, and so is an interrupted one.
         """

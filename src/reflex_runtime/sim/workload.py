@@ -1,7 +1,7 @@
-"""Who asks what, and when: open arrivals that do not care for answers, and callers that wait for theirs.
+"""Workloads: open arrivals that do not depend on answers, and callers that wait for theirs.
 
 A workload is one source or several. Each source makes streams; each stream has random numbers of its own, so the same
-seed gives the same arrivals under every rule, whatever order the answers come in.
+seed gives the same arrivals under every rule, in whatever order answers come.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Arrival(NamedTuple):
 
 
 class RequestStream(Protocol):
-    """One after another, the requests of one feed or one caller.
+    """The requests of one feed or one caller, one after another.
 
     waits: True when the next request follows the answer to the last one.
     """
@@ -244,7 +244,7 @@ class Mixture:
 class Open:
     """Requests that arrive whether or not earlier ones were answered.
 
-    requests: what is asked; one of them is drawn for each arrival, in proportion to `shares` (equal when empty).
+    requests: one of them is drawn for each arrival, in proportion to `shares` (equal if empty).
     """
 
     arrivals: Arrivals
@@ -318,7 +318,7 @@ class _Caller:
 
 @dataclass(frozen=True, slots=True)
 class Camera:
-    """A feed with one frame in flight that keeps its newest: of the frames made until the answer, the last is asked
+    """A feed with one frame in flight that keeps its newest: of the frames made before the answer, the last is sent
     next and the others count as overrun. Latency counts from when a frame was made."""
 
     frames: Arrivals

@@ -71,7 +71,6 @@ class Times:
         self.window: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, seconds: float) -> None:
-        """Count a duration."""
         self.count += 1
         self.total += seconds
         self.buckets[bisect_left(BOUNDS, seconds)] += 1
@@ -121,7 +120,6 @@ class FeedBatchMetrics(_Counters):
     latency: Durations = Durations()
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, JSON-safe."""
         return {name: getattr(self, name) for name in COUNTERS} | {"latency": self.latency.as_dict()}
 
 
@@ -144,7 +142,6 @@ class BatchMetrics(_Counters):
     feeds: Mapping[str, FeedBatchMetrics] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure, JSON-safe."""
         return {name: getattr(self, name) for name in COUNTERS} | {
             "batches_dispatched": self.batches_dispatched,
             "processing": self.processing.as_dict(),
@@ -239,7 +236,6 @@ class BatchMeter:
             self._feed(event.ticket.request.client, event.at).timed_out += 1
 
     def snapshot(self) -> BatchMetrics:
-        """The figures now."""
         return self.take()()
 
     def take(self) -> Callable[[], BatchMetrics]:

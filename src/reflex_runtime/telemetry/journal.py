@@ -34,8 +34,6 @@ class JournalError(ReflexError):
 
 
 class PolicyInfo(msgspec.Struct, frozen=True):
-    """One served policy."""
-
     slot: str = "prod"
     model_id: str = ""
     model_hash: str = ""
@@ -202,8 +200,6 @@ class Scheduled(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """How it failed."""
-
     slug: str
     message: str = ""
 

@@ -46,7 +46,6 @@ class LineFile:
         self._deflate = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31) if compress else None  # 31: with a gzip header
 
     def write(self, lines: bytes) -> None:
-        """Append whole lines."""
         self._write(lines if self._deflate is None else self._deflate.compress(lines))
 
     def flush(self) -> None:
@@ -55,7 +54,6 @@ class LineFile:
             self._write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
 
     def close(self) -> None:
-        """End the file."""
         if self._deflate is not None:
             self._write(self._deflate.flush(zlib.Z_FINISH))
         self._file.close()

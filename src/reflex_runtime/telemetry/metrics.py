@@ -167,7 +167,6 @@ class Metrics:
         self._slots[slot].apart.observe(mean)
 
     def render(self) -> bytes:
-        """The text page."""
         if self._recording is not None:
             dropped, told = self._recording
             told.value = float(dropped())

@@ -116,7 +116,6 @@ def stage_of(batch: BatchLine, several: bool) -> str:
 
 
 def draw_stages(axes: Axes, bars: Sequence[Bar], stages: Sequence[str], several: bool) -> None:
-    """Which stage ran."""
     from matplotlib.patches import Patch
 
     kinds = {stage: ("", _STAGES[i % len(_STAGES)]) for i, stage in enumerate(stages)}

@@ -62,5 +62,4 @@ class ProgressFold:
             self._counts[seq] = (computed, known + 1.0)
 
     def ended(self, seq: int) -> None:
-        """Forget the request."""
         self._counts.pop(seq, None)

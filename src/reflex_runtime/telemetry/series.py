@@ -27,7 +27,6 @@ class CounterChild:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add."""
         self.value += amount
 
 
@@ -64,7 +63,6 @@ class HistogramChild:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

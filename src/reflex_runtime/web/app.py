@@ -132,7 +132,6 @@ class App:
             self._tell()
 
     def run(self, exchange: Exchange, body: bytes) -> None:
-        """Its body has come."""
         exchange.received = time.monotonic()
         assert exchange.route is not None
         try:

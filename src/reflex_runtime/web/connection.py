@@ -279,7 +279,6 @@ class HttpConnection(asyncio.Protocol):
         return self._resumed is None and not self._lost
 
     def reply(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
-        """See `Carrier`."""
         if not self._turns or self._turns[0] is not exchange:
             return
         head = self._head_of(exchange, status, headers)
@@ -290,7 +289,6 @@ class HttpConnection(asyncio.Protocol):
             self._late = data  # until it reads, nothing more is read from it either
 
     def begin(self, exchange: Exchange, status: int, headers: Headers) -> None:
-        """See `Carrier`."""
         if self._turns and self._turns[0] is exchange:
             if exchange.streams:
                 headers.append((b"transfer-encoding", b"chunked"))
@@ -299,22 +297,18 @@ class HttpConnection(asyncio.Protocol):
             self.transport.write(self._head_of(exchange, status, headers))
 
     def write(self, exchange: Exchange, data: bytes) -> None:
-        """See `Carrier`."""
         if data and self._turns and self._turns[0] is exchange and exchange.method != "HEAD":
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if exchange.streams else data)
 
     def end(self, exchange: Exchange) -> None:
-        """See `Carrier`."""
         if self._turns and self._turns[0] is exchange:
             self._send_last(exchange, b"0\r\n\r\n" if exchange.streams and exchange.method != "HEAD" else b"")
 
     async def drained(self) -> None:
-        """See `Carrier`."""
         if self._resumed is not None:
             await asyncio.shield(self._resumed)
 
     def abort(self) -> None:
-        """See `Carrier`."""
         self.transport.abort()
 
     def _send_last(self, exchange: Exchange, data: bytes) -> None:

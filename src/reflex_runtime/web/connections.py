@@ -66,7 +66,6 @@ class Seldom:
         self._last = -inf
 
     def first(self) -> bool:
-        """It happens again."""
         now = time.monotonic()
         before, self._last = self._last, now
         return now - before > self.QUIET
@@ -99,7 +98,6 @@ class Connections:
         return len(self._all)
 
     def all(self) -> list[Connection]:
-        """Those that are open."""
         return list(self._all)
 
     def enter(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
@@ -124,7 +122,6 @@ class Connections:
             self._arm(now + self._most[phase])
 
     def leave(self, connection: Connection) -> None:
-        """It has ended."""
         self._all.discard(connection)
         if connection.phase is not Phase.ANSWERED:
             self._in[connection.phase].drop(connection)

@@ -160,7 +160,6 @@ class Exchange:
     # -- answering -----------------------------------------------------------------------------------------------------
 
     def answer(self, status: int, body: bytes, content_type: bytes = JSON, extra: Headers | None = None) -> None:
-        """Send a whole answer."""
         headers = [
             (b"content-type", content_type),
             (b"content-length", b"%d" % len(body)),
@@ -188,7 +187,6 @@ class Exchange:
         self.carrier.write(self, data)
 
     def end(self) -> None:
-        """All parts were sent."""
         self.carrier.end(self)
         self.app.leave(self)
 
@@ -216,7 +214,6 @@ class Exchange:
         self.answer(told.status, told.body, told.content_type, headers)
 
     def leave(self) -> None:
-        """The caller has gone."""
         if self.left or self.done:
             return
         self.left = True

@@ -64,7 +64,6 @@ class Parent:
         self._tell(_ACCEPTS)
 
     def ready(self) -> None:
-        """Its policies are warm."""
         self._tell(_READY)
 
     def leaves(self) -> None:
@@ -134,7 +133,6 @@ class _Supervisor:
     # -- the server ----------------------------------------------------------------------------------------------------
 
     def _fork(self) -> None:
-        """Start a server."""
         ours, theirs = os.pipe()
         above = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)

@@ -151,7 +151,6 @@ class WebSocket(asyncio.BufferedProtocol):
         self.answer(self._session.failed(message, known(error, message.id)))
 
     def close(self, code: int = NORMAL, reason: str = "") -> None:
-        """Begin to close."""
         if self.open:
             self._protocol.send_close(code, reason)
             self._flush()

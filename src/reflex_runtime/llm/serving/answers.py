@@ -160,7 +160,6 @@ class Answer:
         return b"".join(events)
 
     def end(self, usage: Usage) -> bytes:
-        """The last events."""
         told = self._before + b'],"usage":' + _encode(usage) + b"}\n\n" if self._usage_last else b""
         return told + DONE
 

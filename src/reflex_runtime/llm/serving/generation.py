@@ -93,7 +93,6 @@ class GenerationStream(Stream[TokenOutput]):
     # -- the runtime's -------------------------------------------------------------------------------------------------
 
     def said(self, output: TokenOutput) -> None:
-        """A token came."""
         if self._ticket is not None:  # not closed while it was being made
             self.completion_tokens += 1
             self.push([output])
@@ -191,7 +190,6 @@ class GenerationRuntime:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's own."""
         return self.processor.tokenizer
 
     @property
@@ -280,7 +278,6 @@ class GenerationRuntime:
         self._set_held([stream])
 
     def resume(self, stream: GenerationStream) -> None:
-        """It may go on."""
         stream.held = False
         if stream._stalls is not None:
             stream._stalls.cancel()

@@ -112,7 +112,6 @@ def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]
 
 
 def _common(model: str, limits: Limits | None) -> dict[str, Any]:
-    """The fields of both."""
     most = limits.max_model_len - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
     options = {"include_usage": _maybe({"type": "boolean"}), "include_obfuscation": _maybe({"type": "boolean"})}

@@ -100,7 +100,6 @@ class ServedModel:
 
     @property
     def state(self) -> str:
-        """As /health tells it."""
         return self.host.state if self._state == "ready" and self.host is not None else self._state
 
     @property
@@ -165,7 +164,6 @@ class ServedModel:
     # -- what is asked of it -------------------------------------------------------------------------------------------
 
     def health(self) -> dict[str, Any]:
-        """The body of /health."""
         state = self.state
         body: dict[str, Any] = {
             "status": "ok" if state == "ready" else state,

@@ -34,7 +34,6 @@ class WorkerEngine:
 
     @property
     def runtime(self) -> GenerationRuntime:
-        """Of the model."""
         return self._model.generator
 
     def info(self) -> dict[str, Any]:
@@ -95,15 +94,12 @@ class TokenizerEngine:
         return {"only": "tokenizer"}
 
     def state(self) -> dict[str, Any]:
-        """Always ready."""
         return {"state": "ready"}
 
     def metrics(self) -> str:
-        """Nothing."""
         return ""
 
     async def tokenize(self, params: Tokenize) -> list[int]:
-        """As `WorkerEngine`."""
         return await tokenized(self._texts, params)
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:
@@ -111,7 +107,6 @@ class TokenizerEngine:
         raise ConfigError(f"model_id={params.model_id!r}: only its tokenizer is loaded here")
 
     async def close(self, drain: bool, timeout: float) -> bool:
-        """Stop its thread."""
         self._texts.close()
         return True
 

@@ -94,7 +94,6 @@ class Line:
             return None
 
     def health(self) -> dict[str, Any]:
-        """Its part of /health."""
         client = self.client
         found = {"name": self.name, "state": client.state, "pid": client.pid, "restarts": client.restarts}
         active = self.registry.active_count()
@@ -138,7 +137,6 @@ class Workers:
 
     @property
     def generator(self) -> Workers:
-        """Itself."""
         return self
 
     @property
@@ -147,7 +145,6 @@ class Workers:
         return "ready" if any(line.client.ready for line in self.lines) else "restarting"
 
     def health(self) -> dict[str, Any]:
-        """The body of /health."""
         workers = [line.health() for line in self.lines]
         return {
             "runner": self.lines[0].about.get("runner", ""),

@@ -67,7 +67,6 @@ class Room:
 
     @property
     def available(self) -> float:
-        """What they may take."""
         return SHARE * self.total
 
     @property

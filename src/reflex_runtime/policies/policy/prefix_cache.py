@@ -117,7 +117,6 @@ class PrefixCache:
                 self._remove(key)
 
     def snapshot(self) -> dict[str, int]:
-        """Counters and sizes, JSON-safe."""
         with self._lock:
             return {
                 "entries": len(self._entries),

@@ -160,7 +160,6 @@ class _Runner:
                 self._batches_of.setdefault(seq, []).append(batch)
 
     def run(self, answered: Sequence[RequestLine]) -> None:
-        """Replay these."""
         raise NotImplementedError
 
     def _request(self, line: RequestLine) -> Request:

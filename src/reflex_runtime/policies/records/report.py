@@ -46,7 +46,6 @@ class SlotReport:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def add(self, line: RequestLine) -> None:
-        """One request."""
         self.requests += 1
         self.outcomes[line.outcome] += 1
         if line.request.episode_id:

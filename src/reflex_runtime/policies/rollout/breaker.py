@@ -61,7 +61,6 @@ class CrashEvidence:
         self.crashes = 0  # that still weigh: since every ratio was last at the floor
 
     def crashed(self) -> None:
-        """One call crashed."""
         self._log = [m + gain for m, gain in zip(self._log, self._gain, strict=True)]
         self._at_floor = False
         self.crashes += 1

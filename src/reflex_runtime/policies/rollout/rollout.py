@@ -219,7 +219,6 @@ class Rollout:
         return moved
 
     def reset(self, slot: str, now: float) -> None:
-        """Forget a slot's crashes."""
         if slot not in self.slots:
             raise NotFound(f"no slot {slot[:20]!r}; the slots are {', '.join(self.slots)}")
         self._forget_crashes(slot, now)

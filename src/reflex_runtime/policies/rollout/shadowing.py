@@ -170,7 +170,6 @@ class Shadowing:
 
     @property
     def verdict(self) -> str:
-        """ok, or stopped."""
         return "stopped" if self.stopped else "ok"
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -69,7 +69,6 @@ class SloTracker:
             self.served(event.served_in, event.at)
 
     def served(self, latency: float, now: float) -> None:
-        """One served request."""
         self._samples.append(latency)
         self._since += 1
         if self._since >= self.EVERY or now - self._checked_at >= self.PERIOD:

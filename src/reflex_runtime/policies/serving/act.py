@@ -27,13 +27,11 @@ class Act:
         self._json_numpy = Readings(asking.runtime, JSON_NUMPY)
 
     def enter(self, exchange: Exchange) -> None:
-        """The head has come."""
         ask = self._begin(exchange)
         exchange.on_left = partial(self.asking.leave, ask)
         self.asking.enter(ask)
 
     def run(self, exchange: Exchange, body: bytes) -> None:
-        """The body has come."""
         if len(body) > LARGE:
             decoding = exchange.app.bodies.beside(_decode, body, exchange.sent_msgpack)
             decoding.add_done_callback(partial(self._decoded, exchange))

@@ -98,7 +98,6 @@ class Admin:
         _answer(exchange, {"split": 100, "episodes_moved": len(moved)})
 
     def reset(self, exchange: Exchange, body: bytes) -> None:
-        """Forget a slot's crashes."""
         rollout, shadow = self.runtime.rollout, self.runtime.shadow
         slot, now = _decode(body, SlotName).slot, time.monotonic()
         if shadow is not None and slot == SHADOW:

@@ -212,11 +212,9 @@ class Views:
         exchange.answer(200, wire.encode_json(dict(self.runtime.shadow.snapshot())))
 
     def openapi(self, exchange: Exchange, _: bytes) -> None:
-        """The machine-readable description."""
         exchange.answer(200, self._described())
 
     def docs(self, exchange: Exchange, _: bytes) -> None:
-        """The same for people."""
         exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
 
     def _described(self) -> bytes:

@@ -103,7 +103,6 @@ class PolicyRuntime:
 
     @property
     def export(self) -> Export:
-        """The first slot's."""
         return self.slots[self.served[0]].policy.export if self.slots else self.exports[self.served[0]]
 
     @property
