@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import again, one_line, option, validate
+from reflex_runtime.options import again, flag, one_line, option, validate
 
 _ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 
@@ -124,6 +124,10 @@ class ServeConfig(ServerConfig):
         "n1.6", "the release whose form get_modality_config has; all else is answered in the caller's own",
         choices=("n1.6", "n1.5"), needs="gr00t",
     )
+    lerobot: str = option(
+        "", "also serve LeRobot's asynchronous clients, over gRPC; elsewhere than loopback only with --api-key",
+        metavar="HOST:PORT",
+    )
     max_batch_cost_ms: float = option(
         100.0, "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency",
         low=10, high=10_000, unit="ms",
@@ -236,6 +240,7 @@ class ServeConfig(ServerConfig):
         if self.gr00t and (found is None or int(found["port"]) > 65535):
             expected = "tcp://ADDRESS:PORT with localhost, a numeric address or *, and a port up to 65535"
             raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
+        _check_address("lerobot", self.lerobot)
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
@@ -379,6 +384,14 @@ class FeedsConfig:
 
     def __post_init__(self) -> None:
         validate(self)
+
+
+def _check_address(name: str, address: str) -> None:
+    """ConfigError for an address that is not HOST:PORT."""
+    found = re.fullmatch(r"(?:localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):([0-9]{1,5})", address)
+    if address and (found is None or int(found[1]) > 65_535):
+        expected = "ADDRESS:PORT, and ADDRESS localhost or numeric"
+        raise ConfigError(f"{flag(name)}={one_line(address)}: must be {expected}", field=name)
 
 
 def _key_in(file: str) -> str:

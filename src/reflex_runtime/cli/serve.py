@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,20 +220,21 @@ def _check(config: ServeConfig) -> None:
             f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
         )
     check_trace(config.trace)
-    if config.gr00t:
-        _check_groot(config)
+    _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
+    _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
 
 
-def _check_groot(config: ServeConfig) -> None:
+def _check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
+    """What a listener of its own needs: loopback or a key, and its package."""
     from reflex_runtime.web.trust import is_loopback
 
-    host = config.gr00t.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not (config.api_key or host == "localhost" or is_loopback(host)):
-        raise ConfigError(f"--gr00t={config.gr00t}: needs --api-key, or a loopback address: others could reach it")
-    try:
-        import zmq  # noqa: F401
-    except ImportError:
-        raise ConfigError("--gr00t needs pyzmq: in a clone, pip install '.[gr00t]'") from None
+    if not address:
+        return
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    if not (key or host == "localhost" or is_loopback(host)):
+        raise ConfigError(f"--{name}={address}: needs --api-key, or a loopback address: others could reach it")
+    if find_spec(module) is None:
+        raise ConfigError(f"--{name} needs {package}: in a clone, pip install '.[{extra}]'")
 
 
 def _announce(config: ServeConfig, model_id: str, address: Any) -> None:

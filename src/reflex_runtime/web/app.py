@@ -46,8 +46,8 @@ class WebSettings(ConnectionSettings, Protocol):
 class Listener(Protocol):
     """Another way in than HTTP."""
 
-    def close(self) -> None:
-        """Refuse what has come, send what is answered, and end."""
+    async def close(self) -> None:
+        """End, once callers had a moment to take their answers."""
 
 
 class App:

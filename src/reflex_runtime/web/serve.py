@@ -148,7 +148,7 @@ async def serving(
     server.close()
     await _close_connections(app)
     for listener in app.listeners:
-        listener.close()
+        await listener.close()
     if host.unusable:
         return EXIT_UNUSABLE, clean
     return EXIT_FAILED if lost or host.error else EXIT_OK, clean

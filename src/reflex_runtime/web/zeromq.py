@@ -91,7 +91,7 @@ class ZmqListener:
         self._loop.add_reader(self._descriptor, self._read)
         self._look()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Refuse what has come, wait a little until all answers are sent, and end."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)

@@ -12,7 +12,7 @@ from msgspec import Meta
 from reflex_runtime.checked import JsonObject
 
 _GROOT: Final = "gr00t"
-BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", _GROOT)
+BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", _GROOT)
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]

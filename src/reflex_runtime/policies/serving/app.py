@@ -65,9 +65,11 @@ def application(runtime: PolicyRuntime) -> App:
     outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator, enter=ready)
     by_path = {route.path: route for route in routes}
     app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else None)
-    runtime.on_drain = admin.close
+    runtime.on_drain.append(admin.close)
     if config.gr00t:
         _listen_groot(app, asking)
+    if config.lerobot:
+        _listen_lerobot(app, asking)
     return app
 
 
@@ -81,6 +83,18 @@ def _listen_groot(app: App, asking: Asking) -> None:
     app.listeners.append(listener)
     asking.runtime.when_started(listener.begin)
     log.info("clients of GR00T: %s", listener.address)
+
+
+def _listen_lerobot(app: App, asking: Asking) -> None:
+    from reflex_runtime.policies.wires.lerobot import SERVICE, LerobotService
+    from reflex_runtime.web.grpc_listener import GrpcListener
+
+    service = LerobotService(asking, app.bodies)
+    listener = GrpcListener(app, "--lerobot", asking.config.lerobot, asking.config)
+    listener.serve(SERVICE, service.methods, service.streams, service.failed)
+    app.listeners.append(listener)
+    asking.runtime.on_drain.append(service.end)
+    log.info("clients of LeRobot: %s", listener.address)
 
 
 def _websocket_only(exchange: Exchange, _: bytes) -> None:

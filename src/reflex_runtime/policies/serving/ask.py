@@ -18,7 +18,8 @@ JSON_NUMPY: Final = "json-numpy"
 OIP: Final = "oip"
 VLA_EVAL: Final = "vla-eval"
 GROOT: Final = "gr00t"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT)
+LEROBOT: Final = "lerobot"
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

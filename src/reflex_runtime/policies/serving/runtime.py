@@ -81,7 +81,7 @@ class PolicyRuntime:
             self.audience.add(self.slo)
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self.on_drain: Callable[[], None] = lambda: None
+        self.on_drain: list[Callable[[], None]] = []
         self._on_fatal = on_fatal
         for slot, export in exports.items():
             name = export.embodiment.name or "unknown"
@@ -175,7 +175,8 @@ class PolicyRuntime:
             self.state = "draining"
         if self.shadow is not None:
             self.shadow.close()
-        self.on_drain()
+        for tell in self.on_drain:
+            tell()
 
     @property
     def journals(self) -> list[JournalWriter]:

@@ -1,0 +1,179 @@
+"""gRPC on a listener of its own: calls in, an answer or a status to each, on the event loop.
+
+Messages are bytes here: a wire brings its own codec. A call is counted, its key checked, and its bytes held among the
+request bodies, until it is answered; one that its caller cancels ends as a cancelled coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+import grpc
+import grpc.aio
+
+from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.web.app import App
+from reflex_runtime.web.errors import BodyTooLarge, TooSlow, Unauthorized, describe_error, known
+
+OVER: Final = 1.0  # seconds that callers have at the end to take their answers
+_STATUS: Final = grpc.StatusCode
+_BY_CODE: Final = {
+    "queue_full": _STATUS.RESOURCE_EXHAUSTED,
+    "superseded": _STATUS.ABORTED,
+    "deadline_unreachable": _STATUS.DEADLINE_EXCEEDED,
+}
+_BY_STATUS: Final = {
+    400: _STATUS.INVALID_ARGUMENT,
+    401: _STATUS.UNAUTHENTICATED,
+    403: _STATUS.PERMISSION_DENIED,
+    404: _STATUS.NOT_FOUND,
+    408: _STATUS.DEADLINE_EXCEEDED,
+    409: _STATUS.FAILED_PRECONDITION,
+    413: _STATUS.RESOURCE_EXHAUSTED,
+    422: _STATUS.INVALID_ARGUMENT,
+    429: _STATUS.RESOURCE_EXHAUSTED,
+    499: _STATUS.CANCELLED,
+    503: _STATUS.UNAVAILABLE,
+    504: _STATUS.DEADLINE_EXCEEDED,
+}
+
+
+class GrpcSettings(Protocol):
+    """What a listener takes of a server's settings."""
+
+    @property
+    def api_key(self) -> str: ...
+    @property
+    def max_body_bytes(self) -> int: ...
+    @property
+    def max_connections(self) -> int: ...
+    @property
+    def body_timeout_s(self) -> float: ...
+
+
+class GrpcCall:
+    """One call. id: made by the server, unique. peer: of its connection. started: when it came (`time.monotonic`).
+    held: bytes of it that `Bodies` counts."""
+
+    __slots__ = ("_context", "held", "id", "peer", "started")
+
+    def __init__(self, id: str, context: Any) -> None:
+        self.id, self._context, self.peer = id, context, str(context.peer())
+        self.started = time.monotonic()
+        self.held = 0
+
+    @property
+    def left_ms(self) -> float | None:
+        """Milliseconds that its caller still waits; None without end."""
+        left = self._context.time_remaining()
+        return None if left is None else float(left) * 1e3
+
+
+class Reported(Exception):
+    """An error that is counted already. error: for the caller."""
+
+    def __init__(self, error: ReflexError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+Method = Callable[[GrpcCall, bytes], Awaitable[bytes]]
+"""Answers one message with one."""
+StreamMethod = Callable[[GrpcCall, AsyncIterator[bytes]], Awaitable[bytes]]
+"""Answers several messages with one."""
+
+
+class GrpcListener:
+    """A gRPC server on an address. Nothing is answered before `serve`."""
+
+    def __init__(self, app: App, flag: str, address: str, settings: GrpcSettings) -> None:
+        """flag: the option that gave the address."""
+        self._app, self._key = app, settings.api_key.encode()
+        self._most, self._body_timeout_s = settings.max_body_bytes, settings.body_timeout_s
+        self._failed: Callable[[GrpcCall, ReflexError], None] = lambda call, error: None
+        self._server = grpc.aio.server(
+            options=(("grpc.max_receive_message_length", self._most), ("grpc.so_reuseport", 0)),
+            maximum_concurrent_rpcs=settings.max_connections,
+        )
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise ConfigError(f"{flag}={address}: cannot be bound: is it in use?") from None
+        self.address = f"{address.rpartition(':')[0]}:{port}"
+
+    def serve(
+        self,
+        service: str,
+        methods: Mapping[str, Method],
+        streams: Mapping[str, StreamMethod],
+        failed: Callable[[GrpcCall, ReflexError], None],
+    ) -> None:
+        """Answer the methods of a service. failed: called with each error that is not `Reported`."""
+        self._failed = failed
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
+        handlers = {name: unary(partial(self._unary, method)) for name, method in methods.items()}
+        handlers |= {name: stream(partial(self._stream, method)) for name, method in streams.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+        self._starting = asyncio.get_running_loop().create_task(self._server.start())
+
+    async def close(self) -> None:
+        """End. Callers have a moment to take their answers."""
+        await self._server.stop(OVER)
+
+    async def _unary(self, method: Method, data: bytes, context: Any) -> bytes:
+        async def answer(call: GrpcCall) -> bytes:
+            self._app.bodies.take(call, len(data))
+            return await method(call, data)
+
+        return await self._answer(answer, context)
+
+    async def _stream(self, method: StreamMethod, parts: AsyncIterator[bytes], context: Any) -> bytes:
+        return await self._answer(lambda call: method(call, self._within(call, parts)), context)
+
+    async def _within(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The parts of a message, within its size and its time."""
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                async for part in parts:
+                    if call.held + len(part) > self._most:
+                        raise BodyTooLarge(f"the message has over {self._most} bytes")
+                    self._app.bodies.take(call, len(part))
+                    yield part
+        except TimeoutError:
+            raise TooSlow(f"the message did not come within {self._body_timeout_s:g} s") from None
+
+    async def _answer(self, answer: Callable[[GrpcCall], Awaitable[bytes]], context: Any) -> bytes:
+        call = GrpcCall(self._app.asks(), context)
+        try:
+            try:
+                self._check(context)
+                return await answer(call)
+            except Reported as reported:
+                error = reported.error
+            except Exception as failure:
+                error = known(failure, call.id)
+                self._failed(call, error)
+            code = _BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL)
+            told = (("reflex-error", json.dumps(describe_error(error, call.id))),)
+            await context.abort(code, error.message, told)
+            raise AssertionError("abort raises")
+        finally:
+            self._app.bodies.release(call)
+            self._app.answered()
+
+    def _check(self, context: Any) -> None:
+        if self._app.closing:
+            raise Closed("the server is shutting down", retry_after=1.0)
+        if self._key:
+            sent = dict(context.invocation_metadata() or ())
+            scheme, _, borne = str(sent.get("authorization", "")).partition(" ")
+            borne = borne.strip() if scheme.lower() in ("bearer", "api-key") else ""
+            plain = str(sent.get("x-reflex-key", ""))
+            if not (hmac.compare_digest(plain.encode(), self._key) | hmac.compare_digest(borne.encode(), self._key)):
+                raise Unauthorized("send the key as metadata: authorization: Bearer KEY, or x-reflex-key")

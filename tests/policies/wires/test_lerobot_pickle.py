@@ -1,0 +1,154 @@
+"""The machine that reads LeRobot's pickles: what it reads, and that nothing else is ever loaded or called."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+import random
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reflex_runtime.policies.wires.lerobot_pickle import HELPERS, OBSERVATION, SETUP, read_pickle
+from reflex_runtime.web.errors import ClientError
+
+from .lerobot_robot import features, lerobot
+
+PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
+
+
+def seen(**more: Any) -> Any:
+    return lerobot().TimedObservation(1.5, 4, {"a.pos": 1.0, "task": "go"} | more, True)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize(
+    "array",
+    [PICTURE, np.asfortranarray(PICTURE), PICTURE[::2], np.array([1.5, -2.0], ">f4"), np.zeros((0, 3)), np.array(3)],
+)
+def test_w40_observations_are_read_as_pickle_writes_them(protocol: int, array: Any) -> None:
+    sent = seen(front=array, small=np.float32(2.5), many=-(2**40), no=None)
+    fields = read_pickle(pickle.dumps(sent, protocol), OBSERVATION)
+    assert (fields["timestamp"], fields["timestep"], fields["must_go"]) == (1.5, 4, True)
+    found = fields["observation"]
+    assert np.array_equal(found["front"].array, array)
+    assert found["front"].array.dtype == array.dtype
+    assert {name: found[name] for name in ("a.pos", "task", "small", "many", "no")} == {
+        "a.pos": 1.0, "task": "go", "small": 2.5, "many": -(2**40), "no": None,
+    }  # fmt: skip
+
+
+def test_w40_pictures_are_views_of_the_message() -> None:
+    for protocol in (4, 5):
+        data = pickle.dumps(seen(front=np.zeros((1000, 1000), np.uint8)), protocol)
+        tracemalloc.start()
+        fields = read_pickle(data, OBSERVATION)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        tracemalloc.stop()
+        assert not fields["observation"]["front"].array.flags.writeable
+
+
+def test_w40_instructions_are_read_as_pickle_writes_them() -> None:
+    setup = lerobot().RemotePolicyConfig("act", "lab/x", features(("front",)), 50, rename_map={"a": "b"})
+    for protocol in (2, 3, 4, 5):
+        fields = read_pickle(pickle.dumps(setup, protocol), SETUP)
+        assert fields == vars(setup)
+
+
+class _Calls:
+    """What runs a command where `pickle` loads it."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self._called = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._called
+
+
+def _hostile(file: Path) -> list[bytes]:
+    touch = f"touch {file}"
+    found = [
+        pickle.dumps(value, protocol)
+        for protocol in (0, 1, 2, 3, 4, 5)
+        for value in (
+            _Calls(os.system, touch), _Calls(eval, f"open({str(file)!r}, 'w')"), _Calls(exec, "x = 1"),
+            _Calls(__import__, "os"), seen(front=_Calls(os.system, touch)),
+            seen(front=np.array([_Calls(os.system, touch)], object)), _Calls(type, "x", (), {}), seen(front={1, 2}),
+        )
+    ]  # fmt: skip
+    begin = f"\x80\2c{HELPERS}\n{OBSERVATION}\n".encode()
+    found += [
+        b"cos\nsystem\n(S'%s'\ntR." % touch.encode(),  # protocol 0
+        b"\x80\4\x8c\5posix\x8c\6system\x93\x8c%c%s\x85R." % (len(touch), touch.encode()),
+        b"\x80\2cbuiltins\neval\n.", b"\x80\2c__main__\nx\n.", b"\x80\2cnumpy\nload\n.", b"\x80\2ctorch\nload\n.",
+        f"\x80\2c{HELPERS}\nos\n.".encode(), f"\x80\2c{HELPERS}\nTimedAction\n.".encode(),
+        f"\x80\2c{HELPERS}\n{OBSERVATION}.__init__.__globals__\n.".encode(),
+        b"\x80\2c" + b"a" * 10_000 + b"\nb\n.", b"\x82\1.", b"\x80\2Pid\n.", b"i", b"\x80\2(o.", b"\x97.", b"\x98.",
+        begin + b")R.", begin + b"(K\1tR.", begin + b")}\x92.", begin + b")\x81K\1b.", begin + b")\x81(K\1K\2d}b.",
+        b"\x80\2cnumpy\ndtype\nX\2\0\0\0O8\x85R.", b"\x80\2cnumpy\nndarray\n)R.", b"\x80\2cnumpy\nndarray\n)\x81.",
+        begin + b")\x81}b", b"", b".", b"\x80", b"0.", b"h\0.", b"a.", b"(a.", b"e.", b"]e.", b"}(K\1u.", b"t.", b"R.",
+        b"\x8e" + b"\xff" * 8, b"\x96" + b"\xff" * 8, b"\x8d" + b"\xff" * 8, b"r\xff\xff\xff\xff.",
+        b"B\xff\xff\xff\x7f",
+        b"\x8a\xff" + b"\xff" * 255 + b".", b"\x8b\xff\xff\xff\x7f", b"N" * 10_000 + b".", b"(" * 4000 + b".",
+    ]  # fmt: skip
+    return found
+
+
+def test_w40_hostile_pickles_are_refused_and_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("loads", "load", "Unpickler", "_Unpickler"):
+        monkeypatch.delattr(pickle, name)
+    for data in _hostile(tmp_path / "ran"):
+        with pytest.raises(ClientError):
+            read_pickle(data, OBSERVATION)
+    assert not list(tmp_path.iterdir())
+
+
+def test_w40_memo_bombs_are_bounded() -> None:
+    bomb = b"\x80\4]\x94" + b"(h\0h\0t\x94h\0h\0e" * 800 + b"."
+    nested = b"\x80\4)" + b"\x94h\0h\0\x86" * 1200 + b"."
+    doubled = b"\x80\4]q\0(" + b"h\0" * 2000 + b"e."
+    text = b"\x80\2cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\nX\6\0\0\0S50000\x85Rq\0"
+    scalars = text + b"B\x50\xc3\0\0" + bytes(50_000) + b"q\1" + b"\x86R."
+    again = f"\x80\2c{HELPERS}\n{OBSERVATION}\n)\x81q\0".encode() + b"}q\1(" + b"".join(
+        b"X\4\0\0\0%04dN" % i for i in range(1000)
+    ) + b"u0" + b"h\0h\1b0" * 700 + b"N."
+    for data in (bomb, nested, doubled, scalars, again):
+        tracemalloc.start()
+        with pytest.raises(ClientError):
+            read_pickle(data, OBSERVATION)
+        assert tracemalloc.get_traced_memory()[1] < 3_000_000
+        tracemalloc.stop()
+
+
+def test_w40_a_hundred_thousand_broken_pickles_raise_nothing_but_ours() -> None:
+    rng = random.Random(1)
+    whole = [pickle.dumps(seen(front=PICTURE, small=np.float32(1)), protocol) for protocol in (3, 4, 5)]
+    whole.append(pickle.dumps(lerobot().RemotePolicyConfig("act", "x", features(("front",)), 5)))
+    opcodes = bytes(ord(opcode.code) for opcode in pickletools.opcodes)
+    read = 0
+    for turn in range(100_000):
+        data = bytearray(rng.choice(whole))
+        for _ in range(rng.randrange(1, 6)):
+            at = rng.randrange(len(data))
+            kind = rng.randrange(4)
+            if kind == 0:
+                data[at] = rng.randrange(256)
+            elif kind == 1:
+                data[at] = rng.choice(opcodes)
+            elif kind == 2:
+                del data[at : at + rng.randrange(20)]
+            else:
+                data[at:at] = struct.pack("<Q", rng.choice((0, 1, 2**31, 2**63, 2**64 - 1)))[: rng.randrange(1, 9)]
+            if not data:
+                break
+        try:
+            read_pickle(bytes(data), (OBSERVATION, SETUP)[turn % 2])
+            read += 1
+        except ClientError:
+            pass
+    assert 0 < read < 60_000
