@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from websockets.frames import Frame, Opcode
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web import connections
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.connections import Phase
@@ -362,6 +364,32 @@ def test_w4_with_too_many_bytes_held_the_newest_is_asked_to_come_later() -> None
     running(check)
 
 
+def test_w4_who_is_told_to_come_later_holds_nothing_from_then_on_and_may_send_the_rest() -> None:
+    async def check(run: Running) -> None:
+        run.app.bodies.most = 50_000
+        async with run.connected() as first:
+            await first.recv()
+            await raw(first, Frame(Opcode.BINARY, bytes(40_000), fin=False))
+            await until(lambda: run.app.bodies.held >= 40_000)
+            held = run.app.bodies.held
+            reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+            await upgraded(reader, writer)
+            whole = _masked(Opcode.BINARY, bytes(90_000))
+            writer.write(whole[:9000])
+            await until(lambda: run.app.bodies.held > held)
+            writer.write(whole[9000:60_000])
+            assert (await reader.readexactly(4))[2:] == (1013).to_bytes(2, "big")
+            assert run.app.bodies.held == held
+            await reader.read()  # its reason and its end
+            writer.write(whole[60_000:] + whole)
+            await writer.drain()
+            await (await first.ping())
+            assert run.app.bodies.held == held
+            writer.close()
+
+    running(check)
+
+
 def test_w4_with_too_many_connections_the_one_idle_for_longest_is_closed() -> None:
     async def check(run: Running) -> None:
         async with run.connected() as first, run.connected() as second:
@@ -422,3 +450,100 @@ def test_w5_at_the_end_the_last_answer_comes_and_then_1001() -> None:
             await run.app.connections.wait_empty()
 
     running(check)
+
+
+def _masked(opcode: Opcode, data: bytes) -> bytes:
+    return Frame(opcode, data).serialize(mask=True)
+
+
+async def _longest_turn(stop: asyncio.Event) -> float:
+    """The longest time that this loop took from one turn to the next, in seconds of the processor."""
+    longest, before = 0.0, time.thread_time()
+    while not stop.is_set():
+        await asyncio.sleep(0)
+        now = time.thread_time()
+        longest, before = max(longest, now - before), now
+    return longest
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("opcode", [Opcode.BINARY, Opcode.PING, Opcode.CONT])
+def test_w1_thousands_of_empty_frames_do_not_hold_the_loop(opcode: Opcode) -> None:
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        await upgraded(reader, writer)
+        stop = asyncio.Event()
+        longest = asyncio.create_task(_longest_turn(stop))
+        if opcode is Opcode.CONT:
+            writer.write(Frame(Opcode.BINARY, b"", fin=False).serialize(mask=True))
+        part = Frame(opcode, b"", fin=opcode is not Opcode.CONT).serialize(mask=True)
+        writer.write(part * 100_000)
+        writer.write(_masked(Opcode.CLOSE, b""))
+        while await reader.read(65_536):
+            pass
+        stop.set()
+        assert await longest < 0.1
+        assert run.app.bodies.held == 0
+        writer.close()
+
+    running(check)
+
+
+def test_w4_small_messages_wait_unparsed_behind_the_one_that_is_answered() -> None:
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        await upgraded(reader, writer)
+        writer.write(_masked(Opcode.TEXT, b"hold"))
+        writer.write(b"".join(_masked(Opcode.TEXT, b"%d" % i) for i in range(20_000)))
+        session = run.sessions[0]
+        await session.came.wait()
+        await until(lambda: not session.socket.transport.is_reading())
+        assert len(session.socket._waiting) < 1000
+        session.socket.answer("held")
+        answers = b"".join([Frame(Opcode.TEXT, b"%d" % i).serialize(mask=False) for i in range(20_000)])
+        expected = Frame(Opcode.TEXT, b"held").serialize(mask=False) + answers
+        assert await reader.readexactly(len(expected)) == expected
+        assert run.app.bodies.held == 0
+        writer.close()
+
+    running(check)
+
+
+@pytest.mark.parametrize("how", ["the server closes", "the protocol is broken"])
+def test_w4_what_comes_on_a_closing_websocket_is_not_kept_and_not_waited_for(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "CLOSING", 0.5)
+
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        await upgraded(reader, writer)
+        socket = run.sessions[0].socket
+        writer.write(_masked(Opcode.TEXT, b"hold") + _masked(Opcode.TEXT, bytes(1000)) * 3)
+        await run.sessions[0].came.wait()
+        assert run.app.bodies.held > 3000
+        if how == "the server closes":
+            socket.close(1001, "enough")
+        else:
+            writer.write(_masked(Opcode.CONT, b"of nothing"))
+        await until(lambda: socket.phase is Phase.CLOSING)
+        assert run.app.bodies.held == len(b"hold")
+        for _ in range(20):
+            writer.write(_masked(Opcode.BINARY, bytes(50_000)))
+            await writer.drain()
+        await until(lambda: run.app.bodies.held < 100_000 and not socket._protocol.events)
+        await run.sessions[0].gone.wait()  # although the other side never closes
+        assert len(run.app.connections) == 0
+        writer.close()
+
+    running(check)
+
+
+async def upgraded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Ask for a websocket by hand, and read as far as the greeting."""
+    writer.write(
+        b"GET /echo HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
+    await reader.readexactly(2 + len("hello you"))

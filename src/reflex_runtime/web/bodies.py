@@ -51,9 +51,12 @@ class Bodies:
         self._line.append(read)
 
     def _read_one(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._line.popleft()()
-        if self._line:
-            loop.call_soon(self._read_one, loop)
+        try:
+            self._line[0]()  # may line up again
+        finally:
+            self._line.popleft()
+            if self._line:
+                loop.call_soon(self._read_one, loop)
 
     def take(self, owner: Holder, size: int) -> None:
         """Count so many bytes more. Raises Overloaded when there are too many."""

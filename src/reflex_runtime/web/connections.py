@@ -23,6 +23,7 @@ from reflex_runtime.web.errors import Overloaded, TooSlow
 log = logging.getLogger("reflex.server")
 
 STALLED = 1.0  # seconds without a byte after which a body may be given up to make room for others
+CLOSING = 5.0  # seconds that the other side may take to close a connection
 UNREAD = 180.0  # seconds that an answer may wait for its reader to take some of it
 RESERVE = 64  # file descriptors left to models, recordings and the like
 LEAST = 16  # connections, however few descriptors there are
@@ -30,12 +31,14 @@ _TICK = 0.01  # seconds; loops count in milliseconds, and an early timer would b
 
 
 class Phase(Enum):
-    """What a connection takes its time over. ANSWERED: its request is being answered."""
+    """What a connection takes its time over. CLOSING: it waits for the other side to close. ANSWERED: its request is
+    being answered."""
 
     IDLE = "idle"
     HEAD = "head"
     BODY = "body"
     SLOW = "slow"
+    CLOSING = "closing"
     ANSWERED = "answered"
 
 
@@ -89,7 +92,10 @@ class Connections:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._all: set[Connection] = set()
         self._in: dict[Phase, Oldest[Connection]] = {phase: Oldest() for phase in Phase if phase is not Phase.ANSWERED}
-        self._most = {Phase.IDLE: limits.idle, Phase.HEAD: limits.head, Phase.BODY: limits.body, Phase.SLOW: UNREAD}
+        self._most = {
+            Phase.IDLE: limits.idle, Phase.HEAD: limits.head, Phase.BODY: limits.body, Phase.SLOW: UNREAD,
+            Phase.CLOSING: CLOSING,
+        }  # fmt: skip
         self._timer: asyncio.TimerHandle | None = None
         self._full, self._late = Seldom(), Seldom()
         self._emptied: asyncio.Future[None] | None = None
@@ -145,7 +151,7 @@ class Connections:
             self._cut(stalled, TooSlow("the request stopped coming, and others need its memory"))
 
     def _make_room(self) -> None:
-        waiting = (self._in[phase].first() for phase in (Phase.IDLE, Phase.HEAD, Phase.BODY, Phase.SLOW))
+        waiting = (self._in[phase].first() for phase in (Phase.CLOSING, Phase.IDLE, Phase.HEAD, Phase.BODY, Phase.SLOW))
         oldest = next((connection for connection in waiting if connection is not None), None)
         most = self.limits.most
         if self._full.first():
@@ -187,7 +193,7 @@ class Connections:
 
     def _end(self, connection: Connection, phase: Phase) -> None:
         seconds = self._most[phase]
-        if phase is not Phase.IDLE and self._late.first():
+        if phase not in (Phase.IDLE, Phase.CLOSING) and self._late.first():
             log.warning("a connection was too slow (%s, %g s) and is cut off; so will others be", phase.value, seconds)
         self._cut(connection, TooSlow(f"the {phase.value} of the request did not come within {seconds:g} s"))
 

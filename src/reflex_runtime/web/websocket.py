@@ -5,6 +5,7 @@
 
 - A session is handed the next message when it has answered the last. Pings are answered meanwhile.
 - A message is bounded in bytes (close code 1009), and its bytes count among the request bodies that are held.
+- One turn of the loop parses a few frames of a connection, so that thousands of empty ones do not hold the loop.
 - A peer that breaks the protocol is told with close code 1002 or 1007. One that vanishes is `SocketSession.left`.
 - At shutdown the message that is being answered gets its answer, then the close code is 1001.
 - Frames are not compressed: pictures do not get smaller, and it takes 10 ms each.
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 MAX_AHEAD: Final = 16  # messages waiting behind the one being answered; with more of them nothing is read
 LARGE_MESSAGE: Final = 64 * 1024  # bytes of a message, from which on its connection takes turns at being read
+PIECE: Final = 4 * 1024  # bytes parsed at once: 700 frames at most, which take 5 ms
+MAX_FRAMES: Final = 64  # frames in one turn of the loop, after which it parses no further piece
 NORMAL, GOING_AWAY, UNSUPPORTED, INVALID, POLICY, INTERNAL, TRY_LATER = 1000, 1001, 1003, 1007, 1008, 1011, 1013
 
 _log = logging.getLogger("reflex.websocket")
@@ -93,9 +96,10 @@ class WebSocket(asyncio.BufferedProtocol):
         self._session: SocketSession | None = None
         self._asked: SocketMessage | None = None
         self._waiting: deque[SocketMessage] = deque()
+        self._unparsed = b""
         self._parts = bytearray()  # of a message that comes in several frames
         self._text = False
-        self._arrived = 0.0
+        self._arrived = self._arrived_last = 0.0  # the first bytes of the message that is coming; the last ones
         self._paused = self._rests = self._ends = self._owes = False
 
     def begin(self, session: SocketSession, data: bytes) -> None:
@@ -154,7 +158,6 @@ class WebSocket(asyncio.BufferedProtocol):
         if self.open:
             self._protocol.send_close(code, reason)
             self._flush()
-            self._forget_waiting()
             self._take_time()
 
     # -- the transport -------------------------------------------------------------------------------------------------
@@ -173,30 +176,56 @@ class WebSocket(asyncio.BufferedProtocol):
     def _received(self, size: int, data: bytes | memoryview | None) -> None:
         """So many bytes have come. data: for the protocol; None where it needs more before it does anything."""
         self.heard = self._loop.time()
-        if self.open:
-            if not self.held:
-                self._arrived = arrived(self._file)
-            try:
-                self.app.bodies.take(self, size)
-            except Overloaded as error:
-                self.close(TRY_LATER, error.code)
-                return
-        if data is not None:
-            self._protocol.receive_data(cast(bytes, data))
-            self._handle()
-        if self.held > LARGE_MESSAGE:
-            self._rests = True  # otherwise one turn of the loop reads megabytes of it
-            self.app.bodies.line_up(self._read_again, self._loop)
-        self._read_on()
-        self._take_time()
+        if self._protocol.eof_sent:  # what comes now is not read
+            return
+        self._arrived_last = arrived(self._file)
+        if not self.held:
+            self._arrived = self._arrived_last
+        try:
+            self.app.bodies.take(self, size)
+        except Overloaded as error:
+            self._protocol.fail(TRY_LATER, error.code)  # it forgets what it holds
+        if self._unparsed:  # its turn comes
+            self._unparsed += data or b""
+        elif data is not None or not self.open:
+            self._parse(data or b"")
+        self._after()
 
-    def _handle(self) -> None:
-        """Take the frames that are whole."""
-        for event in self._protocol.events_received():
-            self._take(cast(Frame, event))
-        self.app.bodies.keep(self, len(self._parts) + self._protocol.reader.held if self.open else 0)
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Take the frames that are whole, until it is enough for one turn of the loop."""
+        at = frames = 0
+        while True:
+            at += self._feed(data[at:])
+            for event in self._protocol.events_received():
+                frames += 1
+                self._take(cast(Frame, event))
+            if at >= len(data) or frames >= MAX_FRAMES or len(self._waiting) > MAX_AHEAD:
+                break
+        self._unparsed = bytes(data[at:])
+        if not self.open:
+            self._parts.clear()
+        self.app.bodies.keep(self, len(self._parts) + self._protocol.reader.held + len(self._unparsed))
         self._flush()
         self._next()
+
+    def _feed(self, data: bytes | memoryview) -> int:
+        """Give the protocol some of it. Returns how many bytes."""
+        reader = self._protocol.reader
+        if reader.room is None:
+            piece = data[:PIECE]
+            self._protocol.receive_data(cast(bytes, piece))
+            return len(piece)
+        count = min(len(reader.room), len(data))
+        reader.room[:count] = data[:count]
+        if reader.place(count):
+            self._protocol.receive_data(b"")
+        return count
+
+    def _after(self) -> None:
+        if self.held > LARGE_MESSAGE:
+            self._take_turns()
+        self._read_on()
+        self._take_time()
 
     def eof_received(self) -> bool:
         return False
@@ -242,8 +271,12 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def _take_time(self) -> None:
         """Say what the connection takes its time over from now on."""
-        if self._paused or not self.open:
+        if not self.open:
+            self._forget_waiting()
+        if self._paused:
             phase = Phase.SLOW
+        elif not self.open:
+            phase = Phase.CLOSING
         elif self._asked is None and self.held:
             phase = Phase.BODY
         else:
@@ -271,7 +304,7 @@ class WebSocket(asyncio.BufferedProtocol):
             return
         self._waiting.append(SocketMessage(data, len(whole), self._arrived))
         self.held -= len(whole)
-        self._arrived = arrived(self._file)
+        self._arrived = self._arrived_last
 
     def _next(self) -> None:
         """Hand over the message whose turn it is."""
@@ -293,15 +326,32 @@ class WebSocket(asyncio.BufferedProtocol):
             self.app.bodies.release(message)
         self._waiting.clear()
 
+    def _take_turns(self) -> None:
+        """Read no more of it in this turn of the loop, which would otherwise read megabytes."""
+        if not self._rests:
+            self._rests = True
+            self.app.bodies.line_up(self._read_again, self._loop)
+
     def _read_again(self) -> None:
         self._rests = False
-        self._read_on()
+        if self._unparsed and not self._stops and not self.transport.is_closing():
+            self._parse(self._unparsed)
+            self._after()
+        else:
+            self._read_on()
+
+    @property
+    def _stops(self) -> bool:
+        """Whether it sends on and on without reading, or without waiting for its answers."""
+        return self._paused or len(self._waiting) > MAX_AHEAD
 
     def _read_on(self) -> None:
-        """Stop reading from a peer that sends on and on without reading; otherwise read, to notice when it leaves."""
+        """Read, to notice when it leaves, unless there is more than enough of it."""
         if self.transport.is_closing():
             return
-        if self.open and (self._rests or self._paused or len(self._waiting) > MAX_AHEAD):
+        if self._unparsed and not self._stops:
+            self._take_turns()
+        if self._rests or self._stops:
             self.transport.pause_reading()
         elif not self.transport.is_reading():
             self.transport.resume_reading()
