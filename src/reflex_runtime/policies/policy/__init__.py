@@ -1,1 +1,1 @@
-"""What a policy is: an export becomes a processor that answers observations with chunks of actions."""
+"""Policies: an export becomes a processor that answers observations with chunks of actions."""

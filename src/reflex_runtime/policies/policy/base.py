@@ -1,4 +1,4 @@
-"""What monolithic and decomposed policies share: preparing what came in, requests, the cost model and warm-up."""
+"""The common parts of monolithic and decomposed policies: preparing, requests, the cost model and warm-up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from reflex_runtime.web.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmUp:
-    """What warming up measured: (batch, seconds) of every call that counts, and the tickets that ran to their end."""
+    """The measurements of a warm-up: (batch, seconds) of every call that counts, and the tickets that finished."""
 
     batches: Sequence[TimedBatch]
     finished: Sequence[Ticket]
@@ -54,8 +54,8 @@ class WarmUp:
 class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
-    export: what is served. slot: the scheduler group of its requests; nothing it remembers crosses slots.
-    stages: what a request passes through, as the cost model knows it. inference_mode: "monolithic" or "decomposed".
+    slot: the scheduler group of its requests; its caches are never shared between slots. stages: the stages of a
+    request, for the cost model. inference_mode: "monolithic" or "decomposed".
     """
 
     stages: ClassVar[tuple[str, ...]]
@@ -79,11 +79,11 @@ class Policy(BaseProcessor):
     # -- worker thread -------------------------------------------------------------------------------------------------
 
     def reads(self, camera: str) -> bool:
-        """Whether it looks at an image sent under this name: its own ones, and "image" where it has one only."""
+        """Whether it uses an image with this name: the names of its own images, and "image" if it has only one."""
         return camera in self.export.images or (camera == "image" and len(self.export.images) == 1)
 
     def look(self, images: Mapping[str, Sent]) -> int:
-        """Pixels to be decoded for `prepare`, by the headers alone; InvalidRequest for what is missing or wrong."""
+        """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
         pixels = sum(pixels_of(*self._found(name, images)) for name in self.export.images)
         if pixels > MAX_REQUEST_PIXELS:
             most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
@@ -101,10 +101,10 @@ class Policy(BaseProcessor):
         seed: int | None = None,
         executed: int | None = None,
     ) -> Observation:
-        """Check and convert what was sent. Slow (decoding, resizing): for a worker thread, any number at a time.
+        """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
 
         images: PNG or JPEG bytes, or uint8 [h, w, 3]; a policy with one image takes it under its own name or "image".
-        Images the policy does not know are ignored, undecoded: versions behind one router may see different cameras.
+        Other images are ignored, undecoded: two versions behind one router may use different cameras.
         At full size one image is held at a time.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
         executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
@@ -130,7 +130,7 @@ class Policy(BaseProcessor):
         return observation
 
     def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent, str]:
-        """What was sent for one of its cameras, and the field to name in errors about it."""
+        """The image sent for one of its cameras, and the field name for errors about it."""
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent = images.get(name)
@@ -177,10 +177,10 @@ class Policy(BaseProcessor):
             raise InvalidRequest(f"state: must be {dim} numbers", "state")
         values: NDArray[np.float32] = sent
         if norm is not None or sent.dtype != np.float32:
-            with np.errstate(all="ignore"):  # what float32 cannot hold becomes infinite, and is refused as such
+            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
                 values = sent.astype(np.float32)
                 values = values if norm is None else norm.normalise(values)
-        if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as asking numpy
+        if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
             raise InvalidRequest("state: must be finite numbers", "state")
         return values if self._takes_state else None
 
@@ -195,7 +195,7 @@ class Policy(BaseProcessor):
         time_limit: float | None = None,
         weight: float = 1.0,
     ) -> Request:
-        """The request to submit: its shape, cost class, first stage and units, and what the prefix cache had for it.
+        """The request to submit: its shape, cost class, first stage and units, with its cached prefix if there is one.
 
         Quick; for the thread that submits, immediately before it does. time_limit: seconds.
         """
@@ -225,8 +225,8 @@ class Policy(BaseProcessor):
         priority: Priority = Priority.DEFAULT,
         time_limit: float | None = None,
     ) -> Request:
-        """The request to admit before its observation is made: the cheapest that it may turn out to be, so that none is
-        refused for a deadline it could have met. `Scheduler.prepared` gets the one of `request`."""
+        """The request to admit before its pictures are decoded: the cheapest that it may become, so that it is not
+        refused for a deadline that it can meet. `Scheduler.prepared` gets the one of `request`."""
         cache, stage, wants = self._at_best(bool(episode_id))
         return Request(
             payload=payload,
@@ -243,7 +243,7 @@ class Policy(BaseProcessor):
         )
 
     def cost_class(self, cache: CacheUse) -> str:
-        """What makes requests of one shape cost differently: whether a prefix is to be computed, and the steps."""
+        """The cost class within a shape: whether a prefix must be computed, and the number of steps."""
         return self._classes[cache]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
@@ -271,11 +271,11 @@ class Policy(BaseProcessor):
     ) -> WarmUp:
         """Run real batches of each size through `run_batch`: first one that is not counted, then `repeats` measured.
 
-        The captured sizes are among them whether named or not: each is captured in the batch that is not counted.
-        Two sizes and three repeats are what a cost model needs to know every stage. Of the repeats of a size it is
-        taught the fastest, as often as there were repeats: what happens once (compiling, allocating) teaches nothing.
-        Made-up observations, no episode: nothing of it is cached or remembered. To be called where batches run, before
-        the first of them. A batch that fails raises its error: a policy that cannot answer noise must not be served.
+        Captured sizes are always included: each is captured in the batch that is not counted.
+        A cost model needs two sizes and three repeats to know every stage. Of a size it learns the fastest repeat, as
+        often as there were repeats, so one-off work (compiling, allocating) does not count.
+        The observations are random and have no episode, so nothing is cached. Call it on the device thread, before the
+        first batch. A batch that fails raises its error: a policy that fails on noise must not be served.
         """
         if not sizes or min(sizes) < 1 or repeats < 1:
             raise ConfigError(f"warm_up: sizes={tuple(sizes)!r}, repeats={repeats!r}: sizes and repeats must be >= 1")
@@ -305,9 +305,9 @@ class Policy(BaseProcessor):
         return noise_of(observation.seed, self.export.chunk_size, self.export.action_dim)
 
     def _chunk(self, observation: Observation, actions: NDArray[np.float32], steps: int) -> Done:
-        """The answer made of one row of the model's output. steps: denoising steps behind it."""
+        """The answer from one row of the model's output. steps: number of denoising steps."""
         norm = self.export.action_norm
-        with np.errstate(all="ignore"):  # what is not finite is the guard's to judge
+        with np.errstate(all="ignore"):  # the guard checks for values that are not finite
             actions = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
         rtc = None if observation.anchor is None else observation.anchor.report
         return Done(ActionChunk(actions, steps, observation.cache, rtc=rtc))
@@ -324,7 +324,7 @@ class Policy(BaseProcessor):
         return [Done(ActionChunk(row, steps, seen.cache)) for seen, row in zip(observations, rows, strict=True)]
 
     def describe(self) -> dict[str, Any]:
-        """What is loaded, JSON-safe: the configuration as it stands in the export, the hashes, and how it runs."""
+        """The loaded policy, JSON-safe: the export's configuration, the hashes, and how it runs."""
         export = self.export
         return {
             "export_dir": str(export.path),
@@ -346,7 +346,7 @@ class Policy(BaseProcessor):
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
-    """The same batches, each with the least seconds that one of its stage and size took; their tickets share those."""
+    """The same batches, each with the shortest time of its stage and size; their tickets share that time."""
     least: dict[tuple[str, int], float] = {}
     for batch, elapsed in batches:
         kind = (batch.stage, len(batch))

@@ -1,8 +1,8 @@
 """A policy in two graphs: the prefix reads the scene once, the expert denoises in steps.
 
-Requests are resident between steps, so the batch may change at every step boundary: a row carries its own flow time
-k/n, and a robot joins a running batch at the next step instead of waiting for the last. Prefix and step are stages of
-the scheduler; every stage is one call for all its rows.
+Requests are resident between steps, so the batch may change at every step boundary. Each row has its own flow time
+k/n: a new request joins a running batch at the next step instead of waiting for the last one. Prefix and step are
+stages of the scheduler; every stage is one call for all its rows.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Flow:
     prefix: Prefix
     x: NDArray[np.float32]
     step: int = 0
-    noise: NDArray[np.float32] | None = None  # kept where the chunk is anchored
-    velocity: NDArray[np.float32] | None = None  # of the last step, kept where steps are adaptive
+    noise: NDArray[np.float32] | None = None  # only if the chunk is anchored
+    velocity: NDArray[np.float32] | None = None  # of the last step, only if steps are adaptive
 
 
 class DecomposedPolicy(Policy):
@@ -48,11 +48,11 @@ class DecomposedPolicy(Policy):
     A request whose prefix is cached enters at stage "denoise" and wants the steps; any other enters at "prefix" and
     wants one unit more. Requests without an episode are not cached.
 
-    cache_bytes: bound of the prefix cache, 0 for none; what unsettled requests hold comes on top. max_age_chunks: see
-    `PrefixCache`. provider, threads, captured_sizes: as in `OnnxSession`, for both graphs. rtc: chunks continue the
-    episode's last one. adaptive: a row whose velocity no longer changes goes the rest of its way in one leap.
+    cache_bytes: limit of the prefix cache, 0 for none; prefixes of unsettled requests are not counted. max_age_chunks:
+    see `PrefixCache`. provider, threads, captured_sizes: as in `OnnxSession`, for both graphs. rtc: chunks continue the
+    episode's last one. adaptive: a row whose velocity no longer changes finishes in one step.
 
-    ConfigError when the graphs are not what the export says or do not fit each other.
+    ConfigError if the graphs do not match the export or each other.
     """
 
     stages = (PREFIX, DENOISE)
@@ -130,7 +130,7 @@ class DecomposedPolicy(Policy):
     # -- device thread -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._packed = ((), {})  # of a thread given up: what it placed in a captured size is of no use to another
+        self._packed = ((), {})  # a thread that was given up cannot use its captured buffers any more
 
     def run(self, batch: Batch) -> Sequence[Any]:
         self.drop(batch.left)
@@ -147,7 +147,7 @@ class DecomposedPolicy(Policy):
         self._packed = ((), {})
 
     def _forget_settled(self) -> None:
-        """A newcomer whose first batch was given up while it hung is never among `left`: it was not resident yet."""
+        """Forget settled requests. One whose first batch hung is never in `left`, because it was not resident yet."""
         self.drop([ticket for ticket in list(self._flows) if ticket.state is TicketState.SETTLED])
 
     def _run_prefix(self, batch: Batch) -> Sequence[Any]:
@@ -155,7 +155,7 @@ class DecomposedPolicy(Policy):
         seen: list[Observation] = [ticket.request.payload for ticket in tickets]
         rows = {name: np.stack([o.row(role) for o in seen]) for role, name in self._prefix_inputs.items()}
         made = self._prefix.run(rows, batch.notes)
-        # Nothing above has changed any state, and nothing below can fail: a call that raises may be repeated.
+        # No state has changed so far, and nothing below can fail: so a call that raises may be repeated.
         steps = float(self.export.num_denoising_steps)
         for i, (ticket, observation) in enumerate(zip(tickets, seen, strict=True)):
             # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
@@ -198,7 +198,7 @@ class DecomposedPolicy(Policy):
             notes["steps_spared"] = notes.get("steps_spared", 0) + spared
 
     def _flow(self, ticket: Ticket) -> _Flow | None:
-        """Where the ticket stands; one whose prefix was cached starts here."""
+        """The state of a ticket between steps; one with a cached prefix starts here."""
         known = self._flows.get(ticket)
         observation: Observation = ticket.request.payload
         if known is None and observation.prefix is not None:
@@ -210,7 +210,7 @@ class DecomposedPolicy(Policy):
         return _Flow(prefix, noise, noise=None if observation.anchor is None else noise)
 
     def _moved(self, ticket: Ticket, flow: _Flow, x: NDArray[np.float32], steps: int) -> More | Done:
-        """One row after a step: it goes on, or is there. x: where the step took it."""
+        """One row after a step: it continues or is finished. x: the result of the step."""
         observation: Observation = ticket.request.payload
         done = flow.step + 1
         velocity = None

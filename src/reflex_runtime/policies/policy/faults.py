@@ -1,8 +1,8 @@
 """Faults on purpose, for drills and tests: `--inject-fault SLOT:KIND:RATE[:MS]` and `--inject-latency-ms`.
 
     raise   the call that holds a marked request raises, so it is repeated in parts until that request stands alone
-    nan     a marked request's actions are NaN, as if the model had said so
-    hang    a marked batch does not come back for 60 s, then fails
+    nan     a marked request's actions are NaN, as if the model had returned them
+    hang    a marked batch hangs for 60 s, then fails
     slow    a marked batch takes 500 ms longer
     die     a marked batch ends the device thread
 
@@ -85,10 +85,10 @@ def _number(text: str) -> float:
 
 
 class FaultyProcessor:
-    """A processor with faults. It goes between the policy and its guard: an injected NaN is the guard's to judge.
+    """A processor with faults. It stands between the policy and its guard, so that the guard sees an injected NaN.
 
-    faults: those of this slot. latency: seconds added to every batch (`--inject-latency-ms`). seed: another draw.
-    sleep: how slow and latency wait. `release` ends every present and future hang; tests and shutdown set it.
+    faults: those of this slot. latency: seconds added to every batch (`--inject-latency-ms`). seed: of the draw.
+    sleep: waits for `slow` and latency. `release` ends every present and future hang; tests and shutdown set it.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class FaultyProcessor:
         return results
 
     def _before(self, fault: Fault, batch: Batch) -> None:
-        """Faults that befall the call as a whole, before it has changed anything."""
+        """Faults of the whole call, before it has changed anything."""
         if fault.kind == "raise":
             for ticket in batch.grants:
                 if self._marked(fault, ticket.id):
@@ -136,7 +136,7 @@ class FaultyProcessor:
                 self._sleep(fault.seconds)
             else:
                 self.release.wait(fault.seconds)
-                # It must not run the batch now: its callers have been told, and another thread may have taken over.
+                # It must not run the batch now: its callers have their error, and another thread may run the device.
                 raise ProcessorHung(f"injected fault {fault}: batch {batch.id} hung")
 
     def _marked(self, fault: Fault, key: str) -> bool:

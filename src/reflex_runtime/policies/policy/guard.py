@@ -1,4 +1,4 @@
-"""The last look at actions before they leave: inside the robot's ranges, and finite.
+"""The last check of actions before they are sent: within the robot's ranges, and finite.
 
 Non-finite actions are an error, or a hold of the episode's last good action. Never zeros: in absolute joint control
 zero is a motion command.
@@ -26,13 +26,13 @@ _CLEAN = GuardReport()
 
 
 class ActionGuard:
-    """Checks the chunks of one slot. For the device thread.
+    """Checks the chunks of one slot, on the device thread.
 
-    embodiment: clamps to its action ranges; without ranges only what is not finite is looked at.
+    embodiment: actions are clamped to its ranges; without ranges they are only checked for non-finite values.
     on_bad_action: "error" fails the request. "hold" answers with the episode's last good action in every place of the
-        chunk, flagged; it is an error when the episode has none yet, or the request names no episode. In a relative
-        action space a repeated action goes on moving, so "error" is the safer choice there.
-    max_episodes: last actions remembered, one of action_dim floats an episode; the longest unused is forgotten.
+        chunk, and marks the answer. It is an error if the episode has no good action yet, or the request has no
+        episode. In a relative action space a repeated action goes on moving, so "error" is safer there.
+    max_episodes: number of episodes whose last action is kept; the longest unused is forgotten.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ActionGuard:
         self.clamped = self.held = self.refused = 0  # chunks
 
     def check(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
-        """The chunk as it may be sent, with its report; NonFiniteResult when it may not."""
+        """The checked chunk with its report; NonFiniteResult if it must not be sent."""
         actions = chunk.actions
         if not np.isfinite(actions).all():
             return self._hold(chunk, episode_id)
@@ -67,7 +67,8 @@ class ActionGuard:
         return replace(chunk, actions=actions, guard=report)
 
     def clean(self, chunks: Sequence[ActionChunk]) -> bool:
-        """Whether all of these would pass `check` unchanged, by one look at the whole batch; False settles nothing."""
+        """True if all of these pass `check` unchanged, tested on the whole batch at once; False may also be a false
+        alarm."""
         actions = np.concatenate([chunk.actions for chunk in chunks])
         if self._ranges is None:
             return bool(np.isfinite(actions).all())
@@ -75,7 +76,7 @@ class ActionGuard:
         return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
 
     def passed(self, chunk: ActionChunk, episode_id: str) -> None:
-        """Write into a clean chunk that it may be sent."""
+        """Add the guard's report to a clean chunk."""
         chunk.guard = _CLEAN
         if self.on_bad_action == "hold" and episode_id:
             self._remember((self.slot, episode_id), chunk.actions[-1].copy())
@@ -104,7 +105,7 @@ class ActionGuard:
 
 
 class GuardedProcessor:
-    """A policy whose chunks have passed the guard. One that may not be sent fails alone.
+    """A policy whose chunks pass through the guard. A chunk that must not be sent fails alone.
 
     The batch's notes count the chunks that were `clamped`, `held` or `refused`.
     """

@@ -1,4 +1,4 @@
-"""From a directory to what a driver runs."""
+"""Loads an export directory into a processor that a driver runs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def load_policy(
     """The policy of an export, of the kind it is. cache_bytes and max_age_chunks matter to decomposed ones only.
 
     provider, threads, captured_sizes: as in `OnnxSession`. rtc, adaptive: as in `DecomposedPolicy`; a monolithic export
-    denoises inside its graph, where neither can reach.
+    denoises inside its graph, so it has neither.
 
-    ConfigError when the directory, a graph, or the two against each other are not right.
+    ConfigError if the directory or a graph is wrong, or if they do not match.
     """
     if not isinstance(export, Export):
         export = Export.load(export)
@@ -61,8 +61,8 @@ def served_by(
 ) -> Processor:
     """The processor to serve: the policy, then the faults of its slot, then the guard.
 
-    guard: by default one for the export's embodiment that answers bad actions with errors. faults: those of other slots
-    are left out. latency: seconds added to every batch.
+    guard: by default one for the export's embodiment that answers bad actions with errors. faults: only those of this
+    slot are used. latency: seconds added to every batch.
     """
     mine = [fault for fault in faults if fault.slot == policy.slot]
     inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy

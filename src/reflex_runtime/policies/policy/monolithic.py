@@ -13,9 +13,9 @@ from reflex_runtime.processors.onnx import CPU, OnnxSession
 
 
 class MonolithicPolicy(Policy):
-    """Runs `model.onnx`. It remembers nothing between calls, so every answer has `cache: off`.
+    """Runs `model.onnx`. It has no state between calls, so every answer has `cache: off`.
 
-    provider, threads, captured_sizes: as in `OnnxSession`. ConfigError when the graph is not what the export says.
+    provider, threads, captured_sizes: as in `OnnxSession`. ConfigError if the graph does not match the export.
     """
 
     stages = ("",)

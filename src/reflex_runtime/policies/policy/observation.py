@@ -1,4 +1,4 @@
-"""What a policy is asked (`Observation`) and what it answers (`ActionChunk`)."""
+"""The input of a policy (`Observation`) and its output (`ActionChunk`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Sent = bytes | NDArray[Any]  # an image as it comes: PNG or JPEG bytes, or an ar
 CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_IMAGE_PIXELS = 4096 * 4096
-MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy looks at
+MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
 
 class Doubt(NamedTuple):
-    """Something in a request that changes nothing, although its sender may think so. kind: for counting."""
+    """A field of a request that has no effect, although the caller may expect one. kind: for the counter."""
 
     kind: Literal["instruction_ignored", "instruction_unknown"]
     message: str
@@ -37,19 +37,19 @@ DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
 
 @dataclass(slots=True, eq=False)  # treated as frozen; freezing it would cost as much as the rest of `prepare`
 class Observation:
-    """What a policy sees, ready for its graphs: nothing is decoded, resized or counted after this.
+    """The input of a policy, ready for its graphs: decoded and resized.
 
     images: by the export's names, uint8 [height, width, 3] at the export's sizes.
-    tokens: int64 [max_tokens], or None where the policy reads no text.
-    state: float32 [state_dim], normalised, or None where the policy takes none.
+    tokens: int64 [max_tokens], or None if the policy reads no text.
+    state: float32 [state_dim], normalised, or None if the policy takes none.
     seed: of the noise, in [0, 2⁶⁴).
-    episode_id: "" when the caller named none; nothing is then remembered between its requests.
-    prefix_key: what its keys and values are cached under, or None.
-    cache, prefix: set by `Policy.request`: how the cache answered, and the keys and values it had. The reference keeps
-        them in memory until the request is settled, whatever the cache evicts.
-    doubts: what the answer warns of.
-    executed: actions of the episode's last chunk executed when this was seen, or None. anchor: set by `Policy.request`:
-        what the new chunk is to continue.
+    episode_id: "" if the caller named none; nothing is then kept between its requests.
+    prefix_key: the key of its prefix in the cache, or None.
+    cache, prefix: set by `Policy.request`: the cache's result, and the keys and values found. The reference keeps
+        them in memory until the request is settled, even if the cache evicts them.
+    doubts: the warnings for the answer.
+    executed: actions of the episode's last chunk that were executed before this observation, or None. anchor: set by
+        `Policy.request`: the old actions that the new chunk continues.
     """
 
     images: Mapping[str, Image] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Observation:
     doubts: tuple[Doubt, ...] = ()
 
     def row(self, role: str) -> NDArray[Any]:
-        """What it holds for a role of the export: "tokens", "state" or the name of an image."""
+        """The value for a role of the export: "tokens", "state" or the name of an image."""
         if role == "tokens":
             assert self.tokens is not None
             return self.tokens
@@ -78,10 +78,10 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class GuardReport:
-    """What the action guard changed in one chunk.
+    """The changes of the action guard in one chunk.
 
-    clamped: how many values were outside their range. joints: whose, by name or else by index, in their order.
-    held: the chunk was not finite and is the episode's last good action, repeated.
+    clamped: number of values that were outside their range. joints: their names or else indices, in order.
+    held: the chunk was not finite; it was replaced by the episode's last good action, repeated.
     """
 
     clamped: int = 0
@@ -95,12 +95,12 @@ class GuardReport:
 
 @dataclass(slots=True, eq=False)  # only the guard writes to one, and only its report
 class ActionChunk:
-    """What a policy answers.
+    """The output of a policy.
 
     actions: float32 [chunk_size, action_dim] in the robot's units (denormalised), the first to be executed first.
-    denoising_steps: Euler steps behind it. cache: how the prefix cache answered ("off" where there is none).
-    guard: what the action guard did, or None where none looked.
-    rtc: how it continues the episode's last chunk (`Anchor.report`), or None when it begins anew.
+    denoising_steps: number of Euler steps. cache: the prefix cache's result ("off" if there is none).
+    guard: the guard's report, or None without a guard.
+    rtc: how it continues the episode's last chunk (`Anchor.report`), or None if it does not.
     """
 
     actions: NDArray[np.float32]
@@ -121,10 +121,10 @@ def noise_of(seed: int, chunk_size: int, action_dim: int) -> NDArray[np.float32]
 
 
 def pixels_of(sent: Any, field: str = "image") -> int:
-    """What decoding it takes, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
+    """The work of decoding an image, in pixels of a PNG: of a PNG or JPEG by its header alone, or of uint8 [h, w, 3].
 
-    A JPEG takes a 32nd of that for each of its scans: it is decoded at a fraction of its size where less is needed.
-    InvalidRequest when it is none of these, broken, above 4096² or of more than 64 scans.
+    A JPEG counts a 32nd of its pixels for each of its scans, because it is decoded at a fraction of its size if less is
+    needed. InvalidRequest if it is none of these, broken, above 4096² pixels or of more than 64 scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
         with _opened(bytes(sent), field) as image:
@@ -146,9 +146,9 @@ def decode_image(
 ) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
 
-    size: (height, width) to make it, bilinear; None leaves it as it is. pad: see `resize_image`. A JPEG
-    that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. What is held at full size is one
-    picture in the mode of the file.
+    size: (height, width) of the result, resized bilinearly; None keeps the size. pad: see `resize_image`. A JPEG
+    that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. Only one picture is in memory at
+    full size, in the mode of the file.
     """
     import PIL.Image
 
@@ -170,7 +170,7 @@ def decode_image(
 
 
 def warm_decoders() -> None:
-    """Decode a small PNG and JPEG: the first ones import Pillow, which takes longer than many a deadline."""
+    """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline."""
     import PIL.Image
 
     for kind in ("PNG", "JPEG"):

@@ -1,8 +1,8 @@
-"""Keys and values of prefixes already computed, so that an unchanged scene is read once.
+"""The cache of computed prefixes, so that the model reads an unchanged scene only once.
 
-Blind reuse costs task success: a cache keyed by episode alone would answer a new picture with the old one's keys and
-values. The key therefore holds what the prefix saw, by content; reuse across pictures is an explicit, bounded and
-reported option (`max_age_chunks`).
+A cache keyed only by episode would use the old picture's keys and values for a new picture, and the policy would fail
+more often. Therefore the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit,
+bounded and reported option (`max_age_chunks`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ENTRY_OVERHEAD = 1024  # bytes counted per entry beside its arrays, so that many
 
 
 class PrefixKey(NamedTuple):
-    """What a prefix may be shared under. Slot and episode keep versions and robots apart.
+    """The key of a prefix. Slot and episode keep versions and robots apart.
 
-    instruction, content: digests of the text and of everything else the prefix sees.
+    instruction, content: digests of the text and of all other inputs of the prefix.
     """
 
     slot: str
@@ -56,10 +56,10 @@ class _Entry:
 class PrefixCache:
     """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
 
-    max_bytes: of keys and values kept, plus 1 KiB an entry; what is larger than that alone is not kept. An entry that a
-        request has claimed lives on in that request after its eviction.
-    max_age_chunks: how many chunks one entry may serve for *other* pictures of the same episode and instruction
-        ("hit_stale"); 0 allows none. Each such answer is as blind as the number says.
+    max_bytes: limit for keys and values, plus 1 KiB an entry; a larger entry is not kept. A request that has found an
+        entry keeps it after its eviction.
+    max_age_chunks: number of chunks for which an entry may serve *other* pictures of the same episode and instruction
+        ("hit_stale"); 0 allows none. The policy does not see the pictures of those chunks.
     """
 
     def __init__(self, max_bytes: int, max_age_chunks: int = 0) -> None:
@@ -75,9 +75,9 @@ class PrefixCache:
         self.hits = self.stale_hits = self.misses = self.evictions = 0
 
     def lookup(self, key: PrefixKey) -> tuple[Literal["hit", "hit_stale", "miss"], Prefix | None]:
-        """How the cache answers, and with what.
+        """The cache's result and the entry.
 
-        Every look counts, also for a request that is refused afterwards; a stale hit uses up one chunk of the entry's
+        Every look-up counts, also for a request that is refused afterwards. A stale hit uses one chunk of the entry's
         allowance.
         """
         with self._lock:

@@ -1,11 +1,11 @@
-"""Real-time chunking: a robot that still executes one chunk gets a next one that continues it.
+"""Real-time chunking: the next chunk continues the one that the robot still executes.
 
 The new chunk is anchored, at every denoise step, to the part of the episode's last chunk that the robot has not
 executed yet. Its first actions, which run while the new chunk is computed, are frozen; the weight then falls along a
 schedule up to the horizon (after Black et al., "Real-Time Execution of Action Chunking Flow Policies", 2025; anchored
 here by in-painting along the flow, because an exported graph has no gradient to guide by).
 
-A tail belongs to one (slot, episode): carried to another robot or version it would be a jump, not a continuation.
+A tail (the rest of a chunk) belongs to one (slot, episode): for another robot or version it would be a jump.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ class Rtc:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Anchor:
-    """What one new chunk is drawn to. In the model's units; arrays are read only.
+    """The old actions that a new chunk is pulled towards. In the model's units; arrays are read only.
 
     target: float32 [chunk_size, action_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
-    report: what the answer says of it, JSON-safe.
+    report: for the answer, JSON-safe.
     """
 
     target: NDArray[np.float32]
@@ -92,8 +92,8 @@ class _Tail:
 class ChunkTails:
     """The last chunk of each episode of one slot, longest unused forgotten. Read on the loop, written on the device.
 
-    control_hz: actions the robot executes a second, None when unknown: how many it has executed, and will while it
-    waits, then has to be told by the request, and nothing is frozen.
+    control_hz: actions that the robot executes a second. If None, the request must give the number of executed actions,
+    and no action is frozen.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class ChunkTails:
         return len(self._tails)
 
     def remember(self, episode: str, actions: NDArray[np.float32], latency: float) -> None:
-        """The episode's newest chunk. actions: float32 [chunk_size, action_dim]; one that is not finite is not kept.
+        """Keep the episode's newest chunk. actions: float32 [chunk_size, action_dim]; a non-finite one is not kept.
 
-        latency: seconds from its arrival to its end, which the next one will probably take as well.
+        latency: seconds from its arrival to its end, the estimate for the next one.
         """
         if not episode or not np.isfinite(actions).all():
             return
@@ -123,20 +123,20 @@ class ChunkTails:
                 self._tails.popitem(last=False)
 
     def forget(self, episode: str) -> None:
-        """The episode goes on elsewhere, or anew."""
+        """Forget the episode's chunk: the episode was moved or starts again."""
         with self._lock:
             self._tails.pop(episode, None)
 
     def forget_all(self) -> None:
-        """Every episode goes on elsewhere, or has for a while."""
+        """Forget all chunks: the episodes were moved."""
         with self._lock:
             self._tails.clear()
 
     def anchor(self, episode: str, executed: int | None) -> Anchor | None:
-        """What the episode's next chunk is anchored to; None when it has no last chunk, or nothing of it is left.
+        """The anchor for the episode's next chunk; None if it has no last chunk, or all of it was executed.
 
-        executed: actions of the last chunk that had been executed when this observation was made; when absent, those
-        that fit into the time since it was answered, if the control rate is known.
+        executed: actions of the last chunk that were executed before this observation. If absent, they are computed
+        from the time since the last answer and the control rate, if that is known.
         """
         with self._lock:
             tail = self._tails.get(episode)

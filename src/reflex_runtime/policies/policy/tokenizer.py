@@ -19,17 +19,17 @@ class InstructionTokenizer(Protocol):
     """Turns an instruction into ids."""
 
     def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
-        """int64 [max_tokens]: cut where the text is longer, padded where it is shorter."""
+        """int64 [max_tokens]: a longer text is cut, a shorter one padded."""
 
     def knows(self, text: str) -> bool:
-        """Whether it tells anything of the text from an unknown word."""
+        """Whether the text has at least one known word."""
 
 
 class WordTokenizer:
     """A fixed vocabulary.
 
-    words: id of each word. unknown, padding: ids for what is not in it, and for the rest of the row.
-    lower: whether text is lowercased first. pattern: what counts as a word; None splits at white space.
+    words: id of each word. unknown, padding: ids for unknown words, and for the rest of the row.
+    lower: whether text is lowercased first. pattern: matches a word; None splits at white space.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ def read_tokenizer(file: Path) -> InstructionTokenizer:
     """A `tokenizer.json` in the Hugging Face format.
 
     Word-level models without post-processing need no package: model WordLevel; normalizer none or Lowercase;
-    pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. For all others the `tokenizers` package is asked;
-    without it they are a ConfigError that says what to install, or how to convert.
+    pre_tokenizer Whitespace or WhitespaceSplit; post_processor none. All others need the `tokenizers` package; without
+    it they raise a ConfigError that says what to install, or how to convert.
     """
     try:
         parsed = json.loads(file.read_bytes())

@@ -1,8 +1,8 @@
-"""When a slot has crashed too often to be asked, and how it comes back by itself.
+"""Opens a slot (no requests) that crashes too often, and closes it again after a successful probe.
 
-Two witnesses: a run of crashes, which is fast when nothing works, and an e-process on the crash rate, which notices a
-slot that fails now and then (a run of five at 20 % takes 3,900 calls). A drained slot is probed, one routing key at a
-time, so that the clean answer which brings it back can happen.
+Two tests decide. A run of crashes is fast when nothing works. An e-process on the crash rate notices a slot that fails
+sometimes (at 20 % a run of five takes 3,900 calls). A drained slot is probed, one routing key at a time, because only a
+clean answer can bring it back.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
 
-RATE: Final = 0.01  # a crash rate that is put up with
+RATE: Final = 0.01  # an acceptable crash rate
 ALPHA: Final = 1e-3
 ALTERNATIVES: Final = (3 * RATE, 0.05, 0.1, 0.2, 0.5, 0.9)
-CHANCE: Final = 1e-9  # of a run of bad requests that is taken for a crash of the slot
-LEAST: Final = 3  # crashes that still weigh, before there may be an alarm
+CHANCE: Final = 1e-9  # of taking a run of bad requests for a crash of the slot
+LEAST: Final = 3  # crashes since the ratios were last at the floor, needed for an alarm
 
 
 class CrashEvidence:
-    """Evidence that calls crash more often than `rate`: a bet that gains at a crash and pays at a clean call.
+    """Evidence that calls crash more often than `rate`: a bet that wins at a crash and loses at a clean call.
 
-    One likelihood ratio for each rate in `alternatives`, averaged. As long as calls crash at `rate` or less, whatever
-    the pattern, each is a supermartingale, so that from a fresh start 1/alpha is ever reached with probability alpha.
+    It is the mean of one likelihood ratio for each rate in `alternatives`. If calls crash at `rate` or less, in any
+    pattern, each ratio is a supermartingale, so from a fresh start it ever reaches 1/alpha with probability alpha.
 
-    Left alone its logarithm goes to minus infinity on a clean slot, and a fault that begins after 100,000 calls would
-    first have to earn all of that back. So every ratio has a **floor at alpha**: M ← max(M·L, alpha). Then
+    Without a floor its logarithm goes to minus infinity on a clean slot, and a fault that begins after 100,000 calls
+    would first have to win all of that back. So every ratio has a **floor at alpha**: M ← max(M·L, alpha). Then
     M(t) − alpha·t is a supermartingale (Shin, Ramdas and Rinaldo, E-detectors), and by optional stopping the mean
     number of calls to a false alarm is at least (1/alpha − 1)/alpha: a million calls at alpha = 1/1000, guaranteed for
     every pattern; within n calls an alarm is false with probability at most alpha·(1 + alpha·n). A floor at 1 (CUSUM)
@@ -66,7 +66,7 @@ class CrashEvidence:
         self.crashes += 1
 
     def clean(self, calls: int = 1) -> None:
-        """So many calls did not."""
+        """Add calls without a crash."""
         if self._at_floor:
             return
         floor = self._floor
@@ -82,14 +82,14 @@ class CrashEvidence:
 
     @property
     def alarmed(self) -> bool:
-        """Whether it says so now: 1/alpha is reached, by `least` crashes or more."""
+        """Whether the evidence is sufficient now: 1/alpha is reached, with at least `least` crashes."""
         return self.crashes >= self._least and self.log_e >= self._limit
 
 
 class Poison:
-    """The share of a slot's requests that fail while other clients are answered, over some 64 of them.
+    """The share of a slot's requests that fail while other clients are answered, over about 64 of them.
 
-    A failure counts once another client was answered after it: a slot without any answers teaches nothing.
+    A failure counts only after another client was answered: a slot without any answers shows nothing.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Poison:
 
 
 class _SlotState:
-    """State of one slot. Closed: asked as usual. Open: drained; `probe` is the key being served to see if it works."""
+    """State of one slot. Closed: in use. Open: drained; `probe` is the routing key that is served as a test."""
 
     __slots__ = ("by_rate", "cooldown", "count", "evidence", "opened", "probe", "retry_at", "why")
 
@@ -130,17 +130,17 @@ class _SlotState:
 
 
 class Breaker:
-    """Decides for one slot, or for two that stand in for each other, whether it is asked. For one thread, pure.
+    """Decides for one slot, or for two that replace each other, whether it gets requests. For one thread, pure.
 
-    A slot opens at `max_consecutive` crashes in a row, or when the evidence on its crash rate alarms. An unbroken run
-    alone is left to the counter, so that ten in a row are allowed if it says ten. 0 disables all of it; crashes are
-    still counted.
+    A slot opens at `max_consecutive` crashes in a row, or when the evidence on its crash rate is sufficient. For an
+    unbroken run only the counter decides, so that ten in a row are allowed if the setting is ten. 0 disables the
+    breaker; crashes are still counted.
 
-    Closing again: while it is open and `cooldown` seconds are over, one key is served there as a probe. Its clean
-    answer closes the slot, and count, evidence and cool-down start afresh; a crash doubles the cool-down, up to
-    `longest`; when nothing comes of it, the next key is the probe after the cool-down. A crash while no probe is out
-    comes from a call that was queued before and proves nothing new. A clean answer of such a call closes a slot that a
-    run opened (the run is over), but not one that the evidence opened: at 20 % most calls are clean.
+    Closing again: when an open slot has waited for `cooldown` seconds, one key is served there as a probe. Its clean
+    answer closes the slot and resets count, evidence and cool-down. A crash doubles the cool-down, up to `longest`. If
+    the probe has no result, the next key is the probe after the cool-down. A crash while no probe is out comes from a
+    call that was queued before, and changes nothing. A clean answer of such a call closes a slot that a run opened (the
+    run is over), but not one that the evidence opened: at 20 % most calls are clean.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Breaker:
     def crashed(self, slot: str, now: float, poison: float = 0.0) -> bool:
         """One call of the slot of which no item succeeded. True when the slot opened by it.
 
-        poison: the share of requests that failed lately while others were answered, in [0, 1). Calls that hold such
-        requests alone are no evidence of a crash rate, and it takes a longer run of them to mean something.
+        poison: the share of requests that failed lately while others were answered, in [0, 1). Calls with only such
+        requests are no evidence of a crash rate, and a longer run of them is needed.
         """
         self._now = now
         state = self._slots[slot]
@@ -181,8 +181,7 @@ class Breaker:
     def answered(self, slot: str, now: float) -> bool:
         """One clean answer of the slot. True when the slot closed by it.
 
-        The evidence counts crashes among crashes and answers: told once for each clean call it judges calls, told once
-        for each request of a batch it is diluted by the size of the batch.
+        Call it once for each clean call, not for each request of its batch: the evidence counts calls.
         """
         self._now = now
         state = self._slots[slot]
@@ -196,7 +195,7 @@ class Breaker:
         return True
 
     def place(self, slot: str, key: str, now: float) -> str | None:
-        """Who serves a request of routing key `key` that belongs to `slot`: itself, the other one, or None.
+        """The slot that serves a request with this routing key: `slot`, the other one, or None.
 
         None: no slot does (degraded). The probe's key keeps its slot until the probe is decided or replaced. With both
         open each is probed by its own keys.
@@ -214,7 +213,7 @@ class Breaker:
         return other if self._slots[other].opened is None else None
 
     def reset(self, slot: str, now: float) -> None:
-        """Close the slot, by order of an operator. ConfigError when there is none of that name."""
+        """Close the slot, for an operator. ConfigError for an unknown name."""
         if slot not in self._slots:
             raise ConfigError(f"slot={slot!r:.200}: must be one of {', '.join(self._slots)}", field="slot")
         self._now = now

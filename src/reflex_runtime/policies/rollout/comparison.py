@@ -1,8 +1,8 @@
-"""Which of two policies is better, with an answer that stays right however often it is looked at.
+"""Which of two policies is better, by a test that stays valid however often it is checked.
 
-Success rates watched all day cross any fixed significance level sooner or later. Here each hypothesis is a bet in fair
-odds, so that its wealth reaches 1/alpha with probability at most alpha if the hypothesis is true, whenever one looks.
-The unit is the episode: requests of one episode succeed or fail together.
+If success rates are checked all day, they cross any fixed significance level sooner or later. Here each hypothesis is a
+bet with fair odds: if the hypothesis is true, the wealth ever reaches 1/alpha with probability at most alpha. The unit
+is the episode, because requests of one episode succeed or fail together.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Final, Literal
 from reflex_runtime.core.errors import ConfigError
 
 BETS: Final = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)  # the share of the wealth that is put on the next block
-BLOCKS: Final = 32  # that may wait for the other slot
-_MOST: Final = 1e300  # wealth beyond it says nothing more, and infinity is no JSON
+BLOCKS: Final = 32  # blocks that may wait for the other slot
+_MOST: Final = 1e300  # a larger wealth means nothing more, and infinity is no JSON
 
 Verdict = Literal["undecided", "a_better", "b_better"]
 
@@ -49,7 +49,7 @@ def ratio(split: int) -> tuple[int, int]:
 
 
 class _Wealth:
-    """Six gamblers who bet fixed shares of what they have; together worth their average."""
+    """The mean wealth of six bettors, each of which bets a fixed share of its wealth."""
 
     def __init__(self) -> None:
         self.each = [1.0] * len(BETS)
@@ -66,15 +66,15 @@ class Comparison:
     """A against B by episodes that succeeded or not, as a betting test in blocks. Pure, in bounded memory.
 
     A block holds episodes of both slots in the ratio of the split; d = mean A − mean B lies in [−1, 1] and has mean 0
-    when they are equally good. Three bets see every block: A is better (d), B is better (−d), B is worse by less than
-    `margin` (margin − d). Verdicts are kept once reached. The wealth has no floor: a version that grows worse after
-    thousands of episodes is a matter for the guard.
+    if they are equally good. Each block counts for three bets: A is better (d), B is better (−d), B is worse by less
+    than `margin` (margin − d). A verdict is final. The wealth has no floor: the guard handles a version that becomes
+    worse after thousands of episodes.
 
     alpha: probability of a wrong verdict, of each bet, over all looks. margin: of the success rate. Both in (0, 1).
 
-    When the slots do not alternate in the ratio of the split, at most 32 blocks' worth of one waits for the other; then
-    its oldest episode is left out of the test (not of `counts`), so that a block compares episodes of about the same
-    time. Which ones are left out follows from numbers alone, never from results: the odds stay fair.
+    If the slots do not alternate in the ratio of the split, the episodes of at most 32 blocks of one wait for the
+    other. Beyond that the oldest episode is left out of the test (not of `counts`), so that a block compares episodes
+    of about the same time. The choice depends on counts only, never on results, so the odds stay fair.
     """
 
     def __init__(self, split: int, alpha: float = 1e-3, margin: float = 0.05) -> None:
@@ -99,7 +99,7 @@ class Comparison:
         return self._split
 
     def set_split(self, split: int) -> None:
-        """Begin a new block in another ratio; what waits for its block is left out. The wealth stays."""
+        """Begin a new block with another ratio; episodes that wait for a block are left out. The wealth stays."""
         if isinstance(split, bool) or not isinstance(split, int) or not 0 <= split <= 100:
             raise ConfigError(f"Comparison.split={split!r:.200}: must be a whole number in [0, 100]", field="split")
         if split == self._split:
@@ -111,7 +111,7 @@ class Comparison:
             waiting.clear()
 
     def add(self, slot: str, success: bool) -> None:
-        """One finished episode of a or b. At split 0 and 100 it is counted only: there is nothing to compare with."""
+        """Add a finished episode of a or b. At split 0 and 100 it is only counted, because there is no block."""
         self._episodes[slot] += 1
         self._successes[slot] += bool(success)
         size, waiting = self._size, self._waiting
@@ -145,7 +145,7 @@ class Comparison:
         return self._not_inferior.average
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-safe: counts with rates and 95 % intervals, the three e-values, what they say, and what was left out."""
+        """JSON-safe: counts with rates and 95 % intervals, the three e-values, the verdicts, and episodes left out."""
         return {
             "verdict": self.verdict,
             "not_inferior": self.not_inferior,

@@ -1,6 +1,6 @@
-"""A rollout that goes forward and back by itself: b's share in stages, a guard on its answers, evidence if asked for.
+"""The ramp: raises b's share in stages, or rolls back; with a guard on its answers, and evidence if configured.
 
-Every decision carries the numbers it was made from, so that the log answers "why" at two in the morning.
+Every decision has the numbers that it was made from, so that the log says why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reflex_runtime.options import seconds
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
 from reflex_runtime.policies.rollout.slo import Objective
 
-LEAST_BAD: Final = 3  # a guard does not trip over one hiccup, nor over two
+LEAST_BAD: Final = 3  # failures; one or two may be chance
 BEYOND_CHANCE: Final = 2.326348  # standard deviations: 99 %, one-sided
 _ERROR: Final = re.compile(r"error=([0-9]{1,2}(?:\.[0-9]{1,6})?)%")
 _LONGEST: Final = 720 * 3600.0
@@ -29,7 +29,7 @@ State = Literal["running", "finished", "rolled_back"]
 
 @dataclass(frozen=True, slots=True)
 class RampGuard:
-    """What b may not exceed. None is not looked at.
+    """The limits of b; None is no limit.
 
     percentile: in (0, 100), of the latency of its 200s, at most limit_s seconds. error_rate: share of its answers that
     failed by the model's fault, in [0, 1).
@@ -60,7 +60,7 @@ class RampGuard:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a ramp decided. share: b's percent from now on. numbers: JSON-safe, what the decision was made from."""
+    """A decision of a ramp. share: b's percent from now on. numbers: JSON-safe, the reasons for it."""
 
     at: float
     action: Literal["advance", "finish", "hold", "rollback"]
@@ -70,15 +70,14 @@ class Decision:
 
 
 class GuardWatch:
-    """The last answers of a slot, held against a guard.
+    """Compares the last answers of a slot with a guard.
 
-    window: answers looked at, the most recent ones. least: answers there must be before it may trip (of 200s for the
-        latency).
+    window: number of most recent answers. least: answers needed before it may trigger (200s for the latency).
 
-    It trips when the share of answers that offend (failed, or slower than the limit) is above what the guard allows
-    beyond chance: by the 99 % Wilson bound, and by three answers at least. It is looked at every second; by the bare
-    share of the window a version that fails half as often as allowed would be taken back in nine ramps of ten (12,000
-    answers, limit 1 %), by this rule in 2 %, and one that fails at 5 % is noticed as soon, after 50 answers.
+    It triggers when the share of bad answers (failed, or slower than the limit) is above the guard's limit and chance
+    cannot explain it: by the 99 % Wilson bound, and with at least three bad answers. It is checked every second. With
+    the plain share of the window, a version that fails half as often as allowed would be rolled back in nine ramps of
+    ten (12,000 answers, limit 1 %); with this rule in 2 %. One that fails at 5 % is noticed as soon, after 50 answers.
     """
 
     def __init__(self, guard: RampGuard, window: int = 500, least: int = 30) -> None:
@@ -95,7 +94,7 @@ class GuardWatch:
 
     @property
     def enough(self) -> bool:
-        """Whether it has seen the answers it needs to judge."""
+        """Whether it has enough answers to decide."""
         return len(self._answers) >= self.least
 
     def tripped(self) -> str | None:
@@ -106,7 +105,7 @@ class GuardWatch:
         return None
 
     def above(self) -> str | None:
-        """What in the window is above its limit, be it by chance; or None. No reason to go on, nor to go back."""
+        """The limit that the window is above, perhaps by chance, or None. The ramp then stays at its stage."""
         return next((why for why, *_ in self._offences()), None)
 
     def _offences(self) -> Iterator[tuple[str, int, int, float]]:
@@ -145,15 +144,14 @@ class GuardWatch:
 class Ramp:
     """b's share in stages. Pure: `now` is passed in, in seconds that never go back; `evaluate` is called once a second.
 
-    shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is taken back as
-        soon as it trips. comparison: evidence is demanded as well (`--ramp-evidence`): a stage ends only when b is
-        shown not to be inferior, and b is taken back when a is shown to be better. The ramp tells it each new split.
-    least: answers of b a guard must have seen in a stage before the stage may end; a guard that saw nothing vouches for
-        nothing, and a night without traffic is no proof. Nor does a stage end while b is above a limit of the guard,
-        though it be by chance.
+    shares: b's percent in each stage, ascending, in [1, 100]. every: seconds a stage lasts. guard: b is rolled back as
+        soon as it triggers. comparison: also require evidence (`--ramp-evidence`): a stage ends only when b is shown
+        not to be inferior, and b is rolled back when a is shown to be better. The ramp sets its split.
+    least: answers of b that a stage with a guard needs before it may end, because a time without traffic proves
+        nothing. Nor does a stage end while b is above a limit of the guard, even if by chance.
 
-    The last share is watched for one stage as well; then the ramp is finished and leaves the share as it is. Once
-    rolled back the share is 0 for ever: another attempt is another ramp.
+    The last stage is watched too; then the ramp is finished and keeps the share. After a roll-back the share stays 0:
+    for another attempt start another ramp.
     """
 
     def __init__(
@@ -204,16 +202,16 @@ class Ramp:
         return self._share
 
     def observe(self, ok: bool, latency: float) -> None:
-        """An answer of b: a 200 with its latency in seconds, or a fault of the model. Nothing else is one."""
+        """Add an answer of b: a 200 with its latency in seconds, or a failure of the model. Add no other answers."""
         if self.state == "running":
             self._watch.add(ok, latency)
             self._seen += 1
 
     def evaluate(self, now: float) -> Decision | None:
-        """What to do now, if anything.
+        """The decision that is due now, if any.
 
-        A stage's time runs from the end the stage before it was planned to have: being called late makes none longer.
-        Nor does it eat a stage up: each lasts at least half its time at its own share.
+        A stage's time begins at the planned end of the stage before, so a late call makes no stage longer. But each
+        stage lasts at least half its time.
         """
         self._now = now
         if self.state != "running":
@@ -235,7 +233,7 @@ class Ramp:
         return self._advance(planned)
 
     def roll_back(self, now: float, why: str) -> Decision | None:
-        """Take b back for a reason from outside (an operator, a drain). None when the ramp has already ended."""
+        """Roll back for an outside reason (an operator, a drain). None if the ramp has already ended."""
         self._now = now
         return self._end("rolled_back", "rollback", why) if self.state == "running" else None
 
@@ -259,7 +257,7 @@ class Ramp:
         }
 
     def _trouble(self) -> str | None:
-        """Why b has to go now."""
+        """Why b must be rolled back now, or None."""
         tripped = self._watch.tripped()
         if tripped is not None:
             return f"guard: {tripped}"
@@ -268,7 +266,7 @@ class Ramp:
         return None
 
     def _missing(self) -> str | None:
-        """Why the stage may not end yet, its time being over."""
+        """Why the stage may not end yet although its time is over, or None."""
         if self.guard is not None and self._seen < self.least:
             return f"b has had {self._seen} answers in this stage, the guard needs {self.least}"
         above = self._watch.above()

@@ -1,7 +1,7 @@
-"""Which version answers which episode, and what is known of how they do: router, breaker, comparison and ramp together.
+"""Which version answers which episode, and how each does: router, breaker, comparison and ramp together.
 
-No HTTP and no clock in here: the server passes `now`, asks where a request belongs, and tells how it went. What
-changes by itself (a drain, a stage of the ramp, a rollback) is a `Change`, logged with its numbers and kept for the
+There is no HTTP and no clock here: the server passes `now`, asks for the slot of a request, and reports its result. An
+automatic change (a drain, a stage of the ramp, a rollback) is a `Change`, logged with its numbers and kept for the
 diagnostics.
 """
 
@@ -22,15 +22,15 @@ from reflex_runtime.web.errors import Conflict, Degraded, NotFound
 
 log = logging.getLogger("reflex.rollout")
 
-EPISODES: Final = 10_000  # episodes remembered: which slots answered them, whether their outcome is known
+EPISODES: Final = 10_000  # episodes kept: the slots that answered them, whether their outcome is known
 CHANGES: Final = 200  # changes kept for the diagnostics
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something about the versions changed.
+    """A change of the versions.
 
-    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended where a drill begins and ends.
+    kind: split, drain, return, rollback, ramp, load, guard, shadow; fault and mended for the begin and end of a drill.
     """
 
     at: float
@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request is answered. routing: None with one slot. verdict: of the breaker, when it was placed."""
+    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time."""
 
     slot: str
     routing: Routing | None = None
@@ -49,7 +49,7 @@ class Placement:
 
     @property
     def changed(self) -> bool:
-        """Whether the episode comes from the other slot, and is to be told."""
+        """Whether the episode was moved from the other slot, and the answer must say so."""
         return self.routing is not None and self.routing.changed
 
 
@@ -58,8 +58,7 @@ class Rollout:
 
     slots: ("prod",), or ("a", "b"). split: percent of the episodes that go to a. ramp: makes the ramp when the server
     is ready. guard: for exchanged policies. margin: of the non-inferiority bet, a share. on_change: called with every
-    change, on the event loop.
-    on_moved: called with the episodes that were taken from the slot they ran on.
+    change, on the event loop. on_moved: called with the moved episodes.
     """
 
     def __init__(
@@ -83,9 +82,9 @@ class Rollout:
         self.changes: deque[Change] = deque(maxlen=CHANGES)
         self.outcomes: dict[str, list[int]] = {slot: [0, 0] for slot in self.slots}  # successes, episodes
         self._guard, self._margin = guard, margin
-        self._watched: dict[str, GuardWatch] = {}  # slots whose policy was exchanged a moment ago
+        self._watched: dict[str, GuardWatch] = {}  # slots whose new policy is being watched
         self._drained: set[str] = set()  # of these, those that were drained since
-        self._policies = dict.fromkeys(self.slots, 1)  # how many policies each slot has had
+        self._policies = dict.fromkeys(self.slots, 1)  # number of policies that each slot has had
         self._on_change, self._on_moved = on_change, on_moved
         self._episodes: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()  # episode → policies that answered it
         self._told: OrderedDict[str, None] = OrderedDict()  # episodes whose outcome is known
@@ -101,7 +100,7 @@ class Rollout:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
-        """Where the request goes; `Degraded` when no slot may be asked."""
+        """The slot of the request; raises `Degraded` if all are drained."""
         if self.router is None:
             slot = self.slots[0]
             if self.breaker.place(slot, episode_id or request_id, now) is None:
@@ -148,7 +147,7 @@ class Rollout:
         if self.router is not None and placement.routing is not None and placement.changed:
             self.router.untold(placement.routing.key)
 
-    # -- what came of it -----------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def crashed(self, slot: str, now: float, poison: float = 0.0) -> None:
         """A batch of the slot crashed. poison: the share of requests that failed while others were answered."""
@@ -167,7 +166,7 @@ class Rollout:
             self.changed(now, "return", f"{slot} answers again: {self.breaker.verdict}", self._why(slot, now))
 
     def answered(self, slot: str, outcome: str, latency: float) -> None:
-        """The server answered: `ok` and `failed` are the policy's, everything else says nothing about it."""
+        """Count an answer: only `ok` and `failed` say something about the policy."""
         if outcome not in ("ok", "failed"):
             return
         if self.ramp is not None and slot == "b":
@@ -177,8 +176,8 @@ class Rollout:
             watch.add(outcome == "ok", latency)
 
     def outcome(self, episode_id: str, success: bool) -> dict[str, Any]:
-        """How an episode ended. One that two policies answered is not counted for either, nor for one that has been
-        exchanged since; the first word counts."""
+        """Report how an episode ended. The first report counts. Episodes that two policies answered, or whose policy
+        was exchanged since, count for none."""
         by = self._episodes.get(episode_id)
         if by is None:
             raise NotFound(f"no request with episode_id {episode_id[:100]!r} was answered here lately")
@@ -186,7 +185,7 @@ class Rollout:
         slot, policy = next(iter(by))
         counted = len(by) == 1 and policy == self._policies[slot]
         told: dict[str, Any] = {"episode_id": episode_id, "slot": None if mixed else slot, "success": success}
-        if episode_id in self._told:  # a caller that heard no answer says it again
+        if episode_id in self._told:  # a caller that got no answer repeats its report
             return told | {"counted": False, "repeated": True}
         self._told[episode_id] = None
         if len(self._told) > EPISODES:
@@ -208,7 +207,7 @@ class Rollout:
         self.changed(now, "split", why, {"split": split})
 
     def rollback(self, now: float, why: str = "by an operator") -> list[str]:
-        """All traffic to a at once, running episodes too. Returns those that were moved."""
+        """Send all traffic to a at once, running episodes too. Returns those that were moved."""
         router = self._two()
         if self.ramp is not None and self.ramp.state == "running":
             self.ramp.roll_back(now, why)
@@ -229,12 +228,12 @@ class Rollout:
         self.poison[slot] = Poison()
 
     def may_exchange(self) -> None:
-        """Conflict while a ramp runs: what it has seen so far would be said of another policy."""
+        """Raises Conflict while a ramp runs, because its results so far belong to the old policy."""
         if self.ramp is not None and self.ramp.state == "running":
             raise Conflict("a ramp is running; end it with /admin/rollback or /admin/split, then load")
 
     def exchanged(self, slot: str, now: float) -> None:
-        """The slot has another policy: its crashes, outcomes and odds were those of the one before."""
+        """The slot has a new policy: reset crashes, outcomes and comparison."""
         if slot not in self.slots:
             return
         self._policies[slot] += 1
@@ -245,12 +244,12 @@ class Rollout:
             self.comparison = Comparison(self.comparison.split, margin=self._margin)
 
     def watch(self, slot: str) -> None:
-        """The slot's policy was exchanged: the guard looks at its answers from now on."""
+        """Start the guard on a slot whose policy was exchanged."""
         if self._guard is not None:
             self._watched[slot] = GuardWatch(self._guard)
 
     def watched_enough(self, slot: str) -> bool:
-        """Whether the guard has seen what it needs to judge, or looks at the slot no more."""
+        """Whether the guard has enough answers to decide, or no longer watches the slot."""
         watch = self._watched.get(slot)
         return watch is None or watch.enough
 
@@ -264,7 +263,7 @@ class Rollout:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def evaluate(self, now: float) -> list[str]:
-        """Once a second: the ramp goes on or back. Returns exchanged slots whose guard tripped."""
+        """Advance or roll back the ramp; call it every second. Returns exchanged slots whose guard triggered."""
         if self.ramp is not None:
             decision = self.ramp.evaluate(now)
             if decision is not None:
@@ -289,7 +288,7 @@ class Rollout:
     # -- small things --------------------------------------------------------------------------------------------------
 
     def snapshot(self, now: float) -> dict[str, Any]:
-        """Everything there is to know, JSON-safe. Takes a millisecond with many episodes."""
+        """The whole state, JSON-safe. Takes a millisecond with many episodes."""
         told: dict[str, Any] = {
             "verdict": self.breaker.verdict,
             "slots": {slot: {"verdict": verdict} for slot, verdict in self.breaker.verdicts.items()},
@@ -321,7 +320,7 @@ class Rollout:
         return {"slot": slot, "verdict": self.breaker.verdict, "breaker": self.breaker.snapshot(now)}
 
     def changed(self, now: float, kind: str, why: str, numbers: dict[str, Any]) -> None:
-        """Log a change, keep it, tell it."""
+        """Log a change, keep it, and call `on_change`."""
         change = Change(now, kind, why, numbers)
         self.changes.append(change)
         log.warning("%s: %s %s", kind, why, numbers)
@@ -334,7 +333,7 @@ def _described(successes: int, episodes: int) -> dict[str, Any]:
 
 
 def check_split(value: Any) -> int:
-    """A split out of a request body."""
+    """The split in a request body, checked."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 100:
         raise ConfigError(f"split={value!r}: must be a whole number in [0, 100]")
     return value

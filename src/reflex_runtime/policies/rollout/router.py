@@ -1,7 +1,7 @@
 """Which of two policies serves an episode: the same one from its first request to its last.
 
-The slot follows from the key alone, so that every process and every restart answers alike. A table of running episodes
-keeps them where they began when the split changes live; what moves them (a drain, a rollback) is said in one answer.
+Only the key decides the slot, so the choice is the same in every process and after a restart. When the split changes, a
+table keeps running episodes on their slot. A move (by a drain or a rollback) is reported in one answer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def bucket(key: str) -> int:
 class Routing:
     """Where one request goes.
 
-    slot: a or b. key: what was hashed. degraded: the request named no episode, so that its neighbours may go elsewhere.
-    cached: the slot came from the table of running episodes. changed: the episode was served by the other slot until
-    now; its client is to be told, on this request's answer, whatever its status.
+    slot: a or b. key: the hashed text. degraded: the request names no episode, so the next one may go to another slot.
+    cached: the slot came from the table of running episodes. changed: the other slot served the episode until now; the
+    answer to this request must say so, whatever its status.
     """
 
     slot: str
@@ -47,16 +47,16 @@ class _Episode:
 
     def __init__(self, slot: str, used: float) -> None:
         self.slot, self.used = slot, used
-        self.moved = False  # since its client was last told
+        self.moved = False  # since the client was last informed
 
 
 class Router:
     """Sends a share of the episodes to each of two slots. Pure: times are given, seconds that never go back.
 
     split: percent of the keys that go to a, in [0, 100]; 0 is all to b, 100 all to a.
-    episodes: running episodes remembered; beyond it the longest unused is forgotten. idle: seconds without a request
-        after which an episode is forgotten. One that was forgotten goes where its key says, which is where it was
-        unless the split changed or it was moved meanwhile.
+    episodes: size of the table of running episodes; the longest unused is forgotten. idle: seconds without a request
+        after which an episode is forgotten. The key of a forgotten episode decides again; the slot is the same unless
+        the split changed or the episode was moved.
     """
 
     def __init__(self, split: int, episodes: int = 10_000, idle: float = 3600.0) -> None:
@@ -94,10 +94,10 @@ class Router:
         return Routing(episode.slot, episode_id, degraded=False, cached=True, changed=moved)
 
     def move(self, routing: Routing, slot: str) -> Routing:
-        """The same request to another slot, and its episode with it from now on.
+        """Move a request to another slot, and its episode with it.
 
-        `changed` when the episode had begun elsewhere: neither a request that names no episode nor the first of an
-        episode has anything to be told.
+        `changed` is set only if the episode had begun on the other slot: not for a request without an episode, nor for
+        the first request of one.
         """
         _known(slot)
         if routing.slot == slot:
@@ -113,15 +113,15 @@ class Router:
         return replace(routing, slot=slot, changed=changed)
 
     def untold(self, key: str) -> None:
-        """The answer that was to tell of a move could not: the episode's next one does."""
+        """The answer that should report a move failed: the episode's next answer reports it."""
         episode = self._table.get(key)
         if episode is not None:
             episode.moved = True
 
     def rollback(self, slot: str, now: float) -> list[str]:
-        """Everything to `slot`, running episodes too. Returns those that moved; the next answer of each says so.
+        """Send all episodes to `slot`, running ones too. Returns those that moved; the next answer of each says so.
 
-        Whatever is kept for a moved episode in its old slot belongs to a policy that no longer serves it.
+        The caller must drop the state of moved episodes in their old slot.
         """
         _known(slot)
         self._forget(now)
@@ -138,7 +138,7 @@ class Router:
         return len(self._table)
 
     def snapshot(self) -> dict[str, Any]:
-        """JSON-safe: the split, and how many episodes are remembered in each slot. Takes time in their number."""
+        """JSON-safe: the split, and the number of episodes in each slot. O(episodes)."""
         a = sum(1 for episode in self._table.values() if episode.slot == "a")
         return {
             "split": self._split,

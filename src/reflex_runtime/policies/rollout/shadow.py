@@ -1,7 +1,7 @@
-"""A second policy beside the served one, asked the same with the same noise: how far apart are their actions?
+"""Samples requests for a shadow policy, and measures how far its actions are from the served ones.
 
-Which requests are sampled depends on their ids alone, so a replay samples the same ones. Nothing here runs anything:
-the scheduler runs shadow requests when no other waits, and what it cannot run is dropped and counted.
+Both policies get the same request with the same noise. Only the ids decide which requests are sampled, so a replay
+samples the same ones. This module runs nothing; see `shadowing.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 
-WAITING: Final = 1024  # sampled requests whose other answer has not come
+WAITING: Final = 1024  # sampled requests that wait for their other answer
 
 
 class Sampler:
@@ -58,9 +58,9 @@ class Difference:
 
 
 class ShadowDivergence:
-    """Pairs served and shadow answers by request id, in whichever order they come, and adds up how far apart they are.
+    """Pairs served and shadow answers by request id, in any order, and sums up their differences.
 
-    waiting: pairs of which one half is awaited, at most; the oldest is given up and counted as unpaired.
+    waiting: most incomplete pairs; beyond it the oldest is given up and counted as unpaired.
     """
 
     def __init__(self, waiting: int = WAITING) -> None:
@@ -71,7 +71,7 @@ class ShadowDivergence:
         self._largest = 0.0
 
     def answered(self, request_id: str, actions: NDArray[np.float32], shadow: bool) -> Difference | None:
-        """One half; the difference when it was the second."""
+        """Add one answer; returns the difference if it completes a pair."""
         other = self._halves.pop(request_id, None)
         if other is None or other[0] == shadow:
             self._halves[request_id] = (shadow, actions)
@@ -88,7 +88,7 @@ class ShadowDivergence:
         return found
 
     def gone(self, request_id: str) -> None:
-        """The other half will not come: it failed, or was dropped."""
+        """Give up a pair whose other answer failed or was dropped."""
         if self._halves.pop(request_id, None) is not None:
             self.unpaired += 1
 

@@ -1,9 +1,10 @@
-"""Asks the shadow what a served policy was asked, after its answer has gone out, and compares.
+"""Runs the shadow on copies of served requests, after their answers were sent, and compares.
 
-Nothing of it can reach a caller: the question is prepared after those of callers, queued where only gaps are used, and
-what finds no room is dropped and counted, as `rejected` answers of the slot `shadow`. One that hangs or takes the
-device thread with it costs those behind it a second or two, once: it is given up early, and not asked again until an
-operator resets it or loads another.
+A shadow cannot disturb callers. Its requests are prepared after those of callers and run only in idle time; those that
+find no time are dropped and counted, as `rejected` answers of the slot `shadow`. A shadow that hangs or kills the
+device
+thread delays the requests behind it by a second or two, once: it is given up early, and stopped until an operator
+resets it or loads another.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ log = logging.getLogger("reflex.shadow")
 
 Prepare = Callable[[Policy, Made], Job]
 
-TOLD: Final = 60.0  # seconds between lines in the log about a shadow that fails
+TOLD: Final = 60.0  # seconds between log lines about a failing shadow
 
 
 class Shadowing:
-    """The shadow of a server, and the sink that measures what it costs the others.
+    """The shadow of a server, and the sink that measures its cost for served requests.
 
-    share: of the served requests that are sampled. publish: takes its answers into the event stream.
-    on_difference: called with every compared pair. on_stopped: called with the reason when it is not asked any more.
+    share: of served requests that are sampled. publish: puts its answers into the event stream.
+    on_difference: called with every compared pair. on_stopped: called with the reason when the shadow is stopped.
     """
 
     events = frozenset({BatchFinished, BatchScheduled})
@@ -63,7 +64,7 @@ class Shadowing:
         self.divergence = ShadowDivergence()
         self.on_difference, self.on_stopped = on_difference, on_stopped
         self.dropped = self.failed = 0
-        self.stopped = ""  # why it is not asked any more
+        self.stopped = ""  # why it was stopped
         self._asked = 0
         self._waiting: dict[str, Ticket] = {}
         self._closed = False
@@ -72,11 +73,12 @@ class Shadowing:
         self._told = float("-inf")
 
     def takes(self, request_id: str) -> bool:
-        """Whether the shadow is to be asked as well."""
+        """Whether the shadow runs this request."""
         return self._sampler.takes(request_id)
 
     def ask(self, request_id: str, slot: str, actions: NDArray[np.float32], prepare: Prepare) -> None:
-        """Ask it what `slot` has just answered with `actions`. prepare: the job that makes the observation."""
+        """Run the shadow on a request that `slot` answered with `actions`. prepare: the job that makes the
+        observation."""
         if self._closed or self.stopped or self._preparing >= SHADOW_QUEUE:
             self._drop()
             return
@@ -89,12 +91,12 @@ class Shadowing:
         version.users += 1
 
     def resume(self) -> None:
-        """Ask it again: an operator says so, or it is another policy now."""
+        """Start the shadow again, after a reset by an operator or a load."""
         self.stopped = ""
         self._batcher.device.resume(SHADOW)
 
     def close(self) -> None:
-        """The server ends: take back what was asked, and ask no more."""
+        """Cancel the shadow's requests and accept no more, because the server ends."""
         self._closed = True
         self._take_back()
 
@@ -158,7 +160,7 @@ class Shadowing:
             self._take_back()
 
     def __call__(self, event: Event) -> None:
-        """What served requests waited for a shadow step that ran when they came."""
+        """Measure how long served requests waited for a shadow step that was running when they came."""
         if isinstance(event, BatchFinished):
             if event.batch.group == SHADOW:
                 self._ran = (event.batch.scheduled_at, event.at)
@@ -173,7 +175,7 @@ class Shadowing:
         return "stopped" if self.stopped else "ok"
 
     def snapshot(self) -> Mapping[str, Any]:
-        """How far apart the actions are, and how much was asked, JSON-safe."""
+        """How far apart the actions are, and the number of requests, JSON-safe."""
         policy = self._slot.policy
         return {
             "model": self._slot.version.name,

@@ -64,7 +64,7 @@ class SloTracker:
         self._asked = 0
 
     def __call__(self, event: Event) -> None:
-        """Count what a caller was served."""
+        """Count a served answer."""
         if isinstance(event, RequestAnswered) and event.status == 200 and event.served_in is not None:
             self.served(event.served_in, event.at)
 
@@ -87,7 +87,7 @@ class SloTracker:
         return self._asked % self.ADMIT == 0
 
     def check(self, now: float) -> None:
-        """Look at the percentile; to be called every second beside what `served` does."""
+        """Check the percentile. Call it every second; `served` calls it too."""
         self._since, self._checked_at = 0, now
         if not self._samples:
             return

@@ -1,4 +1,4 @@
-"""What the event stream says of a slot's health, for the rollout and its breaker."""
+"""The sink that reports answers and crashes to the rollout and its breaker."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from reflex_runtime.policies.rollout.rollout import Rollout
 class VerdictSink:
     """The sink that passes answers to the rollout, and crashed and clean calls to its breaker.
 
-    A clean call is one with an answer: a prefix that worked before a denoise step that crashed proves nothing.
-    A request that failed while others were answered is to blame itself; each crash comes with the share of those.
+    A call is clean only if it gave an answer: a prefix that worked before a crashed denoise step proves nothing.
+    A request that failed while others were answered counts as a bad request; each crash is reported with their share.
     """
 
     events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
@@ -34,13 +34,13 @@ class VerdictSink:
             self._count(event)
 
     def notes(self, event: BatchFinished) -> dict[str, str]:
-        """What trace and recording say of a finished batch: the verdict with it counted, whichever sink comes first."""
+        """The notes of a finished batch for trace and recording: the verdict after it, in any order of sinks."""
         self._count(event)
         verdict = self._rollout.breaker.verdict
         return {} if verdict == "ok" else {"verdict": verdict}
 
     def _count(self, event: BatchFinished) -> None:
-        """Count a batch once: its event comes to several sinks, and any of them may be the first."""
+        """Count a batch once, although several sinks get its event in any order."""
         if event is self._counted:
             return
         self._counted = event

@@ -1,8 +1,8 @@
 """A slot: one place in the server whose policy can be exchanged while requests run.
 
-Each loaded version of a slot's policy has partitions of its own, so two versions never share a batch: what was prepared
-for the old one runs on the old one, residents included, and new requests go to the new one from the next batch on. The
-old version is let go when nothing of it is left.
+Each loaded version of a slot's policy has its own partitions, so two versions never share a batch. Requests that were
+prepared for the old version run on it, residents included; new requests go to the new version from the next batch on.
+The old version is unloaded when none of its requests is left.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from reflex_runtime.processors.base import Processor
 class Version:
     """One loaded policy of a slot and what runs its batches.
 
-    number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that neither
-    batches nor learned costs are shared. users: exchanges that still need it, kept by the server.
-    name: `model_id@hash`. told: what every answer says of it: how it runs, model hash and config hash.
+    number: counts the slot's versions from 1; from the second on it is part of the policy's shape, so that versions
+    share neither batches nor learned costs. users: exchanges that still need it, kept by the server.
+    name: `model_id@hash`. told: its fields in every answer: inference mode, model hash and config hash.
     """
 
     def __init__(self, policy: Policy, processor: Processor, number: int = 1) -> None:
@@ -39,8 +39,8 @@ class Version:
 class SlotProcessor:
     """Runs a slot's batches, each on the version it was prepared for.
 
-    Written on the event loop (`add`, `remove`), read on the device thread: single dictionary operations. A version is
-    started on the device thread, before its first batch when it came later.
+    Written on the event loop (`add`, `remove`), read on the device thread: single dictionary operations. A later
+    version is started on the device thread before its first batch.
     """
 
     repeatable = True
@@ -50,11 +50,11 @@ class SlotProcessor:
         self._started: set[Hashable] = set()
 
     def add(self, version: Version) -> None:
-        """From now on its batches can be run."""
+        """Add a version, so that its batches can run."""
         self._versions[version.policy.shape] = version.processor
 
     def remove(self, version: Version) -> None:
-        """Nothing of it waits or runs any more."""
+        """Remove a version of which no request waits or runs."""
         self._versions.pop(version.policy.shape, None)
 
     def start(self) -> None:
