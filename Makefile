@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 setup: .venv/ready           ## make .venv with everything for development
 
 .venv/ready: extra := dev
-.venv/ready: clients := openpi-client==0.1.2 vla-eval==0.8.0  # without what they ask for: numpy 1, and much that no test needs
+.venv/ready: clients := openpi-client==0.1.2 tritonclient==2.73.0 vla-eval==0.8.0  # without what they ask for, as numpy 1
 .venv/demo: extra := demo
 .venv/ready .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -55,8 +55,9 @@ class Route:
     path: as metrics tell it. method: GET (HEAD too) or POST. run: called with the exchange and its whole body, empty
     for GET; answers now or later. open: needs no key. changes: changes state, so that without a key only programs on
     this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
-    against the request, or answers it. fail: called with an error in place of `Exchange.fail`. socket: makes the
-    session of each websocket on the path, where `most` bounds a message; see `web/websocket.py`.
+    against the request, or answers it. fail: called with an error in place of `Exchange.fail`. form: of its errors,
+    where it is not the application's. socket: makes the session of each websocket on the path, where `most` bounds a
+    message; see `web/websocket.py`.
     """
 
     path: str
@@ -68,6 +69,7 @@ class Route:
     enter: Callable[[Exchange], None] | None = None
     fail: Callable[[Exchange, ReflexError], None] | None = None
     socket: MakeSession | None = None
+    form: ErrorForm | None = None
 
 
 class Application(Protocol):
@@ -205,7 +207,8 @@ class Exchange:
             self.write(self._on_error(error))
             self.end()
             return
-        told = self.app.form.refuse(error, self.request_id, self.wants_msgpack)
+        form = (self.route.form if self.route is not None else None) or self.app.form
+        told = form.refuse(error, self.request_id, self.wants_msgpack)
         headers: Headers = [*(extra or ()), *told.headers, *retry_headers(error)]
         if isinstance(error, Unauthorized):
             headers.append((b"www-authenticate", b"Bearer"))

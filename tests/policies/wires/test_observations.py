@@ -43,6 +43,16 @@ def test_w8_without_a_block_names_are_found_behind_the_known_prefixes(tmp_path: 
     assert prompt == "go"
 
 
+def test_w8_the_only_camera_is_the_only_picture_of_the_map(tmp_path: Path) -> None:
+    read = reading(tmp_path, cameras=("front",)).read
+    sent = {"images": {"agentview": PICTURE}, "states": [1.0, 2.0], "task_description": "go"}
+    images, state, prompt = read(sent)
+    assert [(camera, field) for camera, field, _ in images] == [("front", "images/agentview")]
+    assert (state is not None, prompt) == (True, "go")
+    with pytest.raises(InvalidRequest, match="front: missing"):
+        read(sent | {"images": {"agentview": PICTURE, "wrist": PICTURE}})
+
+
 @pytest.mark.parametrize(
     ("preset", "pictures", "state"),
     [

@@ -272,7 +272,8 @@ def test_w23_episodes_of_the_stock_runner_count_for_a_against_b(portal: Blocking
 
 
 def test_w22_every_error_keeps_the_session(portal: BlockingPortal, tiny: Path) -> None:
-    with Server(tiny, "--max-body-bytes", "4096") as server, robot(portal, server) as client:
+    options = ("--max-body-bytes", "4096", "--max-concurrent", "1")
+    with Server(tiny, *options) as server, robot(portal, server) as client:
         client.begin()
         for bad, field in [
             ({"reflex/nonsense": 1}, "nonsense"),

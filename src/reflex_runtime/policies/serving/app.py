@@ -24,6 +24,7 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires import openpi, vla_eval
 from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.policies.wires.oip_http import OipHttp
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.telemetry import metrics
@@ -55,6 +56,8 @@ def application(runtime: PolicyRuntime) -> App:
     robots = partial(OpenpiSession, asking)
     routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
     routes.append(Route(vla_eval.PATH, _websocket_only, most=most, socket=partial(VlaEvalSession, asking)))
+    oip = OipHttp(asking, most)
+    routes += oip.routes
     for path, view in views.open.items():
         routes.append(Route(path, view, open=True))
     for path, view in views.guarded.items():
@@ -64,7 +67,7 @@ def application(runtime: PolicyRuntime) -> App:
         routes.append(Route(path, change, "POST", changes=True, most=operator, enter=ready))
     outcome = Route(OUTCOME, admin.outcome, "POST", changes=True, most=operator, enter=ready)
     by_path = {route.path: route for route in routes}
-    app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else None)
+    app = App(config, by_path, PLAIN, lambda path: outcome if is_outcome(path) else oip.find(path))
     runtime.on_drain.append(admin.close)
     if config.gr00t:
         _listen_groot(app, asking)

@@ -18,6 +18,7 @@ from reflex_runtime.policies.serving import fields as act
 from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.question import LARGEST
 from reflex_runtime.policies.serving.slots import SHADOW
+from reflex_runtime.policies.wires.oip import VERSION, model_name
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished
@@ -26,7 +27,7 @@ ERRORS = {
     "400": "invalid_json, invalid_request: the body is not JSON or msgpack, or the request is not HTTP",
     "401": "unauthorized: a key is set and was not sent",
     "403": "forbidden: without a key, it was not asked from this machine, or by a page of another site",
-    "404": "not_found: no such path, slot, episode or directory",
+    "404": "not_found: no such path, slot, episode, model or directory",
     "405": "method_not_allowed: the header Allow has the right method",
     "408": "request_timeout: the head or the body did not come in time",
     "409": "superseded: a newer request of the same robot replaced it; invalid_request: it does not fit the state of "
@@ -64,9 +65,18 @@ def document(exports: Mapping[str, Export], key: bool) -> bytes:
     paths: dict[str, Any] = {"/act": {"post": _act(act_request(served), answer)}}
     for path, (summary, codes, content) in _GETS.items():
         done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
-        found = ("404",) if path == "/diagnostics/shadow" else ()
+        found = ("404",) if path == "/diagnostics/shadow" or _MODEL in path else ()
         more = failures(ERRORS, "401", "403", "405", "408", *found, "503", but=codes)
         paths[path] = {"get": {"summary": summary, "responses": done | more}}
+    for path in (f"{_MODEL}/infer", f"{_MODEL}{_VERSION}/infer"):
+        paths[path] = {"post": _INFER}
+    named = {"model": {"enum": [model_name(served[0])]}, "version": {"enum": [VERSION]}}
+    for path, methods in paths.items():
+        given = [name for name in named if f"{{{name}}}" in path]
+        if given:
+            methods["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": named[name]} for name in given
+            ]
     for path, (summary, schema) in _posts(list(exports)).items():
         paths[path] = {"post": _post(summary, schema, path == "/admin/rollback")}
     paths["/episodes/{id}/outcome"]["parameters"] = [
@@ -128,6 +138,9 @@ def _or_null(schema: Mapping[str, Any], described: Mapping[str, Any]) -> dict[st
 
 
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
+_MODEL, _VERSION = "/v2/models/{model}", "/versions/{version}"
+_INPUTS = "OIP: inputs and outputs of the model, see docs/wires.md"
+_MODEL_READY = "OIP: 200 when requests are answered, else 503"
 _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/health": ("200 only when ready, else 503; answers while batches run", ("200", "503"), _OBJECT),
     "/healthz": ("OK when ready, else 503; what clients of openpi ask", ("200", "503"), _TEXT),
@@ -138,10 +151,54 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
         "split, verdicts, outcomes, the comparison of a and b, the ramp, and what has changed", ("200",), _OBJECT,
     ),
     "/diagnostics/shadow": ("how far the shadow's actions are from the served; 404 without one", ("200",), _OBJECT),
+    "/v2": ("the server, as the Open Inference Protocol asks for it", ("200",), _OBJECT),
+    "/v2/health/live": ("OIP: 200", ("200",), _OBJECT),
+    "/v2/health/ready": (_MODEL_READY, ("200", "503"), _OBJECT),
+    _MODEL: (_INPUTS, ("200",), _OBJECT),
+    f"{_MODEL}/ready": (_MODEL_READY, ("200", "503"), _OBJECT),
+    f"{_MODEL}{_VERSION}": (_INPUTS, ("200",), _OBJECT),
+    f"{_MODEL}{_VERSION}/ready": (_MODEL_READY, ("200", "503"), _OBJECT),
     "/openapi.json": ("this document", ("200",), _OBJECT),
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
 }  # fmt: skip
-_OPEN = ("/health", "/healthz", "/metrics", "/openapi.json", "/docs")
+_OPEN = ("/health", "/healthz", "/metrics", "/openapi.json", "/docs", "/v2/health/live", "/v2/health/ready")
+_TENSOR = {
+    "type": "object",
+    "required": ["name", "datatype", "shape"],
+    "properties": {
+        "name": {"type": "string", "description": "as the model's metadata has it"},
+        "datatype": {"type": "string"},
+        "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "data": {"type": "array", "description": "the values in C order, without binary_data_size"},
+        "parameters": {"type": "object", "description": "binary_data_size: its bytes follow the JSON"},
+    },
+}
+_INFER = {
+    "summary": "OIP: tensors of observations in, actions out; each row is a request",
+    "description": "The header Inference-Header-Content-Length is the length of the JSON where raw tensors follow it.",
+    "requestBody": {
+        "required": True,
+        "content": {
+            JSON_TYPE: {
+                "schema": {
+                    "type": "object",
+                    "required": ["inputs"],
+                    "properties": {
+                        "inputs": {"type": "array", "items": _TENSOR, "description": "one tensor for each input"},
+                        "id": {"type": "string", "description": "of the request"},
+                        "parameters": {"type": "object", "description": "robot_id, sequence_id, priority, timeout …"},
+                        "outputs": {"type": "array", "items": {"type": "object"}, "description": "actions"},
+                    },
+                }
+            },
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
+    },
+    "responses": {
+        "200": {"description": "the actions", "content": _OBJECT | {"application/octet-stream": {"schema": {}}}},
+        **failures(ERRORS, *_ALWAYS, "404", "409", "422", "429", "500", "504"),
+    },
+}
 
 
 def _posts(slots: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
