@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,5 +23,8 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(seeing: Path) -> Iterator[Server]:
-    with Server(seeing) as server:
+    """On all wires."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Server(seeing, "--gr00t", f"tcp://127.0.0.1:{port}") as server:
         yield server

@@ -25,6 +25,7 @@ from reflex_runtime.cli import main
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
 
+ONE = ("json-numpy", "vla-eval")  # their answers are one action
 CAMERAS = {"observation/image": "uint8 [6, 8, 3]", "observation/wrist_image": "uint8 [6, 8, 3]"}
 
 
@@ -50,11 +51,13 @@ def test_every_wire_of_a_server_answers(server: Server, capsys: pytest.CaptureFi
     assert list(wires) == list(CALLERS)
     for name, wire in wires.items():
         assert (wire["works"], wire["error"]) == (True, ""), wire
-        assert wire["actions"] == ([ACTIONS] if name == "json-numpy" else [CHUNK, ACTIONS])
+        assert wire["actions"][-2:] == ([ACTIONS] if name in ONE else [CHUNK, ACTIONS])
         assert wire["answer_ms"] > 0.0
     assert wires["openpi"]["sent"] == CAMERAS | {"observation/state": "float32 [2]"}
     assert wires["openpi"]["announced"]["reflex"]["actions"] == [CHUNK, ACTIONS]
-    assert [wires[name]["known"] for name in ("act-json", "openpi", "json-numpy")] == ["/config", "metadata", "/config"]
+    assert {wire["known"] for wire in wires.values()} == {"/config"}
+    assert wires["gr00t"]["announced"]["video"]["as_json"]["modality_keys"] == ["image", "image_wrist"]
+    assert wires["vla-eval"]["announced"]["model_server"] == "tiny"
     assert wires["act-json"]["sent"]["image_wrist"] == "uint8 [6, 8, 3]"
 
 
@@ -147,7 +150,7 @@ def droid(wanted: str, metadata: dict[str, Any], **also: Any) -> ServerProbe:
     async def run() -> ServerProbe:
         async with serve(session, "127.0.0.1", 0, compression=None) as listening:
             port = next(iter(listening.sockets)).getsockname()[1]
-            return await probe(Target.of(f"ws://127.0.0.1:{port}"), **also)
+            return await probe(Target.of(f"ws://127.0.0.1:{port}"), ("openpi",), **also)
 
     return asyncio.run(run())
 
@@ -218,3 +221,32 @@ def test_a_wrong_command_is_one_line(words: list[str], told: str, capsys: pytest
 )
 def test_what_cannot_be_read_as_an_expectation_is_none(told: Any) -> None:
     assert Expected.of("metadata", told) is None
+
+
+def test_gr00t_is_found_by_its_own_address_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {"images": {"image": "ego_view"}, "state": [["arm", 1], ["gripper", 1]], "prompt": "task"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    export = write_tiny(tmp_path / "e", cameras=("image",), wires={"gr00t": groups})
+    with Server(export, "--gr00t", address, "--api-key", "s3cret") as server:
+        status, found = probed(capsys, address, "--api-key", "s3cret")
+        (wire,) = found["wires"]
+        assert (status, wire["known"], wire["actions"]) == (0, "the modalities", [1, CHUNK, ACTIONS])
+        assert list(wire["sent"]) == ["video.ego_view", "state.arm", "state.gripper"]
+        status, found = probed(capsys, url(server), "--wire", "gr00t", "--api-key", "s3cret")
+        assert (status, found["wires"][0]["known"], found["wires"][0]["works"]) == (0, "/config", True)
+        status, found = probed(capsys, address, "--api-key", "wrong")
+        assert (status, found["wires"][0]["error"]) == (1, "unauthorized")
+
+
+def test_a_listener_that_is_not_there_is_told(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(tiny) as server:
+        status, found = probed(capsys, url(server), "--wire", "gr00t", "--timeout-s", "1")
+        assert (status, found["wires"][0]["error"]) == (1, "not_found")
+        assert found["wires"][0]["advice"] == "start the server with --gr00t, or give the listener's own URL"
+        status, found = probed(capsys, url(server))
+        assert "gr00t" not in by_wire(found)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    status, found = probed(capsys, address, "--timeout-s", "0.3")
+    assert (status, found["wires"][0]["error"]) == (1, "timed_out")

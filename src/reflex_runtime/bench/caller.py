@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from reflex_runtime.bench.expected import MARK, Observed
+from reflex_runtime.bench.expected import MARK, Expected, Observed
 from reflex_runtime.bench.target import Target
 
 
@@ -22,18 +22,23 @@ class WireCaller(Protocol):
     """One connection. All methods but `frame` raise the errors of `reflex_runtime.client`; after one that leaves the
     connection unusable the next `ask` opens another.
 
-    schemes: of the URLs under which the wire is found. config: its name in the `wires` of /config.
+    schemes: of the URLs under which the wire is found. config: its name in the `wires` of /config. setting: the option
+    of `reflex serve` that says where its listener is; "" for the main port.
     announced: what the server said when it was connected to, as far as the wire says anything.
     """
 
     schemes: ClassVar[tuple[str, ...]]
     config: ClassVar[str]
+    setting: ClassVar[str]
     announced: Mapping[str, Any]
 
     def __init__(self, target: Target) -> None: ...
 
     async def connect(self) -> None:
         """Open the connection, and read what is announced."""
+
+    def expected(self) -> Expected | None:
+        """What the server said it expects when it was connected to; None where it did not."""
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
         """A request as it goes out. deadline_ms: 0 for none; ignored where the wire has no place for it."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import Final
 
 from reflex_runtime.bench.caller import WireCaller
+from reflex_runtime.bench.groot_caller import GrootCaller
 from reflex_runtime.bench.http_callers import ActCaller, ActMsgpackCaller, JsonNumpyCaller
-from reflex_runtime.bench.openpi_caller import OpenpiCaller
+from reflex_runtime.bench.websocket_callers import OpenpiCaller, VlaEvalCaller
 
 CALLERS: Final[dict[str, type[WireCaller]]] = {
     "act-json": ActCaller,
     "act-msgpack": ActMsgpackCaller,
     "openpi": OpenpiCaller,
     "json-numpy": JsonNumpyCaller,
+    "vla-eval": VlaEvalCaller,
+    "gr00t": GrootCaller,
 }
 """Every wire that can be asked, by the name that `--wire` takes."""

@@ -31,7 +31,7 @@ class Expected:
     channels_first: bool = False
 
     @classmethod
-    def of(cls, source: str, told: Mapping[str, Any]) -> Expected | None:
+    def of(cls, source: str, told: Any) -> Expected | None:
         """What a server announces; None where it says nothing that can be read."""
         try:
             images = {str(name): (int(size[0]), int(size[1])) for name, size in told["images"].items()}
@@ -39,6 +39,7 @@ class Expected:
             if "state" in told:
                 first, *others = told["state"]["names"]
                 state = {first: int(told["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
+                state |= dict(zip(state, told["state"].get("sizes", ()), strict=False))
             return cls(source, images, state, str(told.get("prompt", "")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             return None
@@ -76,6 +77,7 @@ GUESSES: Final = {
             channels_first=True,
         ),
     ),
+    "vla-eval": (Expected("a guess: LIBERO", {"images/agentview": (256, 256)}, {}, "task_description"),),
     "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
 }
 """What is tried on a server that does not say what it expects."""

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.bench.caller import WireAnswer
-from reflex_runtime.bench.expected import Observed
+from reflex_runtime.bench.expected import Expected, Observed
 from reflex_runtime.bench.target import HTTP, Target
 from reflex_runtime.client.answers import chunk, refused
 from reflex_runtime.client.errors import BadAnswer
@@ -25,6 +25,7 @@ class _HttpCaller:
     """A kept connection to POST /act."""
 
     schemes: ClassVar[tuple[str, ...]] = HTTP
+    setting: ClassVar[str] = ""
     kind: ClassVar[str] = "application/json"
 
     def __init__(self, target: Target) -> None:
@@ -32,7 +33,11 @@ class _HttpCaller:
         self._target, self._streams = target, Streams(target.address)
 
     async def connect(self) -> None:
-        """HTTP announces nothing: the first request opens the connection."""
+        """The first request opens the connection."""
+
+    def expected(self) -> Expected | None:
+        """HTTP announces nothing."""
+        return None
 
     async def close(self) -> None:
         await self._streams.close()

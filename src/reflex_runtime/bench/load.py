@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.bench.caller import Frames, WireCaller
 from reflex_runtime.bench.callers import CALLERS
 from reflex_runtime.bench.expected import Observed, read_observation
-from reflex_runtime.bench.probe import WireProbe, advice, meet
+from reflex_runtime.bench.probe import WireProbe, advice, at, meet
 from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
 from reflex_runtime.client.errors import ClientError, Unreachable
 from reflex_runtime.client.streams import Streams
@@ -118,7 +118,7 @@ class _Side:
     """A server that answered one request already."""
 
     def __init__(self, job: LoadJob, side: BenchSide) -> None:
-        self.target = Target.of(side.url, job.key, job.timeout)
+        self.target = self.asked = Target.of(side.url, job.key, job.timeout)
         self.kind = CALLERS[side.wire]
         self.name = f"{side.url} {side.wire}"
         self._deadline_ms = job.deadline * 1e3
@@ -126,9 +126,11 @@ class _Side:
 
     async def meet(self, own: Observed | None) -> None:
         """Find out what it takes; ReflexError where it takes nothing."""
-        caller, seen = self.kind(self.target), ServerLook()
+        caller, seen = self.kind(self.asked), ServerLook()
         try:
             seen = await look(self.target)
+            self.asked = at(self.target, self.kind, seen)
+            caller = self.kind(self.asked)
             await caller.connect()
             observed = await meet(caller, seen, own, WireProbe(self.name))
             self.frame = caller.frame(observed, self._deadline_ms)
@@ -179,7 +181,7 @@ class _Round:
 
     async def play(self, index: int, began: float) -> LoadRound:
         """Connect all robots, run them, and wait for what is still on its way."""
-        callers = [self._side.kind(self._side.target) for _ in range(self._job.robots)]
+        callers = [self._side.kind(self._side.asked) for _ in range(self._job.robots)]
         try:
             await self._connect(callers)
             self._start, cpu = time.perf_counter(), time.process_time()

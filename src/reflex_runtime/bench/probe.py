@@ -18,6 +18,7 @@ from reflex_runtime.client.errors import (
     ClientError,
     Forbidden,
     InvalidRequest,
+    NotFound,
     NotReady,
     ServerError,
     TimedOut,
@@ -78,14 +79,16 @@ async def probe(target: Target, wires: Sequence[str] = (), own: Observed | None 
     Raises Unreachable where nothing listens.
     """
     seen = await look(target)
-    names = wires or [name for name, kind in CALLERS.items() if target.scheme in kind.schemes]
+    there = [name for name, kind in CALLERS.items() if target.scheme in kind.schemes]
+    names = wires or [name for name in there if target.scheme not in HTTP or _is_on(CALLERS[name], seen)]
     return ServerProbe(target.url, seen, [await _probe(target, name, seen, own) for name in names])
 
 
 async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | None) -> WireProbe:
     found = WireProbe(name)
-    caller = CALLERS[name](target)
+    caller: WireCaller | None = None
     try:
+        caller = CALLERS[name](at(target, CALLERS[name], seen))
         began = time.perf_counter()
         await caller.connect()
         if caller.schemes != HTTP:  # there the request opens the connection
@@ -95,9 +98,26 @@ async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | No
     except ClientError as error:
         found.error, found.message = error.code, error.message
         found.advice = advice(error, seen, target.key)
+        if isinstance(error, NotFound) and CALLERS[name].setting:
+            flag = CALLERS[name].setting.replace("_", "-")
+            found.advice = f"start the server with --{flag}, or give the listener's own URL"
     finally:
-        await caller.close()
+        if caller is not None:
+            await caller.close()
     return found
+
+
+def at(target: Target, kind: type[WireCaller], seen: ServerLook) -> Target:
+    """Where the wire is: the server itself, or the listener that it says it has. NotFound where it has none."""
+    if not kind.setting or target.scheme not in HTTP:
+        return target
+    if not _is_on(kind, seen):
+        raise NotFound(f"the server says of no --{kind.setting.replace('_', '-')}")
+    return target.listener(str(seen.settings[kind.setting]))
+
+
+def _is_on(kind: type[WireCaller], seen: ServerLook) -> bool:
+    return not kind.setting or bool(seen.settings.get(kind.setting))
 
 
 async def meet(caller: WireCaller, seen: ServerLook, own: Observed | None, found: WireProbe) -> Observed:
@@ -123,9 +143,9 @@ def candidates(caller: WireCaller, seen: ServerLook, own: Observed | None) -> li
     """What to send, the likeliest first, and where each is known from."""
     if own is not None:
         return [("--observation", own)]
-    for source, told in (("metadata", caller.announced.get("reflex")), ("/config", seen.wires.get(caller.config))):
-        if isinstance(told, Mapping) and (expected := Expected.of(source, told)) is not None:
-            return [(source, expected.observation())]
+    expected = Expected.of("/config", seen.wires.get(caller.config)) or caller.expected()
+    if expected is not None:
+        return [(expected.source, expected.observation())]
     return [(guess.source, guess.observation()) for guess in GUESSES.get(caller.config, ())] or [("nothing", {})]
 
 

@@ -16,6 +16,7 @@ from reflex_runtime.options import one_line
 
 HTTP: Final = ("http", "https")
 WEBSOCKET: Final = ("ws", "wss")
+ZMQ: Final = "tcp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Target:
             port = parts.port
         except ValueError:
             port = 0
-        if parts.scheme not in (*HTTP, *WEBSOCKET) or not parts.hostname or parts.hostname.isdigit() or port == 0:
+        if parts.scheme not in (*HTTP, *WEBSOCKET, ZMQ) or not parts.hostname or parts.hostname.isdigit() or port == 0:
             raise ConfigError(f"URL={one_line(url)}: must be as http://127.0.0.1:8000 or ws://127.0.0.1:8000/path")
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError("--api-key: must be printable ASCII")
@@ -52,19 +53,27 @@ class Target:
             headers["Authorization"] = f"Bearer {self.key}"
         return Send(method, path, headers, body, self.timeout)
 
-    @property
-    def websocket(self) -> str:
-        """The URL of the websocket."""
-        scheme = "wss" if self.address.secure else "ws"
-        prefix = self.address.prefix
-        return f"{scheme}://{self.address.netloc}{prefix if prefix.startswith('/') else '/' + prefix}"
+    def websocket(self, path: str) -> str:
+        """The URL of the websocket at a path of our servers; where the URL is one itself, that."""
+        prefix = self.address.prefix if self.scheme in WEBSOCKET else self.address.prefix + path
+        slash = "" if prefix.startswith("/") else "/"
+        return f"{'wss' if self.address.secure else 'ws'}://{self.address.netloc}{slash}{prefix}"
+
+    def listener(self, url: str) -> Target:
+        """A listener of the same server. url: as its settings say, so its host may be any."""
+        parts = urlsplit(url)
+        host = self.address.host if parts.hostname in ("*", "0.0.0.0", "::") else parts.hostname
+        return Target.of(
+            f"{parts.scheme}://{f'[{host}]' if ':' in str(host) else host}:{parts.port}", self.key, self.timeout
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLook:
     """What a server says over HTTP before it is asked anything. All is empty where it is no server of reflex.
 
-    wires: what an observation must hold, by wire; empty also without the right key. locked: it wants another key.
+    wires: what an observation must hold, by wire. settings: of `reflex serve`. Both are empty also without the right
+    key. locked: it wants another key.
     """
 
     state: str = ""
@@ -72,6 +81,7 @@ class ServerLook:
     model: str = ""
     locked: bool = False
     wires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ours(self) -> bool:
@@ -98,7 +108,7 @@ async def look(target: Target) -> ServerLook:
     policy = config.get("policy") or {}
     model = f"{policy.get('model_id', '')}@{policy.get('model_hash', '')}".strip("@")
     version = str(config.get("reflex_version", ""))
-    return ServerLook(state, version, model, reply.status == 401, config.get("wires") or {})
+    return ServerLook(state, version, model, reply.status == 401, config.get("wires") or {}, config.get("server") or {})
 
 
 def _map(reply: Reply) -> dict[str, Any]:

@@ -52,6 +52,11 @@ def decode(frame: bytes) -> tuple[dict[str, Any], bool]:
     return value, hook.nd
 
 
+def decode_answer(frame: bytes) -> Any:
+    """What a server answers, with arrays in either form."""
+    return unpack(frame, _Hook())
+
+
 def encode(value: Any) -> bytes:
     """A message, as N1.6 writes it."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)

@@ -46,6 +46,8 @@ class Reading:
         found: dict[str, Any] = {"images": images}
         if export.takes_state:
             found["state"] = {"names": list(wire.state or ("state",)), "dim": export.state_dim}
+            if wire.state_sizes:
+                found["state"]["sizes"] = list(wire.state_sizes)
         if export.takes_text:
             found["prompt"] = wire.prompt or PROMPTS[0]
         return found

@@ -1,0 +1,126 @@
+"""GR00T's REQ socket, as its clients of N1.6 speak it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from reflex_runtime.bench.caller import WireAnswer
+from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.target import HTTP, ZMQ, Target
+from reflex_runtime.client.answers import refused
+from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut
+from reflex_runtime.client.exchange import Reply
+from reflex_runtime.policies.wires.groot_codec import decode_answer, encode
+from reflex_runtime.web.errors import ClientError
+from reflex_runtime.web.json import encode as encode_json
+
+_LANGUAGE = "annotation.human.task_description"
+
+
+class GrootCaller:
+    """One REQ socket. After a time-out, as clients of N1.7 do, the next `ask` opens another."""
+
+    schemes: ClassVar[tuple[str, ...]] = (*HTTP, ZMQ)
+    config: ClassVar[str] = "gr00t"
+    setting: ClassVar[str] = "gr00t"
+
+    def __init__(self, target: Target) -> None:
+        self.announced: Mapping[str, Any] = {}
+        self._target = target
+        self._socket: Any = None
+
+    async def connect(self) -> None:
+        """Ask what the policy's modalities are."""
+        announced = await self._exchange(encode(self._message("get_modality_config")))
+        if not isinstance(announced, dict):
+            raise BadAnswer(f"no modalities, but {str(announced)[:200]}")
+        self.announced = announced
+
+    def expected(self) -> Expected | None:
+        """The names. How many numbers a group of the state has is not told: one is sent."""
+        told = {name: _keys(config) for name, config in self.announced.items()}
+        images = {f"video.{name}": (224, 224) for name in told.get("video", ())}
+        state = {f"state.{name}": 1 for name in told.get("state", ())}
+        return Expected("the modalities", images, state, next(iter(told.get("language", ())), ""))
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """One row of one step."""
+        sent: dict[str, dict[str, Any]] = {"video": {}, "state": {}, "language": {}}
+        for name, value in observed.items():
+            if isinstance(value, str):
+                sent["language"][_LANGUAGE if name == "prompt" else name] = [[value]]
+            else:
+                kind = "video" if value.ndim == 3 else "state"
+                sent[kind][name.removeprefix(f"{kind}.")] = np.ascontiguousarray(value)[None, None]
+        options = {"deadline_ms": deadline_ms} if deadline_ms else None
+        return encode(self._message("get_action") | {"data": {"observation": sent, "options": options}})
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """The actions of all groups, side by side."""
+        answer = await self._exchange(frame)
+        try:
+            groups, *info = answer if isinstance(answer, list) else [answer]
+            shapes = [array.shape for array in groups.values()]
+            batch = info[0].get("reflex", [{}])[0].get("batch", {}) if info else {}
+            return WireAnswer((*shapes[0][:-1], sum(shape[-1] for shape in shapes)), int(batch.get("size", 0)))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(f"no groups of actions in the answer: {error!r}") from None
+
+    async def close(self) -> None:
+        """Drop what is on its way."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.close(linger=0)
+
+    def _message(self, endpoint: str) -> dict[str, Any]:
+        return {"endpoint": endpoint} | ({"api_token": self._target.key} if self._target.key else {})
+
+    async def _exchange(self, message: bytes) -> Any:
+        if self._socket is None:
+            self._socket = _opened(self._target)
+        whole = False
+        try:
+            async with asyncio.timeout(self._target.timeout):
+                await self._socket.send(message)
+                came = await self._socket.recv()
+            whole = True
+        except TimeoutError:
+            where = self._target.address.netloc
+            raise TimedOut(f"no answer from tcp://{where} within {self._target.timeout:g} s") from None
+        finally:
+            if not whole:
+                await self.close()
+        try:
+            answer = decode_answer(came)
+        except ClientError as error:
+            raise BadAnswer(f"no message of GR00T: {error.message}") from None
+        if isinstance(answer, dict) and "error" in answer:
+            if "code" not in answer:
+                raise ServerError(str(answer["error"])[:300])
+            body = answer | {"error": answer["code"], "message": answer["error"]}
+            raise refused(Reply(0, {}, encode_json(body)))
+        return answer
+
+
+def _opened(target: Target) -> Any:
+    try:
+        import zmq.asyncio
+    except ImportError:
+        raise BadAnswer("pyzmq is not installed: in a clone, pip install '.[gr00t]'") from None
+    socket = zmq.asyncio.Context.instance().socket(zmq.REQ)
+    socket.connect(f"tcp://{target.address.netloc}")
+    return socket
+
+
+def _keys(config: Any) -> list[str]:
+    """The names in a ModalityConfig, as a map or as the JSON of one."""
+    told = config.get("as_json") if isinstance(config, dict) else None
+    if isinstance(told, str):
+        told = json.loads(told)
+    keys = told.get("modality_keys") if isinstance(told, dict) else None
+    return [str(key).split(".", 1)[-1] if str(key).startswith(("video.", "state.")) else str(key) for key in keys or ()]

@@ -1,0 +1,225 @@
+"""The wires on websockets: openpi and vla-eval, as their stock clients speak them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any, ClassVar
+
+import numpy as np
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as open_websocket
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidMessage, InvalidStatus
+
+from reflex_runtime.bench.caller import WireAnswer
+from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.target import HTTP, WEBSOCKET, Target
+from reflex_runtime.client.answers import refused
+from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable
+from reflex_runtime.client.exchange import Reply, broken, not_connected
+from reflex_runtime.policies.wires import openpi_codec, vla_eval_codec
+from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage
+from reflex_runtime.web.errors import ClientError
+
+
+class _WebsocketCaller:
+    """One websocket, opened by `connect`, and anew by the `ask` after an error that left it unusable."""
+
+    schemes: ClassVar[tuple[str, ...]] = (*HTTP, *WEBSOCKET)
+    setting: ClassVar[str] = ""
+    path: ClassVar[str] = "/"
+    first: ClassVar[str]  # what is said where nothing comes at first
+
+    def __init__(self, target: Target) -> None:
+        self.announced: Mapping[str, Any] = {}
+        self._target = target
+        self._socket: ClientConnection | None = None
+
+    async def connect(self) -> None:
+        """Open the websocket and wait for what comes first."""
+        async with self._within(self.first):
+            await self._greet(await self._opened())
+
+    async def close(self) -> None:
+        """Leave without a word, as stock clients do at their end."""
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            socket.transport.abort()
+            await socket.wait_closed()
+
+    async def _greet(self, socket: ClientConnection) -> None:
+        """Set `announced`."""
+        raise NotImplementedError
+
+    async def _exchange(self, frame: bytes) -> str | bytes:
+        """Send a frame and wait for the next one."""
+        if self._socket is None:
+            await self.connect()
+        assert self._socket is not None, "connected"
+        async with self._within("no answer came"):
+            await self._socket.send(frame)
+            return await self._socket.recv()
+        raise AssertionError("unreachable")
+
+    async def _opened(self) -> ClientConnection:
+        target = self._target
+        headers = {"Authorization": f"Api-Key {target.key}"} if target.key else {}
+        try:
+            self._socket = await open_websocket(
+                target.websocket(self.path),
+                compression=None,
+                max_size=None,
+                open_timeout=None,
+                additional_headers=headers,
+            )
+        except InvalidStatus as error:
+            answered = error.response
+            told = {name.lower(): value for name, value in answered.headers.raw_items()}
+            raise refused(Reply(answered.status_code, told, bytes(answered.body or b""))) from None
+        except (InvalidHandshake, InvalidMessage, EOFError) as error:
+            raise BadAnswer(f"no websocket: {error}") from None
+        except OSError as error:
+            raise not_connected(error, target.address) from None
+        return self._socket
+
+    @asynccontextmanager
+    async def _within(self, late: str) -> AsyncIterator[None]:
+        """A time limit. After what leaves a message on its way, the next `ask` opens another websocket."""
+        whole = False
+        try:
+            async with asyncio.timeout(self._target.timeout):
+                yield
+            whole = True
+        except TimeoutError:
+            raise TimedOut(f"{late} within {self._target.timeout:g} s") from None
+        except ConnectionClosed as error:
+            code, reason = (error.rcvd.code, error.rcvd.reason) if error.rcvd else (1006, "")
+            raise Unreachable(f"{self._target.url} closed the websocket: {code} {reason}".rstrip()) from None
+        except OSError as error:
+            raise broken(error, self._target.address) from None
+        finally:
+            if not whole:
+                await self.close()
+
+
+class OpenpiCaller(_WebsocketCaller):
+    """openpi: the metadata comes first, then an answer to each observation."""
+
+    config: ClassVar[str] = "openpi"
+    first: ClassVar[str] = "the websocket was opened, and no metadata came: the policy may still be loading"
+
+    def expected(self) -> Expected | None:
+        """Our own servers say it in their metadata."""
+        return Expected.of("metadata", self.announced.get("reflex"))
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """One observation."""
+        fields = _nested(observed)
+        if deadline_ms and "reflex" in self.announced:
+            fields["reflex/deadline_ms"] = deadline_ms
+        return openpi_codec.encode(fields)
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """An answer is a binary frame, an error a text frame."""
+        came = await self._exchange(frame)
+        if isinstance(came, str):
+            if "reflex" not in self.announced:  # other servers close the websocket after an error
+                await self.close()
+            raise _refusal(came)
+        try:
+            answer = openpi_codec.decode(came)
+            batch = answer.get("batch")
+            size = batch.get("size", 0) if isinstance(batch, dict) else 0
+            return WireAnswer(tuple(answer["actions"].shape), int(size))
+        except (ClientError, KeyError, AttributeError, TypeError, ValueError) as error:
+            raise BadAnswer(f"no array `actions` in the answer: {error!r}") from None
+
+    async def _greet(self, socket: ClientConnection) -> None:
+        frame = await socket.recv()
+        if isinstance(frame, str):
+            raise BadAnswer(f"metadata expected, a text frame came: {frame[:200]!r}")
+        try:
+            self.announced = openpi_codec.decode(frame)
+        except ClientError as error:
+            raise BadAnswer(f"the metadata cannot be read: {error.message}") from None
+
+
+class VlaEvalCaller(_WebsocketCaller):
+    """vla-eval: a hello each way, an episode, and one action for each observation."""
+
+    config: ClassVar[str] = "vla-eval"
+    path: ClassVar[str] = "/vla-eval"
+    first: ClassVar[str] = "no hello came: the policy may still be loading"
+
+    def expected(self) -> Expected | None:
+        """A server's hello does not name its pictures."""
+        return None
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """Pictures as raw bytes. The protocol has no place for a deadline."""
+        payload = _nested(observed)
+        for pictures in (payload, payload.get("images", {})):
+            pictures |= {name: _raw(value) for name, value in pictures.items() if _is_picture(value)}
+        return vla_eval_codec.encode(EvalMessage("observation", payload, 2))
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """One action, which mostly is out of the server's last chunk."""
+        answer = self._message(await self._exchange(frame))
+        if answer.type == "error":
+            error = answer.payload.get("error")
+            raise _refused(answer.payload) if "message" in answer.payload else ServerError(str(error)[:300])
+        actions = answer.payload.get("actions")
+        if answer.type != "action" or not isinstance(actions, np.ndarray):
+            raise BadAnswer(f"no action, but {answer.type}: {str(answer.payload)[:200]}")
+        return WireAnswer(actions.shape)
+
+    async def _greet(self, socket: ClientConnection) -> None:
+        await socket.send(
+            vla_eval_codec.encode(EvalMessage("hello", {"harness_version": "", "protocol_version": 1}, 0))
+        )
+        answer = self._message(await socket.recv())
+        if answer.type != "hello":
+            raise BadAnswer(f"hello expected, {answer.type} came")
+        self.announced = answer.payload
+        await socket.send(vla_eval_codec.encode(EvalMessage("episode_start", {}, 1)))
+
+    def _message(self, frame: str | bytes) -> EvalMessage:
+        try:
+            if isinstance(frame, bytes):
+                return vla_eval_codec.decode(frame)
+        except ClientError as error:
+            raise BadAnswer(f"no message of vla-eval: {error.message}") from None
+        raise BadAnswer(f"no message of vla-eval, but text: {frame[:200]!r}")
+
+
+def _nested(observed: Observed) -> dict[str, Any]:
+    """Names with `images/` in front go out in a map `images`."""
+    fields = {name: value for name, value in observed.items() if not name.startswith("images/")}
+    nested = {name.removeprefix("images/"): v for name, v in observed.items() if name.startswith("images/")}
+    return fields | ({"images": nested} if nested else {})
+
+
+def _is_picture(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 3
+
+
+def _raw(picture: Any) -> dict[str, Any]:
+    data = {"data": picture.tobytes(), "dtype": picture.dtype.str, "shape": picture.shape}
+    return {"__image__": True, "format": "raw"} | data
+
+
+def _refused(body: Mapping[str, Any]) -> ServerError:
+    """An error in the words of our servers."""
+    return refused(Reply(0, {}, json.dumps(body, default=str).encode()))
+
+
+def _refusal(text: str) -> ServerError:
+    """A text frame as an error: our JSON, or what another server says, mostly a traceback."""
+    with suppress(ValueError):
+        body = json.loads(text)
+        if isinstance(body, dict) and "error" in body:
+            return _refused(body)
+    lines = text.strip().splitlines() or ["an empty text frame"]
+    return ServerError(lines[-1][:300], code="server_error")
