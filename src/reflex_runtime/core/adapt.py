@@ -1,6 +1,6 @@
-"""Controllers: what turns slowly learned quantities into another `FlushPolicy`.
+"""Controllers: compute another `FlushPolicy` from slowly learned quantities.
 
-A controller never decides a batch; it returns a policy value with other numbers in it.
+A controller never decides a batch; it returns a policy with other numbers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Controller(Protocol):
 class Planner:
     """Plans the batch length from the tightest deadlines, tiers and shares in sight.
 
-    Priority without a length limit is cosmetic on a device that cannot be interrupted, and so is a fair order when
-    batches are so long that half of what a modest client asks is too old at the next one. For a batch time T the device
+    On a device that cannot be interrupted, priorities have little effect without a limit on the batch length. Neither
+    has a fair order, if half of a modest client's requests are too old at the next batch. For a batch time T the device
     serves (T − a)/(b·T) requests a second, and requests with time limit D keep the share of their arrivals that still
     has T left; tiers are served in order, and within one each client's fair share counts fully and what it asks beyond
-    that a quarter. The effective budget is the largest T within 0.2 % of the best value. Where all requests are of one
-    kind and no client takes from another it changes nothing: the window rule sizes itself.
+    that a quarter. The effective budget is the largest T within 0.2 % of the best value. If all requests are of one
+    kind and no client takes from another, it changes nothing.
     """
 
     PERIOD = 0.100  # seconds between plans
@@ -90,7 +90,7 @@ class Planner:
         return max(t for t, v in zip(grid, values, strict=True) if v >= 0.998 * best)
 
     def _demands(self, now: float) -> dict[tuple[Priority, float], _Demand]:
-        """What is asked now, by tier and time limit, tiers in order; ages the counts."""
+        """The present demand by tier and time limit, tiers in order; ages the counts."""
         seen = self.TAU * -expm1((self._since - now) / self.TAU)
         clients: dict[tuple[Priority, float], list[tuple[float, float]]] = {}
         for key in sorted(self._counts, key=lambda k: k[:2]):
@@ -105,8 +105,8 @@ class Planner:
 _Key = tuple[Priority, float, Hashable]
 _FORGOTTEN = 0.02  # arrivals: four seconds after a single one
 _GREEDY = 1.5  # times the fair share
-_SURE = 3.0  # standard deviations beyond what chance explains; planning for luck costs goodput
-_SURPLUS = 0.25  # what serving a client beyond its fair share counts
+_SURE = 3.0  # standard deviations; a smaller difference may be chance, and planning for it costs goodput
+_SURPLUS = 0.25  # value of serving a client beyond its fair share
 
 
 class _Demand:
@@ -126,7 +126,7 @@ class _Demand:
         self.seen, self.greedy = seen, False
 
     def exceeds(self, fair: float) -> bool:
-        """Whether the client that asks most takes clearly more than its share, and not by chance.
+        """Whether the client with the highest rate exceeds its share, and not by chance.
 
         The square root of a Poisson count has a standard deviation of at most ½ whatever its mean, and the largest of
         n such counts lies about √(2·ln n) of them above the mean.
@@ -136,7 +136,7 @@ class _Demand:
         return most > _GREEDY * fair and sqrt(most * self.seen) > sqrt(fair * self.seen) + chance
 
     def split(self, share: float, fair: float) -> tuple[float, float]:
-        """(requests a second within fair shares, those beyond) when `share` of what is asked can be on time."""
+        """(requests a second within fair shares, those beyond) if `share` of the demand can be on time."""
         if share <= 0.0:
             return 0.0, 0.0
         if not self.greedy:
@@ -171,20 +171,20 @@ def _planned_value(
 
 
 class HoldTarget:
-    """How long to wait for company, of each partition, and for how many; never how many may go.
+    """How long each partition waits for more requests, and for how many; it does not limit a batch.
 
-    For work that is awaited elsewhere, where what a batch saves is messages. Three kinds of company are known:
+    For work that runs elsewhere, where batches save messages. A batch waits for three kinds of requests:
 
-    - **Returns.** A caller whose stream ended a moment ago asks again. A batch is held until the last of them is back,
-      `hold` seconds after the last one ended or came back at most, and then goes at once.
-    - **Streams about to end**, see `_ending`: their callers are waited for up to `PATIENCE` times as long. Then all
-      are in one batch, end together, and come back together from then on.
-    - **Bursts.** Arrivals that another one followed within `hold` seconds and that are no returns. As many as the
-      target says are waited for. It grows by 2 while waits stay below `hold`, calls are short and the other end has
-      places, and halves when either is long, looking at the last `window` batches after each.
+    - **Returns.** A caller whose stream has just ended asks again. A batch is held until the last of them is back, at
+      most `hold` seconds after the last one ended or came back, and is then sent at once. - **Streams about to end**,
+      see `_ending`: the batch waits up to `PATIENCE` times as long for their callers. Then all are in one batch, end
+      together, and return together from then on. - **Bursts.** Arrivals that follow each other within `hold` seconds
+      and are no returns. The batch waits for `target` of them. The target grows by 2 while waits stay below `hold`,
+      calls are short and the other end has places; it halves when either is long. It is adapted after each batch, from
+      the last `window` batches.
 
-    Returns and bursts are expected where they have been coming, by exponential means. Without company nothing is held,
-    so a lone caller never is, however soon it asks again.
+    Returns and bursts are expected only if they were frequent, by exponential means. A lone caller is never held,
+    however soon it asks again.
 
     smallest, largest: bounds of the target. target_batch_time: seconds that a call should take at most.
     """
@@ -192,7 +192,7 @@ class HoldTarget:
     GAIN = 0.25  # of the means
     EXPECTED, BACK = 0.2, 0.5  # means from which bursts, and returns, are expected
     LONG = 4.0 / 3.0  # times hold: 95th percentile of the waits from which the target halves
-    MEMORY = 4.0  # times hold: for how long a caller is known to be away
+    MEMORY = 4.0  # times hold: for how long an absent caller is expected
     PATIENCE = 10.0  # times the usual longest hold: how long streams about to end are waited for
     SLOW = 1.3  # times target_batch_time, median
     PARTITIONS = 256  # remembered; the least recently used is forgotten
@@ -273,12 +273,12 @@ class HoldTarget:
         return self._of(base, one.target if one.company >= self.EXPECTED else _NOBODY)
 
     def _until(self, one: _Followed) -> float:
-        """Up to when callers that are away are waited for: `hold` after the last one ended or came back."""
+        """Until when absent callers are waited for: `hold` after the last one ended or came back."""
         last = one.away[-1]
         return max(last, min(one.last, last + (self.MEMORY - 1.0) * self._hold)) + self._hold
 
     def _of(self, base: FlushPolicy, kind: int) -> FlushPolicy:
-        """The policy by what is waited for: a number of requests, or a kind below."""
+        """The policy for waiting for a number of requests, or for one of the kinds below."""
         made = self._made.get(kind)
         if made is None:
             made = self._made[kind] = self._make(base, kind)
@@ -297,7 +297,7 @@ class HoldTarget:
         return replace(base, target=target, quiet=0.0, hold_max=(urgent, default, background))
 
     def tokens_left(self, partition: Hashable) -> Sequence[int]:
-        """The tokens that each active stream of the partition may still say; for subclasses that know them."""
+        """The tokens left of each active stream of the partition; for subclasses that know them."""
         return ()
 
     def target(self, partition: Hashable) -> int:
@@ -311,7 +311,7 @@ class HoldTarget:
         return (one.waits.percentile(50), one.waits.percentile(95)) if one is not None and len(one.waits) else None
 
     def company(self, partition: Hashable) -> float:
-        """The share of arrivals that another one followed soon and no return explains, 0 to 1."""
+        """The share of arrivals that another one followed soon, returns not counted, 0 to 1."""
         one = self._followed.get(partition)
         return 0.0 if one is None else one.company
 
@@ -338,17 +338,17 @@ _NONE = (0.0, 0.0, 0.0)
 
 
 def _ending(tokens_left: Sequence[int], waiting: int) -> bool:
-    """Whether the streams with so many tokens left are worth waiting for.
+    """Whether it pays to wait for streams with these numbers of tokens left.
 
-    With at most one token left they end at the next step, and no other request would have begun before it. With few
-    left, and more streams than requests that wait, some steps are waited for once, and all are in step from then on.
+    With at most one token left they end at the next step, and no other request would have begun before it. With a few
+    left, and more streams than waiting requests, the batch waits for some steps once; from then on all end together.
     """
     most = max(tokens_left, default=0)
     return most == 1 or (0 < most <= _FEW and len(tokens_left) > waiting)
 
 
 class _Followed:
-    """What is known of a partition. away: when streams ended whose callers are not back, oldest first."""
+    """The state of a partition. away: ends of streams whose callers are not back, oldest first."""
 
     __slots__ = ("away", "back", "calls", "company", "last", "step", "target", "unsettled", "waits")
 
@@ -362,7 +362,7 @@ class _Followed:
         self.waits, self.calls = _Window(window), _Window(window)
 
     def forget(self, before: float, gain: float) -> None:
-        """Callers that have been away since then are not expected any more."""
+        """Stop expecting callers that have been away since then."""
         while self.away and self.away[0] < before:
             self.away.popleft()
             self.back -= gain * self.back
@@ -390,5 +390,5 @@ class _Window:
             insort(self._ordered, value)
 
     def percentile(self, percent: int) -> float:
-        """The smallest value that so many per cent are not above."""
+        """The percentile of the values."""
         return percentile(self._ordered, percent / 100)

@@ -58,9 +58,9 @@ def in_time(group: Group, ticket: Ticket, now: float) -> None:
 
 
 def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> None:
-    """Refuse what would wait too long behind others, and has its share of that wait already; see `Backlog`.
+    """Refuse a ticket that would wait too long, if its client already has its share of the queue; see `Backlog`.
 
-    Only what was measured counts. With nothing ahead anything may wait, so that the device is never kept idle.
+    Only measured costs count. With an empty queue ahead every ticket may wait, so that the device is never idle.
     """
     request, backlog, most = ticket.request, group.backlog, group.config.max_queued_seconds
     ahead, seconds = backlog.ahead(request.priority, leaving), group.seconds_of(ticket)
@@ -78,7 +78,7 @@ def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> Non
 
 
 def _units_fit(group: Group, wants: float, leaving: Sequence[Ticket]) -> None:
-    """Refuse what would make those that wait want too much together; whatever comes to an empty queue may wait."""
+    """Refuse a ticket if the waiting ones would want too many units together; an empty queue admits any."""
     most, queued_units = group.config.max_queued_units, group.queued_units - sum(t.wants for t in leaving)
     if group.queued > len(leaving) and queued_units + wants > most:
         raise QueueFull(

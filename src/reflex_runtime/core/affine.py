@@ -1,10 +1,10 @@
-"""How long a batch takes: a robust affine fit per executable, because wall ÷ size confuses size with cost.
+"""How long a batch takes: a robust affine fit per executable. (Time ÷ size would confuse size with cost.)
 
     T(batch) = a + Σ_k b_k · n_k        a ≥ 0 (fixed), b_k ≥ b_min (marginal, per cost class k)
 
 Exponentially decayed least squares with relative errors, Huber weights, a ridge towards a slowly moving anchor (so that
-directions the load does not excite cannot drift) and a two-sided CUSUM that forgets the past when the device changed.
-Plain Python: at most five unknowns.
+directions that the load does not vary cannot drift) and a two-sided CUSUM that forgets the past when the device
+changes. Plain Python: at most five unknowns.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class AffineFit:
         if len(self._sizes) < 64:
             self._sizes.add(sum(counts.values()))
         self._seen = [k + (n > 0.0) for k, n in zip(self._seen, x, strict=True)]
-        # The first batches of a class are predicted from a guess: they say nothing of drift, and are weighted by what
-        # they took, so that one slow start counts for less than what follows it.
+        # The first batches of a class are predicted from a guess, so they do not count for drift. They are weighted
+        # by their own time, so that one slow start counts less than the batches after it.
         if min(k for k, n in zip(self._seen, x, strict=True) if n > 0.0) <= _WARM_SAMPLES:
             self._learn(x, seconds, 1.0 / seconds**2)
         elif not self._drifted(counts, x, seconds):
@@ -156,8 +156,8 @@ class AffineFit:
     def _drifted(self, counts: Counts, x: list[float], seconds: float) -> bool:
         """The drift test. When it fires, the fit is scaled to the batches since the change, and learns them anew.
 
-        Upwards it takes four batches in a row, because one batch in ten may stall; nothing makes a batch faster than
-        the device is, so downwards two are enough.
+        A slower device needs four batches in a row, because one batch in ten may stall. For a faster one two are
+        enough, because no batch is faster than the device.
         """
         z = math.log(seconds / self._time(x)) / self.sigma
         self._recent.append((counts, seconds))
@@ -188,7 +188,7 @@ class AffineFit:
         self._recent.clear()
 
     def _learn_robustly(self, x: list[float], seconds: float) -> None:
-        """Learn from a batch whose time was predicted: no single one moves the fit by more than two deviations do."""
+        """Learn from a batch whose time was predicted. It counts as a deviation of at most two sigma."""
         predicted = self._time(x)
         residual = max(abs(seconds / predicted - 1.0), abs(math.log(seconds / predicted)))
         bound = _HUBER * self.sigma

@@ -1,4 +1,4 @@
-"""Predicted device seconds of what waits: by priority, for the wait it means, and by client, for its share of it."""
+"""Predicted device seconds of waiting tickets: by priority, for the wait, and by client, for fair shares."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SLACK = 1.0 + 1e-9  # sums of floats
 
 
 class Backlog:
-    """Totals that are kept, never summed again. Background work is not in it: it is bounded by count alone."""
+    """Running totals. Background work is not included: only its count is limited."""
 
     __slots__ = ("_by_client", "_by_priority", "_counted")
 
@@ -25,7 +25,7 @@ class Backlog:
         return sum(self._by_priority)
 
     def add(self, ticket: Ticket, seconds: float) -> None:
-        """The ticket waits, and will take so many seconds of the device; 0.0 where that is not known."""
+        """Add a waiting ticket with its predicted device seconds; 0.0 if they are not known."""
         request = ticket.request
         if seconds > 0.0 and request.priority is not BACKGROUND:
             self._counted[ticket] = seconds
@@ -35,7 +35,7 @@ class Backlog:
             own[1] += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """The ticket waits no more."""
+        """Remove a ticket that waits no more."""
         seconds = self._counted.pop(ticket, 0.0)
         if seconds == 0.0:
             return
@@ -50,7 +50,7 @@ class Backlog:
             self._by_priority = [0.0] * BACKGROUND  # no rounding is carried on
 
     def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
-        """Seconds that wait in this priority and in those before it, without those of the tickets that leave."""
+        """Waiting seconds of this priority and those before it, without the given leaving tickets."""
         found = sum(self._by_priority[: priority + 1])
         return found - sum(self._counted.get(t, 0.0) for t in leaving if t.request.priority <= priority)
 

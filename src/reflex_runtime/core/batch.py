@@ -69,9 +69,9 @@ class Failed(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """The call failed as a whole with `error`, and it is not known which member caused it: they run again, apart.
+    """The call failed as a whole with `error`, and the bad member is not known: they run again in smaller batches.
 
-    All outcomes of a batch are Apart, or none. Not for a batch of one: its member is to blame.
+    All outcomes of a batch are Apart, or none. A batch of one is never Apart: its member is the bad one.
     """
 
     error: BaseException
@@ -90,10 +90,10 @@ class Batch:
     admitted: the tickets in it that run for the first time (the admission group; empty for a pure step).
     left: residents gone since the group's last batch (preempted, cancelled, expired): the processor drops their state
     first.
-    short_of: what kept the rest of its partition's queue waiting when it left: "budget" (time that deadlines allow
-        included), "places", "room", "memory", "share" or "stage"; "" when none waited, or only held ones.
-    cached: of the tickets that enter with it, the units that were found already done, where there were any.
-    part: what it repeats of a call that failed; None for all others.
+    short_of: what kept the rest of its partition's queue out: "budget" (including the time that deadlines allow),
+        "places", "room", "memory", "share" or "stage"; "" if none waited, or only held ones.
+    cached: units of its new tickets that were found already computed.
+    part: the part of a failed call that it repeats, or None.
     notes: free for drivers and processors, written into the trace.
     """
 

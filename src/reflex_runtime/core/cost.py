@@ -1,10 +1,10 @@
-"""How much fits: what a request costs, and how much of it a batch may take.
+"""Cost models: the cost of a request, and how much of it fits into a batch.
 
 A `CostModel` answers for one group. To fill a batch the scheduler opens a `Tally`, offers tickets to it one by one and
 adds those it takes; the tally keeps the running total, so nothing is ever summed again. Four models, one protocol:
 
     UnitCost    every request costs 1: a batch size
-    TimedUnits  the same, and learns how long batches take, to know when waiting for company pays
+    TimedUnits  the same, and learns how long batches take, to know when a hold pays
     TokenCost   a request takes as many of the units it wants as are left: a token budget
     TimeCost    learned device seconds, for one-shot work and for work in stages and steps (`time_cost.py`)
 """
@@ -53,7 +53,7 @@ class Tally(Protocol):
     def repeat(self, ticket: Ticket, most: int, budget: float) -> int:
         """Add up to `most` tickets of this cost at once, as long as they plainly fit; returns how many.
 
-        The total is what `offer` and `add` make of them one by one. 0 where a model has no shorter way, or none fits.
+        The total equals that of `offer` and `add` one by one. 0 if the model has no faster way, or none fits.
         """
 
 
@@ -76,19 +76,20 @@ class CostModel(Protocol):
         """Seconds until the ticket is answered if it ran alone from now; 0.0 while nothing was measured."""
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
-        """Device seconds that are its own in a full batch of its kind, all its steps together.
+        """The ticket's part of the device seconds of a full batch of its kind, all its steps together.
 
-        budget, most: of a batch's cost and size. 0.0 while that was not learned, or where time is not known.
+        budget, most: limits of a batch's cost and size. 0.0 if not learned yet, or if the model knows no times.
         """
 
     def marginal(self, ticket: Ticket, units: float) -> float:
-        """What this grant adds to a batch: the part of the charge known before the batch is complete."""
+        """The cost that this grant adds to a batch: the part of the charge known before the batch is complete."""
 
     def fixed(self, ticket: Ticket) -> float:
-        """What a batch of the ticket's shape and stage costs apart from its members; shared equally by them."""
+        """The fixed cost of a batch of the ticket's shape and stage, which its members share equally."""
 
     def told_apart(self, ticket: Ticket) -> bool:
-        """Whether batches of more than one size were measured, so that fixed and marginal seconds are known apart."""
+        """Whether batches of two or more sizes were measured, so that fixed and marginal seconds are known
+        separately."""
 
     def observe(self, batch: Batch, elapsed: float) -> None:
         """Learn from a batch that ran without a fault. elapsed: seconds."""
@@ -197,8 +198,8 @@ class _TimedTally(_UnitTally):
 
 
 class TimedUnits(UnitCost):
-    """Every request costs 1 a batch, and clients share requests, not time. How long a batch takes is learned all the
-    same: it decides whether waiting for company pays, and nothing else. No request is refused by it."""
+    """Every request costs 1 a batch, and clients share requests, not time. Batch times are learned too, but only to
+    decide whether a hold pays; no request is refused by them."""
 
     def __init__(self) -> None:
         self._fit = AffineFit()

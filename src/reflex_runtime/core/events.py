@@ -1,4 +1,4 @@
-"""The one event stream. Metrics, recorder, trace, health and dashboard are folds over it; nothing else observes.
+"""The one event stream. Metrics, recorder, trace, health and dashboard are computed from it alone.
 
 Events are plain tuples with names: cheap to make on the hot path, immutable, and each starts with its time in seconds
 on the driver's monotonic clock. Sinks must not keep a ticket longer than they need it: it holds the payload.
@@ -59,7 +59,7 @@ class RequestSettled(NamedTuple):
 class BatchScheduled(NamedTuple):
     """A batch was formed and handed to the device.
 
-    idle_polls: when it was decided since the batch before to send nothing, although something was unsettled.
+    idle_polls: times since the batch before at which the scheduler decided to wait although tickets were unsettled.
     """
 
     at: float
@@ -71,9 +71,10 @@ class BatchScheduled(NamedTuple):
 class BatchFinished(NamedTuple):
     """A batch came back.
 
-    crashed: whether the processor is to blame: no item of it succeeded, nor any of the batch it is the last part of; or
-        all of those did once they ran apart. A client that fails while others are answered is to blame itself.
-    apart: whether the call failed as a whole and its members run again, apart.
+    crashed: whether it counts as a crash of the processor: none of its items succeeded, nor any of the batch that it is
+        the last part of; or all of those succeeded when they ran apart. A request that fails while others are answered
+        is a bad request, not a crash.
+    apart: whether the call failed as a whole and its members run again in smaller batches.
     """
 
     at: float

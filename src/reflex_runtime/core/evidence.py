@@ -1,13 +1,13 @@
-"""Whether an estimate may refuse: only while something renews it.
+"""Whether an estimate may refuse requests: only while finished batches renew it.
 
-A refused request runs nothing, so nothing is measured, and a wrong estimate that refuses every request would do so
-for ever. Therefore an estimate refuses while a batch of its shape runs and for `RENEW` seconds after. Then one request,
-the probe, is let in against the estimate; the others are refused as before until it has settled. A probe that was
-answered in time disproves the estimate: the next request is let in at once, until the cost model has learned. A probe
-that was late renews the refusal. So an idle device tries at once, and a hopeless one once a second.
+Refused requests do not run, so nothing is measured, and a wrong estimate that refuses every request would never be
+corrected. Therefore an estimate refuses only while a batch of its shape runs and for `RENEW` seconds after. Then one
+request, the probe, is admitted against the estimate; others are refused until it has settled. If the probe is answered
+in time, the estimate is wrong: the next request is admitted at once, until the cost model has learned. If the probe is
+late, the refusal is renewed. So an idle device is tried at once, and one that is too slow once a second.
 
-A class of requests may be refused while other classes of its shape run and renew the estimates of the shape. It is
-tried too, but then probes take device time from others: at most `SHARE` of it.
+A class of requests may be refused while other classes of its shape run and renew the shape's estimates. It is probed
+too, but then probes take device time from others: at most `SHARE` of it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from reflex_runtime.core.request import WAITING, Ticket
 
 RENEW = 1.0  # seconds
 SHARE = 0.1  # of the device, for probes of a class beside others of its shape
-MAX_KEYS = 1024  # shapes and classes remembered; one that was forgotten counts as renewed when it next refuses
+MAX_KEYS = 1024  # shapes and classes kept; a forgotten one counts as renewed when it next refuses
 
 
 class Evidence:
-    """What renews the estimates of one group."""
+    """The latest batches of one group, which renew its estimates."""
 
     __slots__ = ("_flying", "_renewed", "pending")
 
@@ -36,7 +36,7 @@ class Evidence:
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
     def refuses(self, ticket: Ticket, now: float) -> bool:
-        """Whether an estimate by which the ticket cannot make its deadline is to be acted on."""
+        """Whether to refuse the ticket because an estimate says that it cannot meet its deadline."""
         shape, key = ticket.request.shape, _key(ticket)
         probe = self.pending.get(key)
         if probe is not None:
@@ -48,11 +48,11 @@ class Evidence:
         return key in self._flying or now - of_key < max(RENEW, seconds / SHARE)
 
     def probe(self, ticket: Ticket) -> None:
-        """The ticket is let in against the estimate."""
+        """Admit the ticket against the estimate, as a probe."""
         self.pending[_key(ticket)] = ticket
 
     def probes(self, ticket: Ticket) -> bool:
-        """Whether the ticket is such a one."""
+        """Whether the ticket is a probe."""
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
     def scheduled(self, batch: Batch) -> None:
@@ -60,7 +60,7 @@ class Evidence:
             self._flying[key] = self._flying.get(key, 0) + 1
 
     def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
-        """It came back. clean: without a fault."""
+        """The batch came back. clean: without a fault."""
         for key in _keys(batch):
             self._flying[key] -= 1
             if not self._flying[key]:

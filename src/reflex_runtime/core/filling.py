@@ -1,8 +1,8 @@
-"""Who is in the next batch of a partition: residents that step, then those that wait in serving order.
+"""Fills the next batch of a partition: residents that step, then waiting tickets in serving order.
 
 Without memory to reserve (`GroupConfig.resources`) all residents come first. With it every grant is reserved, and tiers
-go in order: in each the residents before those that wait. A waiting ticket is *over* the residents of tiers less urgent
-than its own priority. They give way to it:
+go in order: in each the residents before the waiting tickets. A waiting ticket is *over* the residents of tiers less
+urgent than its own priority. They give way to it:
 
     places   when none is free, one of them loses its place. Their clients' shares of places hold between equals only
     memory   when it cannot reserve, they lose their memory until it fits; none does if all were not enough
@@ -12,10 +12,10 @@ than its own priority. They give way to it:
 When a resident cannot reserve, the residents behind it give way; if all were not enough, it gives way itself.
 
 A resident that gives way is preempted: it starts over from the front of its queue. Held ones go first, then the newest
-of the lowest tier. None is preempted again before it holds more than it lost, so its own length bounds what it repeats.
-One that runs in another batch never is. Age moves a ticket up the queue, and an aged one gives way like the tier it is
-served in, but only its priority puts it over others: otherwise a backlog would preempt its own kind once it has aged.
-`room` is a limit from outside and always holds.
+of the lowest tier. A resident is not preempted again before it holds more than it lost; this bounds the repeated work.
+One that runs in another batch is never preempted. An aged ticket is served, and gives way, like the tier that it moved
+up to. But only its priority puts it over others: otherwise an aged backlog would preempt its own kind.
+`room` is an outside limit and always holds.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ANY = 1 << 30  # places, where another rule counts them
 
 
 class Filling:
-    """The fills of one partition for one decision. What it decides beside grants and reservations, others carry out.
+    """The fills of one partition for one decision. It reserves resources; all else is carried out by the scheduler.
 
-    base: the residents that step, with their grants. line: those that wait, if all are equals (see `_equals`).
-    cached: of those that enter, the units that were already there, where there were any.
+    base: the residents that step, with their grants. line: the waiting tickets, if all are equals (see `_equals`).
+    cached: units of entering tickets that were found already computed.
     preempted: residents that lost their place, in the order it happened.
     """
 
@@ -58,7 +58,7 @@ class Filling:
         self._memory_short = False
 
     def fill(self) -> Filled:
-        """The residents that step, and those that enter in serving order: O(batch + passed over)."""
+        """The residents that step, and the tickets that enter in serving order: O(batch + passed over)."""
         if self._resources is not None:
             return self._fill_by_tiers()
         self._step_up_to(BACKGROUND)
@@ -77,7 +77,7 @@ class Filling:
         return self._add_line(self._beside(self.base), line)
 
     def _beside(self, base: Mapping[Ticket, float]) -> Filled:
-        """Nothing yet, beside these residents. With memory it changes while it is filled how many may enter."""
+        """An empty fill beside these residents. With memory, the number that may enter changes during the fill."""
         if self._resources is not None:
             return Filled({}, self._cost.tally(), places=_ANY)
         free = self._size - len(self._partition.residents)
@@ -86,10 +86,10 @@ class Filling:
         return Filled({}, tally_of(self._cost, base), places=places)
 
     def _equals(self) -> list[Ticket] | None:
-        """What waits, in serving order, where grants change neither that order nor what the next one costs.
+        """The waiting tickets in serving order, if grants change neither that order nor the cost of the next one.
 
-        That is one-shot work of one kind with no client waiting twice, as with robots: one sort and a few sums decide.
-        None otherwise; the plain way, ticket by ticket, decides the same.
+        So it is for one-shot work of one kind with no client waiting twice, as with robots: one sort and a few sums
+        decide. None otherwise; then filling goes ticket by ticket, with the same result.
         """
         group, partition = self._group, self._partition
         if not group.cost.linear or partition.residents:
@@ -108,7 +108,7 @@ class Filling:
         return line
 
     def _add_line(self, filled: Filled, line: Sequence[Ticket]) -> Filled:
-        """Add equals: at once as many as plainly fit, the others one by one."""
+        """Add equals: as many as surely fit at once, the others one by one."""
         if line:
             n = filled.tally.repeat(line[0], min(len(line), filled.places), self._budget)
             filled.grants = dict.fromkeys(line[:n], 1.0)
@@ -118,7 +118,7 @@ class Filling:
     def _add(
         self, filled: Filled, candidates: Iterable[Ticket], limit: float = inf, cursor: Cursor | None = None
     ) -> Filled:
-        """Add candidates in order to what is filled: the one loop that grants to those that wait."""
+        """Add candidates in order to the fill: the one loop that grants units to waiting tickets."""
         model, budget, places, resources = self._cost, self._budget, filled.places, self._resources
         shares = shares_of_places(self._group, self._partition, self._size)
         tally, grants, offenders = filled.tally, filled.grants, self._group.offenders
@@ -174,7 +174,7 @@ class Filling:
         return filled
 
     def _short_of_places(self) -> str:
-        """What keeps the others out when as many entered as may."""
+        """The limit that keeps the others out when no more may enter."""
         short = self._room is not None and self._room < self._size - len(self._partition.residents)
         return "room" if short else "places"
 
@@ -200,7 +200,7 @@ class Filling:
                 grants[ticket] = units
 
     def _make_room(self, ticket: Ticket, units: float) -> bool:
-        """A resident could not reserve. Those behind it give way if it fits then, otherwise it gives way itself."""
+        """A resident could not reserve: preempt those behind it if it then fits, otherwise preempt it."""
         resources = self._resources
         assert resources is not None
         runs = bool(self.base or self._entered.grants)
@@ -231,7 +231,7 @@ class Filling:
         return filled
 
     def _come_up_to(self, priority: Priority) -> list[Ticket] | None:
-        """Let the residents up to this priority step. Of the others, those that may give way to it."""
+        """Grant to the residents up to this priority; returns the others that may give way to it."""
         self._step_up_to(priority)
         if not any(self._present[priority + 1 :]):
             return None
@@ -239,7 +239,7 @@ class Filling:
         return self._may_give_way([t for t in self._partition.residents if t.tier > priority], runs)
 
     def _limit_reason(self, over: Sequence[Ticket] | None) -> str:
-        """What keeps out the next one and everything after it; "" when nothing does."""
+        """The limit that keeps out the next ticket and all after it; "" if there is none."""
         entered = len(self._entered.grants)
         if self._memory_short and over is None:  # a step that preempted for memory admits only what is over others
             return "memory"
@@ -248,7 +248,7 @@ class Filling:
         return "room" if self._room is not None and entered >= self._room else ""
 
     def _enter(self, ticket: Ticket, over: Sequence[Ticket] | None, resources: Resources) -> str:
-        """Reserve and grant what fits, those that it is over giving way; "", or what is short."""
+        """Reserve and grant what fits, preempting residents that it is over; "", or the limit that is reached."""
         tally, entered = self._entered.tally, self._entered.grants
         if (self.base or entered) and ticket.stage != self._stage:
             return "stage"
@@ -270,7 +270,7 @@ class Filling:
         return "memory" if units > 0.0 else "budget"
 
     def _budget_over(self, ticket: Ticket, leaves: Ticket | None) -> float:
-        """What the residents it is over leave it: those that want one unit keep theirs, while that leaves it one."""
+        """The budget for a ticket over residents: those that want one unit keep it, as long as one unit is left."""
         decodes = [t for t in self._todo if t.wants <= 1.0 and t.stage == ticket.stage and t is not leaves]
         kept = sum(self._cost.marginal(t, 1.0) for t in decodes if t not in self.preempted)
         one = self._cost.marginal(ticket, 1.0)
@@ -279,7 +279,7 @@ class Filling:
     def _reserve_entry(
         self, ticket: Ticket, units: float, over: Sequence[Ticket], takes_place: bool, resources: Resources
     ) -> bool:
-        """Reserve for a ticket that enters. None gives way unless it fits then."""
+        """Reserve for an entering ticket. Residents give way only if it then fits."""
         if not takes_place and resources.reserve(ticket, units):
             return True
         if not over or not resources.would_fit(ticket, units, over):
@@ -292,7 +292,7 @@ class Filling:
 
     @property
     def _free(self) -> int:
-        """Free places; negative where batches in flight at one time took in more than there are."""
+        """Free places; negative if concurrent batches admitted more than there are."""
         held = len(self._partition.residents) - len(self.preempted) + len(self._entered.grants)
         return self._size - held
 

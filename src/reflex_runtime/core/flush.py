@@ -1,7 +1,7 @@
 """How long batches may wait, and how large they may be.
 
-A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, what ends them, and two ceilings express every
-documented rule. `holding` decides by it when a batch leaves, and `cause_of` names why it left.
+A `FlushPolicy` is a frozen value, not behaviour: two holds per tier, the conditions that end them, and two ceilings
+express every documented rule. `holding` uses it to decide when a batch leaves, and `cause_of` names the cause.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class FlushPolicy:
 
     max_batch_cost: ceiling in the cost model's unit.
     max_batch_size: most tickets in a batch, residents included.
-    hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may be kept waiting for
-        company on a free device: hold_max while fewer than `target` wait, hold_min once that many do. What this costs
-        in latency is at most hold_max; 0 sends at once.
-    target: how many to wait for; never how many may go. Above max_batch_size it is waited for beyond a full batch.
-    quiet: seconds without an arrival in the partition after which company is waited for no longer: a hold below the
-        target then ends once its hold_min is over. Not while a batch of the partition is in flight; 0 switches it off.
-    until: time after which no more company is expected below the target, whatever the holds say; for controllers.
-    group_commit: while a batch of the partition is in flight, what waits is held up to hold_max, also at the target:
-        it is decided again when that batch returns, so waiting costs little then. A full batch goes all the same.
-    returns: longest hold, in seconds, for clients whose next request is due, where that pays (`returns.py`); counted
+    hold_min, hold_max: seconds from arrival that each tier (urgent, default, background) may wait for more requests on
+        a free device: hold_max while fewer than `target` wait, hold_min once that many do. The added latency is at most
+        hold_max; 0 sends at once.
+    target: number of requests to wait for; it does not limit a batch. A target above max_batch_size holds full batches.
+    quiet: seconds without an arrival in the partition after which a hold below the target ends, once its hold_min is
+        over. Not while a batch of the partition is in flight; 0 switches it off.
+    until: time after which a hold below the target ends in any case; for controllers.
+    group_commit: while a batch of the partition is in flight, waiting requests are held up to hold_max, also at the
+        target: the return of that batch is the next occasion to send, so waiting costs little. A full batch is sent.
+    returns: longest hold, in seconds, for clients whose next request is due, if it pays (`returns.py`); counted
         from max(oldest arrival, device free). 0 switches it off.
-    shed: refuse before they run those requests with a deadline that cannot be met any more, and choose the set of
-        largest expected value when deadlines are at risk.
+    shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
+        when deadlines are at risk.
     """
 
     max_batch_cost: float = inf
@@ -104,13 +104,13 @@ class FlushPolicy:
 
     @property
     def holds(self) -> bool:
-        """Whether any tier may be kept waiting by the clock alone."""
+        """Whether the policy has a hold for any tier."""
         return self.hold_max != _NONE or self.hold_min != _NONE
 
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """What is known of a filled batch when its cause is named."""
+    """The facts of a filled batch from which its cause follows."""
 
     cost: float
     dearest: float
@@ -121,11 +121,11 @@ class Fill:
     residents: bool
     held: bool
     draining: bool
-    apart: bool = False  # it runs alone because it, or its client, made a call fail
+    apart: bool = False  # runs alone, because the request or its client made a call fail
 
 
 def cause_of(fill: Fill, budget: float) -> Cause:
-    """Name why a batch leaves. Precedence: single, apart, budget, size, then what made it go."""
+    """The cause of a batch. Precedence: single, apart, budget, size, then the event that ended the wait."""
     reached = budget * (1.0 - 1e-9)
     if fill.newcomers and fill.dearest > budget * (1.0 + 1e-9):
         return Cause.SINGLE

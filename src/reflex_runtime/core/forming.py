@@ -1,7 +1,7 @@
-"""Forming one batch of one partition: fill it, choose whom to leave out, ask whether it goes now.
+"""Forms one batch of one partition: fill it, choose what to leave out, decide whether it is sent now.
 
 Nothing here changes a queue. The result is a `Formed` batch for the scheduler to carry out, or the time until which the
-partition is held. Only resources are reserved on the way, and groups that have any hold nothing back.
+partition is held. Only resources are reserved, and groups with resources are never held.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Former:
         return formed if formed.grants or shed or formed.preempted else None
 
     def _form_part(self, part: Part) -> Formed | None:
-        """Members of a call that failed, as they ran in it: at once, and without others. None when others have taken
-        meanwhile what they had reserved."""
+        """Members of a failed call, as they ran in it: sent at once, without others. None if others have taken their
+        reserved resources meanwhile."""
         resources = self.group.config.resources
         if resources is not None:
             part.grants = {t: units for t, units in part.grants.items() if resources.reserve(t, units)}
@@ -110,7 +110,8 @@ class Former:
         return Formed(stage, grants, tally.cost, cause, newcomers, short_of=short_of)
 
     def _stage(self, base: dict[Ticket, float], filled: Filled) -> tuple[dict[Ticket, float], list[Ticket], Tally]:
-        """A batch has one stage. Newcomers of another stage than the residents' go first if that pays, else wait."""
+        """A batch has one stage. New requests at another stage than the residents' go first if it pays, else they
+        wait."""
         newcomers = list(filled.grants)
         if not newcomers:
             return base, [], filled.tally
@@ -130,8 +131,8 @@ class Former:
         return together, chosen, tally_of(self.group.cost, together)
 
     def _enters(self, base: dict[Ticket, float], entering: list[Ticket]) -> bool:
-        """Whether newcomers run their first stage before the residents' next step: no resident misses its deadline by
-        it, it pays (`joining`), and the clients are not of a kind that would soon take turns by themselves."""
+        """Whether new requests run their first stage before the residents' next step: if no resident then misses its
+        deadline, if it pays (`joining`), and if the clients would not soon take turns by themselves."""
         model, now = self.group.cost, self.now
         first = [t for t in entering if t.stage == entering[0].stage]
         takes = model.fixed(first[0]) + sum(model.marginal(t, 1.0) for t in first)
@@ -175,7 +176,7 @@ class Former:
         return chosen, shed + self._infeasible(chosen, shed, filling.line)
 
     def _candidates(self, line: Sequence[Ticket] | None) -> tuple[list[Ticket], list[Ticket]]:
-        """The waiting tickets, in serving order, that can be answered in time, and those that cannot even alone.
+        """The waiting tickets, in serving order, that can be answered in time, and those that cannot even if run alone.
 
         Looks at 4 × the size cap.
         """
@@ -223,7 +224,7 @@ class Former:
         return found
 
     def _refused(self, ticket: Ticket, chosen: Filled) -> bool:
-        """Whether the estimate by which a ticket is late is acted on. A batch that runs now renews it."""
+        """Whether to refuse a ticket that is late by its estimate. A batch that runs now renews the estimate."""
         evidence = self.group.evidence
         return not evidence.probes(ticket) if chosen.grants else evidence.refuses(ticket, self.now)
 
@@ -246,12 +247,12 @@ class Former:
 
 
 def _by_filling(filling: Filling) -> Fitter:
-    """How window selection asks what fits a limit where costs differ: by filling."""
+    """What fits a limit, for window selection when costs differ: by filling."""
     return lambda some, limit: (list((filled := filling.fill_from(some, limit)).grants), filled.tally.seconds)
 
 
 def _formula(affine: tuple[float, float, float], most: int) -> Fitter:
-    """The same by formula, where all cost the same. most: what the budget and the places allow."""
+    """What fits a limit, when all cost the same: by formula. most: the limit of budget and places."""
     fixed, marginal, _ = affine
 
     def fit(some: Sequence[Ticket], limit: float) -> tuple[Sequence[Ticket], float]:

@@ -26,21 +26,21 @@ IDLE_PARTITIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """What a group is made of.
+    """The settings of a group.
 
     capacity: most waiting tickets; beyond it QueueFull.
     max_queued_units: most units that waiting tickets want together (tokens, steps; preempted ones with what they want
-        then); beyond it QueueFull. An empty queue admits any one. What bounds the wait where requests differ in length.
+        then); beyond it QueueFull. An empty queue admits any one. It bounds the wait if requests differ in length.
     max_queued_seconds: most predicted device seconds that may wait ahead of a request (in its priority or an earlier
-        one), beyond which QueueFull, unless its client has less than its even share of them waiting. What was not
-        measured counts for nothing, and background work neither counts nor is refused.
+        one); beyond it QueueFull, unless its client has less than its even share of them waiting. Unmeasured work
+        counts as 0. Background work neither counts nor is refused.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
-    gap_chance: for groups of weight 0: a batch starts only when, with this probability, no other group asks before it
-        ends, at the rate they have been asking; 0 starts at any time. So the others rarely wait for such a batch.
+    gap_chance: for groups of weight 0: a batch starts only if, with this probability, no other group has a new request
+        before it ends, at their present rate; 0 starts at any time. So the others rarely wait for such a batch.
     latest_only: a newer request of a client replaces its waiting older ones.
-    share_room: whether a full queue is shared too: a client then takes the newest place of the one with most waiting,
-        if that has at least two more. Otherwise the client that asks most often fills the queue.
+    share_room: whether a full queue is shared: a client's request then replaces the newest one of the client with most
+        waiting, if that has at least two more. Otherwise the client with the highest rate fills the queue.
     displace_background: whether an urgent request takes the place of the newest waiting background one in a full queue.
     promote_after: seconds after which background work counts as default; half its time limit when that is set.
     cost, resources, controller: made once per group.
@@ -162,13 +162,13 @@ class Group:
         self.unsettled += 1
 
     def prepare(self, ticket: Ticket) -> None:
-        """An admitted ticket that cannot run yet: it takes its place, and nothing else is known of it."""
+        """Count an admitted ticket that cannot run yet; it only takes a place."""
         self.preparing.setdefault(ticket.request.client, {})[ticket] = None
         self._count(ticket)
         self.unsettled += 1
 
     def end_preparing(self, ticket: Ticket) -> None:
-        """It gives that place back: it enters now, or never will."""
+        """Free the place of `prepare`: the ticket enters now, or has ended."""
         client = ticket.request.client
         tickets = self.preparing[client]
         del tickets[ticket]
@@ -183,7 +183,7 @@ class Group:
         return self.clients.unsettled(client) + len(self.preparing.get(client, ()))
 
     def to_displace(self, request: Request, now: float) -> Ticket | None:
-        """With the queue full: the waiting ticket that gives its place to this request, if any does."""
+        """In a full queue: the waiting ticket that this request replaces, if any."""
         found = None
         if self.config.displace_background and request.priority is URGENT:
             self.promote(now)  # what counts as default by now is safe
@@ -284,13 +284,13 @@ class Group:
         self.promoted += self.turns.promote(now)
 
     def charge(self, partition: Partition, seconds: float) -> None:
-        """The partition had the device for so long; negative: it had it shorter than was charged."""
+        """Charge device seconds to the partition; a negative number corrects an earlier charge."""
         self.device_time += seconds / (self.config.weight or 1.0)
         self.turns.shares.charge(partition, seconds)
         self.turns.touch(partition)
 
     def ran(self, seconds: float) -> None:
-        """Requests came to their end that took so many seconds of the device each, all their steps together."""
+        """Learn from requests that ended: the device seconds of each, all steps together."""
         known = self.seconds_per_item
         self.seconds_per_item = seconds if known == 0.0 else known + 0.1 * (seconds - known)
 

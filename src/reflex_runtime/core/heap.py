@@ -1,4 +1,4 @@
-"""A heap that forgets: entries are discarded lazily, and dead ones never outnumber the living for long."""
+"""A heap with lazy discards: dead entries are never much more than the live ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LazyHeap(Generic[T, K]):
             self._compact()
 
     def put(self, item: T, key: K | None) -> None:
-        """Have the item under this key; None: not at all."""
+        """Set the item's key; None discards it."""
         if key is None:
             self.discard(item)
         elif (entry := self._entries.get(item)) is None or entry[0] != key:

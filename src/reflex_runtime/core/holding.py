@@ -1,13 +1,13 @@
 """When a batch leaves: whether a free device waits for more requests, and until when.
 
-Three things keep a batch on a free device, and `Holding.until` and `Holding.gap_at` are the only places that say so:
+A batch waits on a free device for three reasons, and only `Holding.until` and `Holding.gap_at` decide it:
 
-    the clock   what the flush policy says of those that wait: `_by_clock`
-    returns     clients whose next request is due, where waiting for them pays (`returns`): `_for_returns`
-    a gap       a group with `gap_chance` runs only where no other group is likely to ask before its batch ends
+    the clock   the holds of the flush policy: `_by_clock`
+    returns     clients whose next request is due, if waiting for them pays (`returns`): `_for_returns`
+    a gap       a group with `gap_chance` runs only if no other group is likely to have a request before its batch ends
 
-A full batch waits for nothing, and a deadline ends a hold in time for one request more. What was decided stands until
-the next input, so that `wake_at` is exact; an arrival that cannot change it leaves it as it is (`arrived`).
+A full batch never waits, and a hold ends early enough for the next deadline, with time for one more request. A decision
+is valid until the next input, so that `wake_at` is exact; an arrival that cannot change it is ignored (`arrived`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from reflex_runtime.core.select import Filled
 class Holding:
     """The holds of one device. It alone writes the `hold_` fields of a `Partition`.
 
-    free_since: when the device got free last. draining: nothing is held any more.
-    inputs: how many there were; after each one every hold is decided again. gaps: whether any group waits for gaps.
+    free_since: when the device last became free. draining: no holds any more.
+    inputs: their number; after each one every hold is decided again. gaps: whether any group waits for gaps.
     """
 
     def __init__(self, configs: Iterable[GroupConfig]) -> None:
@@ -43,15 +43,15 @@ class Holding:
     # -- what happened -----------------------------------------------------------------------------------------------
 
     def asks(self, group: Group, now: float) -> None:
-        """A request of the group may run from now on: what groups that wait for gaps look at."""
+        """Count a new request of the group, for groups that wait for gaps."""
         if group.config.weight > 0.0:
             self._asked.arrive(now)
 
     def arrived(self, group: Group, ticket: Ticket, now: float) -> None:
-        """A ticket came while nothing could run. Where it cannot change that, what was decided stands.
+        """A ticket came while nothing could run. If it cannot change that, the decision stays valid.
 
-        Answered where it costs little, which is the usual wait for a count or a time. Most arrivals change nothing
-        about that, and the device thread need not wake up for them.
+        This is checked only for the usual waits, for a count or a time, where it is cheap. Most arrivals change
+        nothing, and the device thread need not wake up for them.
         """
         if self._idle_after != self.inputs - 1 or len(group.active) > 1:
             return
@@ -99,7 +99,7 @@ class Holding:
     # -- the decision ------------------------------------------------------------------------------------------------
 
     def until(self, group: Group, partition: Partition, policy: FlushPolicy, filled: Filled, now: float) -> float:
-        """The time up to which what was filled waits for more. It goes at once if that is not after `now`."""
+        """The time until which a filled batch waits for more requests. It is sent now if that is not after `now`."""
         full = filled.tally.cost >= policy.max_batch_cost * (1.0 - 1e-9)
         if self.draining or full or filled.passed_over or filled.apart:
             return -inf
@@ -134,7 +134,7 @@ class Holding:
         heads: Sequence[float | None],
         now: float,
     ) -> float:
-        """Seconds for which clients that are due are worth waiting for; 0.0 when none is."""
+        """Seconds for which waiting for due clients pays; 0.0 if it does not."""
         seconds, queued, returns = filled.tally.seconds, len(filled.grants), group.think_times
         places = filled.places - queued
         if not returns.worth(queued, places, seconds):  # the fixed part is not above it
@@ -142,11 +142,11 @@ class Holding:
         head = next(iter(filled.grants))
         fixed, marginal, _ = line_of(group.cost, head)
         if not group.cost.told_apart(head):
-            fixed = seconds  # more members are taken to cost nothing until that was tried
+            fixed = seconds  # until measured, further members count as free
         elif marginal > 0.0 and group.cost.unit == "seconds":
             places = int(min(places, (policy.max_batch_cost - seconds) / marginal + 1e-9))
         oldest = min(h for h in heads if h is not None)
-        # From when it could have gone first: other partitions' batches in between do not start its hold again.
+        # From when it could first have been sent: other partitions' batches in between do not restart its hold.
         since = self.free_since if partition.hold_since is None else partition.hold_since
         return returns.hold(
             partition.key,
@@ -159,7 +159,7 @@ class Holding:
         )
 
     def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
-        """When a gap long enough for these is likely, if no other group asks until then."""
+        """When a gap long enough for this batch is likely, if no other group has a request until then."""
         if self.draining or not grants:
             return -inf
         model = group.cost
@@ -168,7 +168,7 @@ class Holding:
 
 
 def _by_clock(policy: FlushPolicy, heads: Sequence[float | None], waiting: int, partition: Partition) -> float:
-    """When those that wait are due by the policy alone. heads: arrival of each tier's oldest waiting ticket."""
+    """When the policy's holds end for the waiting tickets. heads: arrival of each tier's oldest waiting ticket."""
     if waiting >= policy.target and not (partition.in_flight and policy.group_commit):
         return _first(heads, policy.hold_min)
     due = _first(heads, policy.hold_max)
@@ -178,5 +178,5 @@ def _by_clock(policy: FlushPolicy, heads: Sequence[float | None], waiting: int, 
 
 
 def _first(heads: Sequence[float | None], hold: Tiers) -> float:
-    """When the first of these has been held so long."""
+    """When the first of these tickets reaches this hold."""
     return min((arrived + h for arrived, h in zip(heads, hold, strict=True) if arrived is not None), default=inf)

@@ -1,11 +1,11 @@
-"""Finding the requests that make a call fail, without failing their neighbours.
+"""Finds the requests that make a call fail, without failing the other requests of the batch.
 
-A call that failed as a whole is repeated in two halves, a half that fails in two halves again, until each guilty
-request has failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeded, other
-groups take their turns in between, and no single batch lasts long. Larger parts go first, so that most neighbours wait
-for two calls more. Of two halves the smaller one goes first: it is more likely to succeed, and then the other needs no
-call as a whole. Calls follow the guilty: with one of them among n at most 2·⌈log₂ n⌉ more
-calls, with g at most 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
+A call that failed as a whole is repeated in two halves. A half that fails is split again, until each bad request has
+failed alone. Every such part is a batch of its own: its members are answered as soon as it succeeds, other groups take
+their turns in between, and no batch is long. Larger parts go first, so that most members wait for two more calls. Of
+two
+halves the smaller one goes first: it is more likely to succeed, and then the other is split without a call. For one bad
+request among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2·g·⌈log₂ n⌉, never more than 2·(n − 1).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from math import inf, log
 from reflex_runtime.core.request import RESIDENT, Ticket
 
 OFFENDERS = 4096  # clients remembered per group
-MEMORY = 32.0  # requests over which the share of guilty ones is averaged
-FORGOTTEN = 2.0**-10  # a share below which it counts as none
+MEMORY = 32.0  # requests over which the share of bad ones is averaged
+FORGOTTEN = 2.0**-10  # a smaller share counts as none
 
 
 class Origin:
-    """The batch whose call failed first. pending: its parts that have not run. served, guilty: what they showed."""
+    """The batch whose call failed first. pending: parts that have not run. served, guilty: requests of parts that
+    ran."""
 
     __slots__ = ("guilty", "pending", "served")
 
@@ -46,7 +47,7 @@ class Part:
 
 
 class Suspects:
-    """The parts of one partition that are to run apart, in order."""
+    """The parts of one partition that must run apart, in order."""
 
     __slots__ = ("_parts",)
 
@@ -54,7 +55,7 @@ class Suspects:
         self._parts: list[Part] = []  # never many
 
     def split(self, grants: dict[Ticket, float], origin: Origin) -> None:
-        """Two halves of what failed together."""
+        """Split a part that failed into two halves."""
         tickets = list(grants)
         middle = len(tickets) // 2 or 1
         halves = [Part({t: grants[t] for t in some}, origin) for some in (tickets[:middle], tickets[middle:]) if some]
@@ -64,7 +65,7 @@ class Suspects:
         self._parts.extend(halves)
 
     def next(self) -> Part | None:
-        """The part to run now, without members that ended meanwhile or are held; None when there is none.
+        """The part to run now, without members that ended meanwhile or are held; None if there is none.
 
         One that is known to fail is split without a call.
         """
@@ -72,7 +73,7 @@ class Suspects:
             part = self._parts[0]
             if part.grants and not all(t.state is RESIDENT and not t.held for t in part.grants):
                 part.grants = {t: u for t, u in part.grants.items() if t.state is RESIDENT and not t.held}
-                part.fails = False  # the guilty one may be gone
+                part.fails = False  # the bad request may be gone
             if part.grants and not (part.fails and len(part.grants) > 1):
                 return part
             del self._parts[0]
@@ -91,18 +92,18 @@ class Suspects:
         self._parts.clear()
 
     def succeeded(self, part: Part) -> None:
-        """No call fails because of its members: those that do are in the other half."""
+        """A part succeeded, so the bad requests are in the other half."""
         if part.other is not None:
             part.other.fails = True
 
 
 class Offenders:
-    """Clients of one group whose last request failed alone, and how many requests fail so among the others."""
+    """Clients of one group whose last request failed alone, and the share of such requests among the others."""
 
     def __init__(self) -> None:
-        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → requests answered when it was found guilty
+        self._failed: OrderedDict[Hashable, int] = OrderedDict()  # client → requests answered before its last failure
         self._answered = 0
-        self.share = 0.0  # of requests that shared batches, those that were guilty
+        self.share = 0.0  # share of bad requests among those that shared batches
 
     def __bool__(self) -> bool:
         return bool(self._failed)
@@ -112,7 +113,7 @@ class Offenders:
 
     @property
     def limit(self) -> float:
-        """Most requests that share a call, so that it succeeds as likely as not; inf while none is guilty."""
+        """Most requests in a call such that it succeeds with probability one half; inf without bad requests."""
         return max(1.0, log(2.0) / self.share // 1.0) if self.share else inf
 
     def others_answered(self, client: Hashable) -> bool:

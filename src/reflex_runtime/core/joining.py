@@ -1,13 +1,13 @@
-"""Whether newcomers run their first stage before the residents' next step.
+"""Whether newcomers (new requests) run their first stage before the residents' next step.
 
-A join lets newcomers share the residents' steps, but residents wait for the newcomers' first stage, and every step they
-have left is wider. Two plans are compared, as if no other request came:
+If they join, newcomers share the residents' steps. But residents wait for the newcomers' first stage, and each of their
+remaining steps has a larger batch. Two plans are compared, as if no other request came:
 
     join    the newcomers' first stage, then all step together
     wait    the residents step to their end, then the newcomers' first stage and their steps
 
-Newcomers join if those present are answered sooner in sum, and the slowest answer among them is no slower. The sum
-alone buys its mean with the tail: residents that are interrupted again and again.
+Newcomers join if that lowers the sum of latencies of all present requests, and not at the price of a higher longest
+one. The sum alone would improve the mean but harm the tail: some residents would be interrupted again and again.
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, Priority, Ticket
 from reflex_runtime.core.shares import Shares
 
-IDLE_CLIENTS = 4096  # counters remembered of clients that have nothing in the system
+IDLE_CLIENTS = 4096  # counters kept of clients without tickets
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
-LINED_UP = 256  # waiting tickets up to which all of them are sorted for one batch
+LINED_UP = 256  # most waiting tickets that are sorted for one batch
 
 
 class ClientShare:
-    """What a client has in a group. counter: virtual time in cost units over weight. unsettled: tickets in the system.
+    """A client in a group. counter: virtual time in cost units over weight. unsettled: number of its tickets.
 
     queues: those of its tickets that wait, in any partition, by tier and priority.
     """
@@ -135,7 +135,7 @@ class ClientQueue:
         self.waiting += 1
 
     def remove(self, ticket: Ticket) -> None:
-        """Take the ticket out, wherever it stands."""
+        """Remove the ticket from any place in the queue."""
         self._link(ticket.elder, ticket.younger)
         ticket.elder = ticket.younger = None
         self.waiting -= 1
@@ -224,7 +224,7 @@ class Tier:
             self.open(queue)
 
     def remove(self, ticket: Ticket) -> None:
-        """Take a ticket out, wherever it stands."""
+        """Remove a ticket from any place."""
         queue: ClientQueue = ticket.queue
         queue.remove(ticket)
         self.oldest.discard(ticket)
@@ -270,9 +270,8 @@ class Tier:
 class Cursor:
     """Walks a partition's waiting tickets in serving order while a batch is filled.
 
-    What a client was provisionally granted moves it back at once, so that one fill is already fair. Nothing changes in
-    the partition: only the part of a tier's heap is read that is needed, so a walk over k tickets costs O(k log k)
-    however many wait.
+    A provisional grant moves its client back at once, so that a single fill is fair. The partition does not change.
+    Only the needed part of a tier's heap is read, so a walk over k tickets costs O(k log k) however many wait.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -289,9 +288,9 @@ class Cursor:
 
     @staticmethod
     def fixed_order(partition: Partition) -> list[Ticket] | None:
-        """All that wait, in serving order, where no grant can change it because no client waits twice.
+        """All waiting tickets in serving order, if no client waits twice, so that no grant can change the order.
 
-        None where one does, and where they are too many to sort for one batch: then the walk goes ticket by ticket.
+        Otherwise None, and also if they are too many to sort for one batch: then the walk goes ticket by ticket.
         """
         if partition.waiting > LINED_UP:
             return None
@@ -339,7 +338,7 @@ class Cursor:
             heappush(self._ahead, (counter, seq, queue, at, None))
 
     def take(self, charge: float) -> None:
-        """The ticket returned last is granted: its client moves back by `charge`."""
+        """Grant the ticket returned last: its client moves back by `charge`."""
         assert self._current is not None
         queue, ticket = self._current
         client = queue.client
@@ -349,7 +348,7 @@ class Cursor:
             heappush(self._ahead, (client.counter + charged, follower.seq, queue, -1, follower))
 
     def skip(self) -> None:
-        """The ticket returned last does not fit: its client's later tickets may not overtake it."""
+        """Skip the ticket returned last, and its client's later tickets, which must not overtake it."""
         assert self._current is not None
         self._blocked.add(self._current[0].client)
 
@@ -357,11 +356,11 @@ class Cursor:
 _Step = tuple[float, int, ClientQueue, int, Ticket | None]
 
 
-_EMPTY = Tier()  # stands for every tier of a partition that has no ticket yet: most partitions need one of three
+_EMPTY = Tier()  # shared by all tiers without tickets: most partitions use one of three
 
 
 class Partition:
-    """Requests that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
+    """Tickets that may share a batch: the waiting ones by tier, the residents, and every unsettled one by arrival."""
 
     __slots__ = (
         "_line",
@@ -461,7 +460,8 @@ class Partition:
             self.promotions.discard(ticket)
 
     def promote(self, now: float) -> int:
-        """Background tickets that waited long enough count as default, with their client's elders. Returns how many."""
+        """Count background tickets that waited long enough as default, with their client's older ones. Returns how
+        many."""
         moved = 0
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
@@ -480,6 +480,6 @@ class Partition:
         return queue
 
     def forget(self) -> None:
-        """It has no tickets any more: drop what its queues still hold of those that left."""
+        """Drop all entries of an empty partition's queues."""
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.deadlines, self.promotions = LazyHeap(), LazyHeap()

@@ -22,7 +22,7 @@ class Rate:
         self.last = now
 
     def falls_to(self, rate: float) -> float:
-        """When it will have fallen to `rate` (> 0) if nothing more arrives; -inf when it never was above."""
+        """The time at which it falls to `rate` (> 0) without further arrivals; -inf if it is not above."""
         above = self._count / (self._tau * rate)
         return -inf if above <= 0.0 else self.last + self._tau * log(above)
 

@@ -1,6 +1,6 @@
-"""What a caller asked (`Request`, immutable) and the scheduler's record of it (`Ticket`).
+"""What a caller asks for (`Request`, immutable) and the scheduler's record of it (`Ticket`).
 
-Life of a ticket; `TRANSITIONS` is the table, the scheduler moves along it and nowhere else:
+Life of a ticket; `TRANSITIONS` is the table of all allowed changes of state:
 
     PREPARING ──prepared──▶ WAITING
     PREPARING ──refused, cancelled, expired, superseded, drained──▶ SETTLED
@@ -61,16 +61,16 @@ TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 def _read_only(cls: type[T]) -> type[T]:
-    """A frozen dataclass to readers and the type checker, an open one when it runs.
+    """A frozen dataclass for the type checker, an ordinary one at run time.
 
-    One is made for every call, and freezing its thirteen fields took 1.4 of the 1.7 us that this took.
+    A request is made for every call; frozen, its thirteen fields took 1.4 of 1.7 us.
     """
     return dataclass(slots=True, eq=False)(cls)
 
 
 @_read_only
 class Request:
-    """What a caller asked. Read-only.
+    """What a caller asks for. Read-only.
 
     payload: opaque to the scheduler.
     id: for people and traces; need not be unique.
@@ -79,8 +79,8 @@ class Request:
     client: what has a fair share and an in-flight cap: a robot, a feed, a key.
     time_limit: seconds from arrival within which it is worth answering, or None.
     shape: the executable it runs on (input shapes); costs are learned per shape.
-    cost_class: what makes requests of one shape cost differently (cache hit or miss, steps).
-    stage: what it does first ("" for one-shot work; "prefix", "denoise" …).
+    cost_class: separates requests of one shape with different costs (cache hit or miss, steps).
+    stage: its first stage ("" for one-shot work; "prefix", "denoise" …).
     weight: its client's share relative to others, > 0.
     wants: units of work it asks for: steps to run, tokens to compute; 1 for one-shot work.
     streams: True when answers flow while it is resident; its deadline is then for the first one.
@@ -112,9 +112,9 @@ class Request:
 
 
 class AdmittedBatch(NamedTuple):
-    """What the tickets that entered at one boundary have in common; a ticket keeps it after its batch is gone.
+    """The batch that tickets entered with, in short; a ticket keeps it after its batch is gone.
 
-    id: of the batch that took them in. size: how many they were. reason, cause: why it left. cost: its predicted cost.
+    id: of the batch. size: number of tickets that entered. reason, cause: why it left. cost: its predicted cost.
     """
 
     id: int
@@ -130,13 +130,13 @@ class Ticket:
     seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
     ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew.
     tier: the tier it is served in; differs from the request's priority once aged.
-    stage, wants: what a resident does next and how many units of it are left.
-    granted, cached, recomputed: units granted in all, found already done, and granted but lost to preemption;
+    stage, wants: a resident's next stage, and the units left.
+    granted, cached, recomputed: units granted in all, found already computed, and granted again after preemption;
     computed: units whose result the processor holds now; lost: those it held when it was last preempted, -1 before.
-    batches: how many batches it was in; `admission`: the batch that took it in, None before.
+    batches: number of its batches; `admission`: its first batch, None before.
     started: when it was first scheduled (None before); shared: its share of the batches' measured time, in seconds.
-    queue: where it stands or last stood among its client's others; line: where it stands among all, None when it does
-    not wait; elder, younger: its neighbours in `queue` (all four: `order`).
+    queue: its present or last queue among its client's tickets; line: its queue among all, None if it does not wait;
+    elder, younger: its neighbours in `queue` (all four belong to `order`).
     waiter: free for the driver (a future).
     """
 
@@ -199,7 +199,7 @@ class Ticket:
 
     @property
     def progressed(self) -> bool:
-        """Whether it holds more than it lost when it was last preempted: it is not preempted twice without that."""
+        """Whether it holds more than it lost when it was last preempted; without progress it is not preempted again."""
         return self.computed > self.lost
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
-"""What a resident occupies between steps (memory blocks, slots), and how the scheduler asks for it.
+"""Resources that residents occupy between steps (memory blocks, slots), and the protocol to reserve them.
 
-The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it did not, so a step is
-a transaction. `UnitPool` is the smallest real resource and the example to copy.
+The scheduler reserves before it schedules, commits when the step succeeded and rolls back when it failed, so a step is
+a transaction. `UnitPool` is the smallest real implementation, an example to copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Resources(Protocol):
         """Whether the request could run if it were alone; False refuses it with TooLarge."""
 
     def begin(self, ticket: Ticket) -> float:
-        """The ticket is about to enter: claim what is there for it; returns the units that need no computing."""
+        """The ticket is about to enter: claim its cached units; returns the number that need no computing."""
 
     def reserve(self, ticket: Ticket, units: float) -> bool:
-        """Make room for `units` more of the ticket; False when there is none."""
+        """Reserve `units` more for the ticket; False if there is no room."""
 
     def would_fit(self, ticket: Ticket, units: float, released: Collection[Ticket]) -> bool:
         """Whether `reserve(ticket, units)` would succeed once these others were released. Changes nothing."""
@@ -33,7 +33,7 @@ class Resources(Protocol):
         """The step succeeded."""
 
     def rollback(self, batch: Batch) -> None:
-        """The step failed: what was reserved for it is void."""
+        """The step failed: undo its reservations."""
 
     def release(self, ticket: Ticket) -> None:
         """The ticket left or was preempted: everything it holds is free again."""

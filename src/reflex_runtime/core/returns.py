@@ -1,7 +1,7 @@
 """Which clients a free device waits for: those whose next request is due, and only if waiting pays.
 
-Cameras ask by the clock; robots and files ask some time after their answer. Two habits of each client are kept: the
-last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
+Cameras send by the clock; robots and files send some time after their answer. Two habits of each client are recorded:
+the last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
 predicts its next request. With n waiting and a batch whose fixed part takes a seconds, the batch is held for the h
 that maximises
 
@@ -9,11 +9,10 @@ that maximises
 
 where E(h) is the expected number of absent clients back within h, at most as many as the batch has places for, and
 W(h) the sum of their expected times until then. If no G(h) > 0, nothing is held. (With T(n) = a + b·n this is
-E·T(n) − W − n·(h + b·E): one that comes now saves itself a whole batch, and lengthens this one for n others.)
+E·T(n) − W − n·(h + b·E): a client that joins saves itself a whole batch, and lengthens this one for n others.)
 
-G weighs one batch, and two groups that take turns cost a more in every cycle than one group that waits for its last
-member. So a group that is found complete when the device gets free waits for the other one, once, if that takes less
-than a.
+G considers one batch only. But two groups of clients that take turns cost a more in every cycle than one group. So a
+group that is complete when the device becomes free waits for the other one, once, if that takes less than a.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from math import inf
 
-RECENT = 64  # absent clients looked at per decision: those answered last
+RECENT = 64  # absent clients considered per decision: those answered last
 REMEMBERED = 1024  # clients whose habits are kept
 HISTORY = 32  # values of each habit
-REGULAR = 3  # gaps before they may predict
-APART = 8  # think times without which a client is not taken to be regular
+REGULAR = 3  # gaps needed for a prediction
+APART = 8  # think times needed to call a client regular
 PARTS = 3  # steps by which a habit's distribution is summed
 JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
-CLEARLY = 0.0001  # seconds by which gaps must be more regular than thinks
-BRIEF = 0.0001  # seconds: holds that can pay only if they are shorter are none, for it takes as long to end one
+CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times
+BRIEF = 0.0001  # seconds: a shorter hold is not worth it, because ending one takes as long
 A_TIE = 1e-9  # seconds of gain below which the shorter hold wins
 MERGE_EVERY = 64.0  # times a, at least: seconds between two attempts to merge two groups
-NEARLY_ALL = 0.9  # of a group: as many are waited for
+NEARLY_ALL = 0.9  # share of a group to wait for
 
 _Due = tuple[float, float, float, bool]  # seconds from now, probability, probability · mean seconds, by think time
 
@@ -62,7 +61,7 @@ class _Habit:
 
 
 class _Client:
-    """One client. since, ordered: when what predicts its next request began, and how long that took so far."""
+    """One client. since, ordered: start of the interval that predicts its next request, and past lengths, sorted."""
 
     __slots__ = ("answered", "asked", "gaps", "ordered", "partition", "since", "thinks")
 
@@ -96,7 +95,8 @@ class _Client:
         return self.answered is not None or bool(self.thinks.ordered)
 
     def due(self, now: float, longest: float, found: list[_Due]) -> int:
-        """Add when it may ask within `longest`, given that it has not asked yet. 1 if it thinks and may, else 0."""
+        """Add its possible times within `longest`, given that it has not come yet. 1 if its think time predicts, else
+        0."""
         ordered, age = self.ordered, now - self.since
         first = bisect_left(ordered, age - JUST_LATE)
         possible = len(ordered) - first
@@ -125,7 +125,7 @@ class ThinkTimes:
         self._merge_again = -inf
 
     def worth(self, n: int, places: int, fixed: float) -> float:
-        """Upper bound of the seconds a hold can save: all back at once; 0.0 when that is not worth a hold for n."""
+        """Upper bound: skip holds that would not pay even if every absent client returned now. Seconds, else 0.0."""
         worth = min(len(self._absent), places) * fixed
         return worth if worth > n * BRIEF else 0.0
 
@@ -139,7 +139,7 @@ class ThinkTimes:
         self._absent.pop(client, None)
 
     def answered(self, client: Hashable, now: float) -> None:
-        """The client has its last answer and nothing else in the system."""
+        """The client got its answer and has no other ticket."""
         known = self._clients.get(client)
         if known is None:
             return
@@ -150,10 +150,10 @@ class ThinkTimes:
             self._absent.popitem(last=False)
 
     def take_turns(self, seconds: float, now: float) -> bool:
-        """Whether the active clients could each have the device to themselves for `seconds` per cycle, and come back so
-        regularly that they stay apart: a client that once waits for another then does not meet it again.
+        """Whether the active clients take turns by themselves: `seconds` of the device for each fit into a cycle, and
+        they come back so regularly that two clients that once met do not meet again.
 
-        Looks at the most recently answered clients until one that has gone; False for more than `RECENT`.
+        Considers the most recently answered clients until one that has gone; False for more than `RECENT`.
         """
         load = longest = 0.0
         known = (client for client in reversed(self._clients.values()) if client.was_answered)
@@ -175,8 +175,8 @@ class ThinkTimes:
     ) -> float:
         """Seconds to hold a batch of the partition, at most `longest`; 0.0 to send at once.
 
-        queued: n. places: how many more may join. fixed: a. freed: whether the device got free just now, after all of
-        the n had come.
+        queued: n. places: how many more may join. fixed: a. freed: whether the device has just become free, after all n
+        had come.
         """
         worth = self.worth(queued, places, fixed)
         if longest <= 0.0 or worth <= 0.0:
@@ -207,7 +207,7 @@ class ThinkTimes:
 
 
 def _until_nearly_all(found: list[_Due], thinkers: int) -> float:
-    """Seconds until nearly all of those that think are back, just late included; inf when that cannot be told."""
+    """Seconds until nearly all clients that think are back, slightly late ones included; inf if unknown."""
     expected = 0.0
     for wait, share, _, thinks in found:
         expected += share * thinks

@@ -20,19 +20,19 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  2. Groups take turns by device time over weight, the least served first (`_turns`).
  3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
     least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
- 4. Parts of a call that failed run first, each by itself, to find the guilty request (`Former.form`, `isolation`).
+ 4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
  5. Residents are granted their next step (`Filling.fill`; with memory to reserve tier by tier).
  6. Waiting tickets fill the batch up to its budget: tiers in order, within a tier the client with the least share
-    (`Filling.fill`, `Cursor`). Where deadlines are at risk, the set of largest value is chosen instead, and
-    what can no longer be met is shed (`Former._select_for_deadlines`).
- 7. A free device may wait for more (`Holding.until`): until the batch is full, the hold is over, or no client whose
-    next request is due would save more than waiting costs (`returns`). `wake_at` says until when.
- 8. Newcomers to a running batch with stages enter only if all present are answered sooner in sum
+    (`Filling.fill`, `Cursor`). If deadlines are at risk, the set of largest value is chosen instead, and tickets that
+    can no longer meet theirs are shed (`Former._select_for_deadlines`).
+ 7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
+    for the due clients would cost more than it saves (`returns`). `wake_at` says until when.
+ 8. New requests enter a running batch with stages only if that lowers the sum of latencies
     (`Former._enters`, `joining`).
- 9. A group with `gap_chance` runs only where a gap is likely to be long enough (`Holding.gap_at`).
+ 9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).
 
-`complete` then teaches the cost model what the batch took (`_ended`), and settles, keeps or requeues its members.
+`complete` then teaches the cost model the batch's time (`_ended`), and settles, keeps or requeues its members.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ from reflex_runtime.core.request import (
     TicketState,
 )
 
-IDLE_POLLS = 256  # last times that a free device found nothing to send, told with the next batch
+IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
         self._tickets = self._batches = 0
-        self.settled = 0  # tickets that have ended, so that a driver can tell whether events are waited for
+        self.settled = 0  # tickets that have ended, so that a driver knows whether callers wait for events
         self._closed = False
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -124,8 +124,8 @@ class Scheduler:
     def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
         """Admit a request, or raise the `Rejected` that says why not.
 
-        ready: False where something is to be done before it can run (a picture decoded). It has its place, counts in
-        its client's cap, and its deadline runs; no batch takes it before `prepared`.
+        ready: False if something must be done before it can run (decode a picture). It has its place, counts for its
+        client's cap, and its deadline runs; no batch takes it before `prepared`.
         """
         self._input(now)
         group = self._groups.get(request.group)
@@ -202,7 +202,7 @@ class Scheduler:
             self._events.append(RequestAbandoned(self._now, ticket))
 
     def hold(self, ticket: Ticket, now: float) -> None:
-        """A resident gets no grants until resumed; it keeps its memory and is preempted first."""
+        """Give a resident no grants until `resume`; it keeps its memory and is preempted first."""
         self._input(now)
         ticket.held = True
 
@@ -211,13 +211,13 @@ class Scheduler:
         ticket.held = False
 
     def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
-        """At most n newcomers may enter the group, or one of its partitions, from now on; None lifts that limit."""
+        """From now on at most n new requests may enter the group, or one of its partitions; None removes the limit."""
         self._input(now)
         target = self._groups[group] if partition is None else self._groups[group].partition(partition)
         target.room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
-        """The group, or one of its partitions, takes no turn before `until`. A time in the past ends a pause."""
+        """Give the group, or one of its partitions, no turn before `until`. A time in the past ends a pause."""
         self._input(now)
         turns = self._groups[group].turns
         turns.resume(now)  # a partition whose pause is over may be forgotten
@@ -288,7 +288,7 @@ class Scheduler:
         return None
 
     def expire(self, now: float) -> None:
-        """Let what is due take effect without forming a batch: for a driver whose device is busy."""
+        """Expire tickets and end pauses without forming a batch: for a driver whose device is busy."""
         self._now = max(self._now, now)
         self._apply_due()
 
@@ -306,11 +306,11 @@ class Scheduler:
 
     @property
     def decision_current(self) -> bool:
-        """Whether `wake_at` still is what the last `next_batch` left: no input since could make a batch possible."""
+        """Whether `wake_at` is still valid: no input since the last `next_batch` could make a batch possible."""
         return self._holding.current
 
     def expires_at(self) -> float:
-        """The earliest deadline of what waits or is prepared; inf when none has one."""
+        """The earliest deadline of waiting tickets and those being prepared; inf if none has one."""
         unready = top[0] if (top := self._unready.first()) is not None else inf
         return min(unready, *(group.turns.expires_at() for group in self._groups.values()))
 
@@ -320,7 +320,7 @@ class Scheduler:
         return events
 
     def take_left(self, group: str) -> tuple[Ticket, ...]:
-        """Residents gone since the group's last batch, when no next batch will carry them to the processor."""
+        """Residents gone since the group's last batch, for a driver that will have no next batch to pass them on."""
         left = tuple(self._groups[group].left)
         self._groups[group].left.clear()
         return left
@@ -420,7 +420,7 @@ class Scheduler:
         return None
 
     def _apply(self, group: Group, formed: Formed) -> None:
-        """Carry out what forming decided beside the batch itself."""
+        """Carry out the other decisions of forming: shed, preempted."""
         for ticket in formed.shed:
             self._drop(ticket, Shed("its deadline can no longer be met"))
         for ticket in formed.preempted:
@@ -452,7 +452,7 @@ class Scheduler:
             marginal = model.marginal(ticket, units)
             expected += marginal
             if evidence.pending and evidence.probes(ticket):
-                notes = {"probe": True}  # the estimate is in doubt: its client is charged what it takes, in `_ended`
+                notes = {"probe": True}  # its estimate may be wrong: `_ended` charges the measured time
             else:
                 shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
         group.dequeue(len(formed.newcomers), queued_units)
@@ -491,7 +491,7 @@ class Scheduler:
     def _ended(
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
-        """Move the tickets of a batch on, and tell those that end."""
+        """Move the tickets of a batch to their next state, and publish those that end."""
         settled, evidence, done, took = group.cost.settled, group.evidence, 0, 0.0
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
@@ -517,7 +517,7 @@ class Scheduler:
 
     @staticmethod
     def _crashed(group: Group, partition: Partition, batch: Batch, failed: int) -> bool:
-        """Whether the processor is to blame for what came of a batch, and not one of its members."""
+        """Whether a batch counts as a crash of the processor, not as the fault of a member."""
         part = batch.part
         if part is None:
             known = len(batch) == 1 and group.offenders.others_answered(next(iter(batch.grants)).request.client)
@@ -531,7 +531,7 @@ class Scheduler:
         return origin.pending == 0 and not (origin.served and origin.guilty)
 
     def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
-        """The members of a call that failed as a whole run again in halves; those that leave now are told."""
+        """Queue the members of a call that failed as a whole again, in halves; settle those that leave now."""
         part = batch.part
         origin = Origin() if part is None else part.origin
         origin.pending -= part is not None
@@ -543,7 +543,7 @@ class Scheduler:
                 yield ticket, Failed(error)
 
     def _stay(self, partition: Partition, ticket: Ticket, units: float, more: More) -> ReflexError | None:
-        """A ticket that ran is resident until its next step. Returns why it is not, if so."""
+        """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
         if not 0.0 < more.wants < inf:
             return ProcessorError(f"More.wants={more.wants!r}: must be finite and > 0")
         ticket.computed += units
@@ -556,7 +556,7 @@ class Scheduler:
         return self._reside(partition, ticket)
 
     def _reside(self, partition: Partition, ticket: Ticket) -> ReflexError | None:
-        """A ticket that ran waits for its next call. Returns why it leaves instead, if so."""
+        """Make a ticket that ran wait for its next call. Returns the error if it leaves instead."""
         self._move(ticket, RESIDENT)
         partition.residents[ticket] = None
         error = self._boundary(ticket)
@@ -565,7 +565,7 @@ class Scheduler:
         return error
 
     def _boundary(self, ticket: Ticket) -> ReflexError | None:
-        """Why a resident leaves at this boundary, if it does."""
+        """The error with which a resident leaves at this boundary, or None."""
         if ticket.cancel_requested or ticket.abandoned:
             return Cancelled("cancelled by the caller")
         if self._closed and not self._holding.draining:
@@ -575,7 +575,7 @@ class Scheduler:
         return None
 
     def _preempt(self, group: Group, ticket: Ticket) -> None:
-        """A resident starts over from the front of its queue; the scheduler has released its resources."""
+        """Preempt a resident, whose resources are released: it starts over from the front of its queue."""
         ticket.lost = ticket.computed
         ticket.recomputed += ticket.computed
         ticket.wants += ticket.computed
@@ -587,7 +587,7 @@ class Scheduler:
         self._events.append(RequestPreempted(self._now, ticket))
 
     def _drop(self, ticket: Ticket, error: ReflexError) -> None:
-        """The end of a ticket that does not run."""
+        """End a ticket that does not run."""
         group = self._groups[ticket.request.group]
         if ticket.state is PREPARING:
             self._end_preparing(group, ticket)
@@ -606,11 +606,11 @@ class Scheduler:
         self._events.append(_event(RequestSettled, (self._now, ticket)))
 
     def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
-        """The end of tickets of one partition, of each exactly once."""
+        """End tickets of one partition, each exactly once."""
         now, events, resources = self._now, self._events, group.config.resources
         for ticket, outcome in ended:
             state = ticket.state
-            if ticket.cancel_requested:  # while it ran: whatever came of it is dropped
+            if ticket.cancel_requested:  # while it ran: its result is dropped
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take(ticket)
@@ -652,7 +652,7 @@ class Scheduler:
         group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:
-        """A group that becomes active gets no credit for the time it was idle, and owes nothing for an idle device."""
+        """A group that becomes active gets no credit for its idle time, and no debt for having used an idle device."""
         peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
         busy = [g.device_time for g in peers if g.active and g is not group]
         group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))

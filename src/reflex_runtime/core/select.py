@@ -1,11 +1,12 @@
-"""Whom to send when deadlines are at risk: the set with the largest expected value.
+"""Which tickets to send when deadlines are at risk: the set with the largest expected value.
 
-Goodput is decided by whom to leave out, not by when to flush. For every slack threshold s among the candidates at risk,
-and a few safety factors, fill a batch from those with at least that slack so that it ends in time, and score it
+Goodput depends on which tickets are left out, not on when a batch is sent. For every slack threshold s among the
+candidates at risk, and a few safety factors, fill a batch from those with at least that slack so that it ends in time,
+and score it
 
     E = Σ w · Φ(ln(slack ÷ T) ÷ σ) − κ · μ · T
 
-its expected on-time value less the price of the device time it takes. The best one goes.
+its expected on-time value less the price of its device time. The best one is sent.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Filled:
     """A filled batch: granted units in order, its tally, and whether something did not fit the budget.
 
     places: how many may enter.
-    apart: whether the one in it runs alone for what its client did.
-    short_of: what ended the fill; where it went through the whole queue, what kept the first out that was passed over.
+    apart: whether its member runs alone because the client's last request failed alone.
+    short_of: the limit that ended the fill; if it saw the whole queue, the limit that kept out the first one skipped.
     """
 
     grants: dict[Ticket, float]
@@ -75,12 +76,12 @@ def window(candidates: Sequence[Ticket], full: Filled, fit: Fitter, price: float
     values = {t: TIER_WEIGHT[t.tier] * t.request.weight for t in candidates}  # `value`, without a call for each
     dearest = max(values.values())
     alike = min(values.values()) == dearest
-    best, top = candidates[:1], -inf  # whatever happens, the device does not idle
+    best, top = candidates[:1], -inf  # in any case the device does not idle
     enough = candidates
     for slack in (*thresholds, risky):
         enough = [t for t in enough if slacks[t] >= slack]
         if not enough or len(enough) * dearest <= top:
-            break  # nor can those that are fewer still win
+            break  # smaller sets cannot win either
         for factor in (1.0, 1.0 + sigma, 1.0 + 2.0 * sigma):
             chosen, seconds = fit(enough, slack / factor)
             cost = KAPPA * price * seconds
@@ -100,7 +101,7 @@ def expected_loss(
     seconds: float,
     sigma: float,
 ) -> float:
-    """Σ w · P(late) over the members of a batch that takes `seconds`, which no slack is below."""
+    """Σ w · P(late) over the members of a batch that takes `seconds`; each member's slack is at least that."""
     surely, scale = seconds * exp(_SURE * sigma), 0.7071067811865476 / sigma
     unsure = [t for t in chosen if slacks[t] < surely]
     return 0.5 * sum([values[t] * (1.0 - erf(log(slacks[t] / seconds) * scale)) for t in unsure])

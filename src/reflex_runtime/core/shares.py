@@ -1,10 +1,10 @@
 """Virtual time: how clients, or partitions, share a device fairly.
 
 Each member has a counter: the device time or cost it was charged, over its weight. The smallest counter is next. A
-member that becomes active starts at the smallest active counter, so idle time earns no credit; after an idle device it
-starts at the largest counter that left, so having had the device alone costs nothing.
+member that becomes active starts at the smallest active counter, so idle time earns no credit. If the device was idle,
+it starts at the largest counter of those that left, so using an idle device costs nothing.
 
-Members are only counted, by counter: many that wait entered at the same one, and the smallest is found without them.
+Only the number of members at each counter is kept: many enter at the same one, and the smallest is found without them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reflex_runtime.core.heap import FEW
 
 
 class ShareHolder(Protocol):
-    """What shares a device: a client, or a partition."""
+    """A member of a fair share: a client or a partition."""
 
     counter: float
 

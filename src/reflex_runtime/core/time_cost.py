@@ -18,7 +18,7 @@ from reflex_runtime.core.cost import Tally
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 
-NEARLY_FREE = 1.25  # company may pass the budget up to this multiple of the dearest member alone (contract B4)
+NEARLY_FREE = 1.25  # contract B4: further members may exceed the budget up to this multiple of the dearest one
 _SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget written as 0.1
 
 
@@ -59,7 +59,7 @@ class _Probe:
             self.seconds += 0.3 * (seconds - self.seconds)
 
     def bound(self, size: int) -> float:
-        """Seconds that a batch of `size` cannot exceed, given a ≥ 0; inf when it is too far from what was seen."""
+        """Seconds that a batch of `size` cannot exceed, given a ≥ 0; inf if no measured size is near."""
         if self.size and size <= self.size + max(1, self.size // 4):
             return self.seconds * max(1.0, size / self.size)
         return inf
@@ -130,9 +130,9 @@ class TimeCost:
         return known
 
     def _share(self, ticket: Ticket, budget: float, most: int) -> float:
-        """Two of its kind against one tell what each adds; the rest is divided among as many as a batch may hold."""
+        """The marginal part is the cost of two minus that of one; the rest is divided among a full batch."""
         if self.affine and self.fits(ticket.request.shape) is None:
-            return 0.0  # a median of small batches says nothing of full ones
+            return 0.0  # a median of small batches does not predict full ones
         tally = self._open()
         alone = tally.with_ticket(ticket)
         if not tally.measured:
@@ -144,7 +144,7 @@ class TimeCost:
         return each + (alone - each) / size
 
     def measured(self, ticket: Ticket) -> bool:
-        """Whether anything was learned of such requests; a guess refuses nothing."""
+        """Whether such requests were measured; a guess must not refuse requests."""
         known = self._medians.get((ticket.request.shape, ticket.request.cost_class))
         if known is not None and known.samples >= RollingMedian.WARM:
             return True
@@ -190,7 +190,7 @@ class TimeCost:
         fit = self._entry(self._fits, (shape, batch.stage), AffineFit)
         alarms = fit.alarms
         fit.observe(counts, elapsed)
-        if fit.alarms > alarms:  # what sizes took before the change bounds nothing
+        if fit.alarms > alarms:  # times from before the change are no bound
             for key in [key for key in self._probes if key[0] == shape]:
                 del self._probes[key]
         if len(self.stages) == 1 and len(counts) == 1:
@@ -357,10 +357,10 @@ class _OneShotTally:
         return found
 
     def _allow_over_budget(self, ticket: Ticket, cost: float, budget: float) -> float:
-        """Above the budget: what the batch is bounded by all the same, or inf.
+        """The bound of a batch above the budget, or inf.
 
-        A size near one that was measured is bounded by it (a pessimistic start would otherwise never learn the fixed
-        part); company that is nearly free may pass the budget.
+        A size near a measured one is bounded by that (a pessimistic start would otherwise never learn the fixed part).
+        Further members that cost almost nothing may exceed the budget.
         """
         if self._fit is None:
             return inf
@@ -373,7 +373,7 @@ class _OneShotTally:
         return cost if cost <= NEARLY_FREE * max(self.dearest, self._fixed + self._slopes[k]) else inf
 
     def _padded(self, slope: float) -> float:
-        """The same for a processor that pads: members cost what the padded size costs, in proportion."""
+        """The same for a processor that pads: members share the cost of the padded size in proportion."""
         before = self._n
         slopes = slope + (0.0 if not before else (self.cost - self._fixed) * before / self._model.padded(before))
         return self._fixed + slopes * self._model.padded(before + 1) / (before + 1)
@@ -446,7 +446,7 @@ class _StagedTally:
         return 0
 
     def _guess(self, ticket: Ticket) -> float:
-        """The documented estimate of what is left of the ticket."""
+        """The documented estimate of the ticket's remaining work."""
         return self._model.estimate(ticket) * (ticket.wants / ticket.request.wants)
 
     def _alone(self, ticket: Ticket) -> float:
@@ -456,7 +456,7 @@ class _StagedTally:
         """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
         assert self._fits is not None
         stages = self._model.stages
-        # A stage it does not know is priced as the last one; the processor is to refuse it.
+        # An unknown stage is priced as the last one; the processor should refuse it.
         entering = stages.index(ticket.stage) if ticket.stage in stages else len(stages) - 1
         steps = max(0.0, ticket.wants - (len(stages) - 1 - entering))
         slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])

@@ -7,12 +7,12 @@ In this order:
 3. partitions with a deadline at risk, least laxity first, as long as they are within their share of device time;
 4. all partitions by device time, the one with the oldest ticket first where it is equal.
 
-A deadline is at risk when another partition's batch could make it late. A partition is within its share up to `CREDIT`
-above the least device time of an active one. So deadlines come first within a share, and nothing waits longer than
+A deadline is at risk if another partition's batch could make it late. A partition is within its share up to `CREDIT`
+above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
 its share explains.
 
-Everything is kept in heaps that change only with a partition's own tickets: `touch` notes which, and the next question
-puts those right. A turn costs O(log partitions), however many wait.
+All orders are heaps that change only with a partition's own tickets: `touch` notes the partition, and the next question
+updates the heaps. A turn costs O(log partitions), however many wait.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Turns:
         self._pauses: LazyHeap[Partition, float] = LazyHeap()
 
     def touch(self, partition: Partition) -> None:
-        """Its tickets, its device time or its pause have changed."""
+        """Note that the partition's tickets, device time or pause have changed."""
         self._touched[partition] = None
 
     def expires_at(self) -> float:
@@ -76,7 +76,7 @@ class Turns:
             self.touch(partition)
 
     def promote(self, now: float) -> int:
-        """Let background tickets that waited long enough count as default. Returns how many."""
+        """Count background tickets that waited long enough as default. Returns how many."""
         self._refresh()
         moved = 0
         while (top := self._promotions.first()) is not None and top[0] <= now:
