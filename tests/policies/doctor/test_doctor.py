@@ -230,10 +230,14 @@ def test_t7_configuration(tmp_path: Path) -> None:
 
 def test_t7_wires(tmp_path: Path) -> None:
     plain = found(examine(write_export(tmp_path / "x")), "wires")
-    assert (plain.status, plain.actual) == ("pass", "front, state, prompt (no block: found by name)")
+    assert (plain.status, plain.actual) == ("pass", "openpi: front, state, prompt (no block: found by name)")
     same = {"openpi": {"images": {"front": "observation/it"}, "state": ["observation/it"]}}
     root = write_export(tmp_path / "y", change=lambda c: c.update(wires=same))
-    assert failed(root, "wires", "warn").actual == "observation/it, observation/it, prompt"
+    assert failed(root, "wires", "warn").actual == "openpi: observation/it, observation/it, prompt"
+    groups = {"gr00t": {"images": {"front": "ego"}, "state": [["arm", 1], ["hand", 1]]}, "openpi": {"prompt": "task"}}
+    root = write_export(tmp_path / "z", change=lambda c: c.update(wires=groups))
+    wanted = "openpi: front, state, task; gr00t: video.ego, state.arm, state.hand, prompt"
+    assert found(examine(root), "wires").actual == wanted
 
 
 def test_t7_opset(tmp_path: Path, split: Path) -> None:

@@ -15,9 +15,10 @@ import json_numpy
 import numpy as np
 import pytest
 
+from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving.ask import JSON_NUMPY
-from reflex_runtime.policies.wires.json_numpy import JsonNumpy, decode, is_json_numpy
-from reflex_runtime.web.errors import ClientError
+from reflex_runtime.policies.wires.json_numpy import GrootJson, decode, is_json_numpy
+from reflex_runtime.web.errors import ClientError, InvalidRequest
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import Answer, Server
 from serving.requests import numbered
@@ -140,14 +141,20 @@ def test_w19_broken_bodies_raise_nothing_but_our_errors() -> None:
     draw = np.random.Generator(np.random.PCG64(19))
     plain = json_numpy.dumps({"image": PICTURE[:2, :2], "state": STATE, "instruction": "go"})
     good = [plain.encode(), json.dumps({"encoded": plain}).encode()]
+    packed = {"__ndarray__": base64.b64encode(bytes(12)).decode(), "dtype": "uint8", "shape": [2, 2, 3]}
+    seen = {"video.x": packed, "state.y": [[0.5, 1]], "annotation": ["go"]}
+    good.append(json.dumps({"observation": seen}).encode())
     kept = 0
     for i in range(100_000):
-        body = bytearray(good[i % 2])
+        body = bytearray(good[i % 3])
         for _ in range(1 + i % 3):
             body[draw.integers(len(body))] = draw.integers(256)
         assert isinstance(is_json_numpy(bytes(body)), bool)
-        with contextlib.suppress(ClientError):
-            kept += isinstance(decode(bytes(body)), JsonNumpy)
+        with contextlib.suppress(ClientError, InvalidRequest):
+            found = decode(bytes(body))
+            kept += found is not None
+            if isinstance(found, GrootJson):
+                found.observation.rows(WireMap())
     assert kept > 1_000
 
 

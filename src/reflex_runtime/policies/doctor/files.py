@@ -168,17 +168,20 @@ def check_config(patient: Patient) -> Finding:
 
 
 def check_wires(patient: Patient) -> Finding:
-    """What observations of openpi have to hold; docs/wires.md."""
-    export = patient.export
-    wire, expected = export.wires.get(OPENPI), "names of an observation for all that the policy needs, each once"
-    told = Reading(export, wire).describe()
-    names = [*told["images"], *told.get("state", {}).get("names", ()), *([told["prompt"]] if "prompt" in told else [])]
-    if len(told["images"]) < len(export.images) or len(set(names)) < len(names):
-        return warned(
-            expected, ", ".join(names),
-            f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
-        )
-    return passed(expected, f"{', '.join(names)}{'' if wire else ' (no block: found by name)'}")
+    """What observations have to hold: those of openpi, and of each wire that has a block; docs/wires.md."""
+    export, expected = patient.export, "names of an observation for all that the policy needs, each once"
+    shown = []
+    for wire in export.wires or (OPENPI,):
+        told = Reading(export, export.wires.get(wire)).describe()
+        names = [*told["images"], *told.get("state", {}).get("names", ())]
+        names += [told["prompt"]] if "prompt" in told else []
+        if len(told["images"]) < len(export.images) or len(set(names)) < len(names):
+            return warned(
+                expected, f"{wire}: {', '.join(names)}",
+                f"two cameras, or a camera and the state, are read from one name: see wires in {CONFIG_FILE}",
+            )
+        shown.append(f"{wire}: {', '.join(names)}{'' if export.wires else ' (no block: found by name)'}")
+    return passed(expected, "; ".join(shown))
 
 
 def check_opset(patient: Patient) -> Finding:

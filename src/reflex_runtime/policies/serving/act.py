@@ -7,11 +7,11 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import ACT, JSON_NUMPY, Ask
+from reflex_runtime.policies.serving.ask import ACT, GROOT, JSON_NUMPY, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.wires import json_numpy
-from reflex_runtime.policies.wires.json_numpy import JsonNumpy
+from reflex_runtime.policies.wires.json_numpy import GrootJson, JsonNumpy
 from reflex_runtime.policies.wires.observations import Readings
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import InvalidRequest
@@ -24,7 +24,7 @@ class Act:
 
     def __init__(self, asking: Asking) -> None:
         self.asking = asking
-        self._json_numpy = Readings(asking.runtime, JSON_NUMPY)
+        self._readings = {block: Readings(asking.runtime, block) for block in (JSON_NUMPY, GROOT)}
 
     def enter(self, exchange: Exchange) -> None:
         ask = self._begin(exchange)
@@ -38,6 +38,10 @@ class Act:
         else:
             self._ask(exchange, _decode(body, exchange.sent_msgpack))
 
+    def reset(self, exchange: Exchange, _: bytes) -> None:
+        """What clients of GR00T ask before an episode: nothing is kept of requests that do not name theirs."""
+        exchange.answer(200, b"{}")
+
     def fail(self, exchange: Exchange, error: ReflexError) -> None:
         """The request cannot be read, or must not be."""
         self.asking.fail(exchange.ask or self._begin(exchange), error)
@@ -47,14 +51,14 @@ class Act:
         ask = exchange.ask = Ask(ACT, exchange.request_id, exchange.client, settle, exchange.started)
         return ask
 
-    def _ask(self, exchange: Exchange, asked: Question | JsonNumpy) -> None:
+    def _ask(self, exchange: Exchange, asked: Question | JsonNumpy | GrootJson) -> None:
         ask: Ask = exchange.ask
-        if isinstance(asked, JsonNumpy):
+        if not isinstance(asked, Question):
             ask.wire, ask.settle = JSON_NUMPY, partial(_settle, exchange, as_sent=asked)
-            asked = asked.question(self._json_numpy.now)
+            asked = asked.question(self._readings[asked.block].now)
         self.asking.ask(ask, asked, exchange.received)
 
-    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question | JsonNumpy]) -> None:
+    def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question | JsonNumpy | GrootJson]) -> None:
         if exchange.done:
             return
         try:
@@ -65,7 +69,7 @@ class Act:
             self.asking.fail(exchange.ask, error)
 
 
-def _decode(body: bytes, packed: bool) -> Question | JsonNumpy:
+def _decode(body: bytes, packed: bool) -> Question | JsonNumpy | GrootJson:
     """What is asked. A body that /act's own fields refuse may be json-numpy: the usual one is looked at once."""
     try:
         return fields.decode(body, packed)
@@ -76,7 +80,7 @@ def _decode(body: bytes, packed: bool) -> Question | JsonNumpy:
         return found
 
 
-def _settle(exchange: Exchange, result: ActAnswer | ReflexError, as_sent: JsonNumpy | None = None) -> None:
+def _settle(exchange: Exchange, result: ActAnswer | ReflexError, as_sent: JsonNumpy | GrootJson | None = None) -> None:
     ask: Ask = exchange.ask
     exchange.request_id = ask.request_id
     if isinstance(result, ReflexError):

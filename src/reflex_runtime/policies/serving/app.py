@@ -53,6 +53,7 @@ def application(runtime: PolicyRuntime) -> App:
 
     most = config.max_body_bytes
     routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
+    routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY), enter=ready))
     robots = partial(OpenpiSession, asking)
     routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
     routes.append(Route(vla_eval.PATH, _websocket_only, most=most, socket=partial(VlaEvalSession, asking)))

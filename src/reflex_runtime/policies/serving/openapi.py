@@ -79,6 +79,9 @@ def document(exports: Mapping[str, Export], key: bool) -> bytes:
             ]
     for path, (summary, schema) in _posts(list(exports)).items():
         paths[path] = {"post": _post(summary, schema, path == "/admin/rollback")}
+    done = {"200": {"description": "an empty object", "content": _OBJECT}}
+    summary = "for clients of GR00T, which ask it before an episode; it changes nothing"
+    paths["/reset"] = {"post": {"summary": summary, "responses": done | failures(ERRORS, *_ALWAYS)}}
     paths["/episodes/{id}/outcome"]["parameters"] = [
         {"name": "id", "in": "path", "required": True, "schema": _ID | {"minLength": 1}}
     ]

@@ -86,7 +86,7 @@ def _npy(data: Any) -> Any:
         raise ClientError("as_npy is no file of numpy.save")
     start = 8 + _LENGTHS[data[6]]
     end = start + int.from_bytes(data[8:start], "little")
-    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER and end <= len(data) else None
+    header = _HEADER.fullmatch(data[start:end]) if end - start <= _MAX_HEADER else None
     shape = None if header is None else _shape(header[3])
     if header is None or shape is None:
         raise ClientError("as_npy has no header of an array of numbers or texts")

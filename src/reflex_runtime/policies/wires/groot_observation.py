@@ -22,6 +22,7 @@ from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
 
 MAX_ROWS: Final = 256
+GROUPS: Final = ("video", "state", "language")
 VIDEO, STATE, ACTION, LANGUAGE = "video.", "state.", "action.", "language."
 LANGUAGE_KEY: Final = "annotation.human.task_description"  # that N1.5 and N1.6 call it where an export does not say
 _AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
@@ -34,7 +35,7 @@ class GrootObservation:
     """
 
     def __init__(self, observation: Mapping[str, Any]) -> None:
-        self.flat = not any(isinstance(observation.get(name), dict) for name in ("video", "state", "language"))
+        self.flat = not any(isinstance(observation.get(name), dict) for name in GROUPS)
         self._arrays: dict[str, NDArray[Any]] = {}
         self._languages: dict[str, Any] = {}
         for name, value in observation.items() if self.flat else _joined(observation):
@@ -119,7 +120,7 @@ def modalities(reading: Reading, flat: bool) -> dict[str, Any]:
 
 
 def _joined(observation: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for modality in ("video", "state", "language"):
+    for modality in GROUPS:
         named = observation.get(modality)
         if named is None:
             continue

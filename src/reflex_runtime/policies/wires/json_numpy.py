@@ -1,12 +1,14 @@
-"""json-numpy on POST /act, as robots ask the servers of OpenVLA and OpenVLA-OFT: JSON in which an array is a map.
+"""json-numpy on POST /act, as robots ask servers of OpenVLA, OpenVLA-OFT and GR00T: JSON in which an array is a map.
 
     {"__numpy__": base64, "dtype": "|u1", "shape": [224, 224, 3]}
+    {"__ndarray__": base64, "dtype": "uint8", "shape": [224, 224, 3]}
 
-Three forms, told apart by what they hold. Each is answered in its own form; errors are those of /act.
+Four forms, told apart by what they hold. Each is answered in its own form; errors are those of /act.
 
     {"image": array, "instruction": text, …}        an array: the first action of the chunk
     {"encoded": "<the JSON of that>"}               a text: the JSON of that array
     {"full_image": array, "state": array, …}        a list of arrays: one for each action of the chunk
+    {"observation": {"video.x": array, …}, …}       {"action.x": [[…], …]}: the groups of GR00T, as lists
 """
 
 from __future__ import annotations
@@ -14,22 +16,27 @@ from __future__ import annotations
 import base64
 import binascii
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.policies.serving.ask import GROOT, JSON_NUMPY
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.wires.arrays import array_in
+from reflex_runtime.policies.wires.groot_observation import GROUPS, GrootObservation
 from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.web.errors import ClientError, InvalidJson
+from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import MAX_VALUES, encode, printable
 
-ARRAY: Final = "__numpy__"
+ARRAYS: Final = ("__numpy__", "__ndarray__")
 FULL_IMAGE: Final = "full_image"
-_MARKS: Final = (b'"__numpy__"', b'"encoded"')
+OBSERVATION: Final = "observation"
+_MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
+_TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
 _OWN: Final = RequestLimits.__struct_fields__
 
 
@@ -37,6 +44,7 @@ _OWN: Final = RequestLimits.__struct_fields__
 class JsonNumpy:
     """An observation as it was sent. quoted: as JSON within JSON. whole: its client takes all actions of a chunk."""
 
+    block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
     quoted: bool
     whole: bool
@@ -55,12 +63,37 @@ class JsonNumpy:
         return encode(written.decode()) if self.quoted else written
 
 
+class GrootJson:
+    """An observation of GR00T. said: what else the body has."""
+
+    block: ClassVar = GROOT
+
+    def __init__(self, observation: dict[str, Any], said: dict[str, Any]) -> None:
+        self.observation, self._said = GrootObservation(observation), said
+        self._reading: Reading | None = None
+
+    def question(self, reading: Reading) -> Question:
+        """What is asked; 422 naming what is missing or wrong."""
+        if self.observation.size > 1:
+            raise invalid(OBSERVATION, f"{OBSERVATION}: has {self.observation.size} rows, may have one in a request")
+        self._reading = reading
+        (row,) = self.observation.rows(reading.wire)
+        limits = limits_of({name: self._said[name] for name in _OWN if name in self._said})
+        return question_of(reading.read(row), limits, SocketLimits(), None, limits.episode_id)
+
+    def answer(self, actions: NDArray[Any]) -> bytes:
+        """The body of the answer."""
+        assert self._reading is not None
+        groups = self.observation.actions(self._reading, [actions])
+        return encode({name: group.tolist() for name, group in groups.items()})
+
+
 def is_json_numpy(body: bytes) -> bool:
     """Whether a body that is none of /act's own may be one of these: worth another look."""
     return any(mark in body for mark in _MARKS)
 
 
-def decode(body: bytes) -> JsonNumpy | None:
+def decode(body: bytes) -> JsonNumpy | GrootJson | None:
     """The observation in a body; None where it has no array and is not quoted. ClientError where an array is none."""
     value = _parse(body)
     quoted = isinstance(value, dict) and isinstance(value.get("encoded"), str)
@@ -70,6 +103,8 @@ def decode(body: bytes) -> JsonNumpy | None:
         value = _parse(value["encoded"].encode())
     if not isinstance(value, dict):
         return None
+    if isinstance(value.get(OBSERVATION), dict) and not quoted:
+        return GrootJson(_read_groups(value.pop(OBSERVATION)), value)
     observation = {name: _read(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None
@@ -86,15 +121,25 @@ def _parse(text: bytes) -> Any:
 
 
 def _read(name: str, value: Any) -> Any:
-    if not isinstance(value, dict) or ARRAY not in value:
+    key = next((key for key in ARRAYS if key in value), "") if isinstance(value, dict) else ""
+    if not key:
         return value
     try:
-        data = base64.b64decode(value[ARRAY], validate=True)
+        data = base64.b64decode(value[key], validate=True)
     except (binascii.Error, ValueError, TypeError):
-        raise ClientError(printable(f"{name}: {ARRAY} is not base64")) from None
-    return array_in(data, value.get("dtype"), value.get("shape"))
+        raise ClientError(printable(f"{name}: {key} is not base64")) from None
+    dtype = value.get("dtype")
+    return array_in(data, _TYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, value.get("shape"))
+
+
+def _read_groups(observation: dict[str, Any], flat: bool = False) -> dict[str, Any]:
+    """With flat names, or those of each modality in a map."""
+    return {
+        name: _read_groups(sent, True) if name in GROUPS and not flat and isinstance(sent, dict) else _read(name, sent)
+        for name, sent in observation.items()
+    }
 
 
 def _map(action: NDArray[Any]) -> dict[str, Any]:
     data = np.ascontiguousarray(action, "<f8")
-    return {ARRAY: base64.b64encode(data.tobytes()).decode(), "dtype": "<f8", "shape": list(data.shape)}
+    return {ARRAYS[0]: base64.b64encode(data.tobytes()).decode(), "dtype": "<f8", "shape": list(data.shape)}

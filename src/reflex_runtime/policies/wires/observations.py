@@ -126,12 +126,12 @@ class Readings:
 
 def text_of(value: Any) -> Any:
     """Text for bytes that are text; anything else as it is."""
+    while isinstance(value, list) and len(value) == 1:
+        value = value[0]
     if isinstance(value, memoryview):
         value = bytes(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
         value = value.item()
-    if isinstance(value, list) and len(value) == 1:
-        return text_of(value[0])
     if isinstance(value, bytes):
         try:
             return value.decode()
