@@ -68,16 +68,16 @@ def test_a_millimetre_changes_the_picture() -> None:
 
 
 @pytest.mark.timing
-def test_a_picture_takes_less_than_a_millisecond(record_property: pytest.RecordProperty) -> None:
+def test_a_picture_takes_less_than_a_millisecond_of_a_core(record_property: pytest.RecordProperty) -> None:
     medians = {}
     for task in INSTRUCTIONS:
         world = World(task)
         world.reset(0)
         times = []
         for _ in range(50):
-            began = time.perf_counter()
+            began = time.process_time()
             world.observe()
-            times.append(time.perf_counter() - began)
+            times.append(time.process_time() - began)
         medians[task] = 1e3 * statistics.median(times)
     record_property("picture_ms", medians)
     assert max(medians.values()) < 5.0, "0.1 to 0.2 ms where measured; the bound is for busy machines"

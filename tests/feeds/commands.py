@@ -27,7 +27,6 @@ from forked import Forked
 from reflex_runtime.cli import main
 
 PATIENCE = 60.0  # seconds until a test gives up; nothing waits this long unless it is broken
-LEAVING = 30.0  # seconds within which a process that was told to end is gone, on a machine with much else to do
 
 # Processors as a user writes them. SECONDS: what a batch takes.
 PROCESSORS = '''

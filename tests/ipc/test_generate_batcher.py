@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -1030,6 +1031,7 @@ def test_g5_every_message_is_told_once_after_its_answer() -> None:
         told: list[BatchDispatched] = []
         async with world(gated=True, on_batch_dispatched=told.append) as made:
             made.runtime.refusing["b"] = error_of(Shed("no"))
+            began = time.monotonic()
             tasks = [made.ask("a"), made.ask("b", "background"), made.ask("c", "urgent")]
             await made.runtime.until(lambda: made.runtime.calls)
             assert told == []
@@ -1038,8 +1040,8 @@ def test_g5_every_message_is_told_once_after_its_answer() -> None:
             (info,) = told
             assert (info.size, info.rejections) == (3, 1)
             assert info.priority_mix == {"urgent": 1, "default": 1, "background": 1}
-            assert 0.0 < info.hold_ms < 1000.0
-            assert 0.0 < info.duration_ms < 1000.0
+            assert min(info.hold_ms, info.duration_ms) > 0.0
+            assert info.hold_ms + info.duration_ms < 1e3 * (time.monotonic() - began)
             task = made.ask("d")
             await made.runtime.until(lambda: made.runtime.calls)
             made.runtime.fail(RpcError(-32603, "broken"))
@@ -1067,12 +1069,14 @@ def test_g5_the_target_follows_what_the_messages_took() -> None:
         async with world(GenerateBatcherConfig(stream_limit=3)) as made:
             calls: list[Any] = []
             made.batcher._targets.returned = lambda *told: calls.append(told)  # type: ignore[method-assign]
+            began = time.monotonic()
             await asyncio.gather(*(made.ask() for _ in range(2)))
+            took = time.monotonic() - began
             ((partition, waits, seconds, crowded),) = calls
             assert partition == ("", "", "")
             assert len(waits) == 2
-            assert 0.0 < min(waits) <= max(waits) < 5.0
-            assert 0.0 < seconds < 5.0
+            assert 0.0 < min(waits) <= max(waits) < took
+            assert 0.0 < seconds < took
             assert crowded is False
             await made.ask()
             assert calls[-1][3] is True, "three of three places taken"

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import io
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -26,6 +25,7 @@ from reflex_runtime.telemetry import journal_writer as module
 from reflex_runtime.telemetry.journal import JournalError, RequestLine
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.lines import turn_all
+from serving.pair import until
 
 from .test_journal_recording import Run, asked, record, recorder
 
@@ -268,30 +268,8 @@ ENDLESS = """
         run.batch(asked(i))
         i += 1
         if i % 100 == 0:
-            print(time.monotonic(), made.recorded, flush=True)
             time.sleep(0.02)  # a pace that any disk and any core keeps: it is about what is flushed, not about floods
 """
-
-
-@pytest.mark.timing
-@pytest.mark.parametrize("gzip", [True, False])
-def test_t3_a_killed_process_loses_no_more_than_the_last_moment(tmp_path: Path, gzip: bool) -> None:
-    """kill -9 in the middle: everything flushed is read, at most the last line is torn."""
-    process = subprocess.Popen(script(ENDLESS, directory=str(tmp_path), gzip=gzip), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    told: list[tuple[float, int]] = []
-    while not told or told[-1][0] - told[0][0] < 1.5:
-        at, recorded = process.stdout.readline().split()
-        told.append((float(at), int(recorded)))
-    process.send_signal(signal.SIGKILL)
-    process.wait(20)
-    process.stdout.close()
-    (path,) = tmp_path.iterdir()
-    read = read_journal(path)
-    assert read.footer is None
-    assert [r.seq for r in read.requests] == list(range(len(read.requests)))
-    a_second_ago = max(recorded for at, recorded in told if at <= told[-1][0] - 1.0)
-    assert len(read.requests) >= a_second_ago > 0
 
 
 def seen(directory: Path) -> int:
@@ -303,13 +281,25 @@ def seen(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("gzip", [True, False])
-def test_t3_what_was_recorded_can_be_read_within_a_second(tmp_path: Path, gzip: bool) -> None:
+def test_t3_a_killed_process_loses_nothing_that_could_be_read(tmp_path: Path, gzip: bool) -> None:
+    """kill -9 in the middle: everything flushed is read, at most the last line is torn."""
+    with subprocess.Popen(script(ENDLESS, directory=str(tmp_path), gzip=gzip)) as process:
+        until(lambda: seen(tmp_path) >= 300)
+        before = seen(tmp_path)
+        process.kill()
+    (path,) = tmp_path.iterdir()
+    read = read_journal(path)
+    assert read.footer is None
+    assert [r.seq for r in read.requests] == list(range(len(read.requests)))
+    assert len(read.requests) >= before
+
+
+@pytest.mark.parametrize("gzip", [True, False])
+def test_t3_what_was_recorded_can_be_read_while_nothing_follows(tmp_path: Path, gzip: bool) -> None:
     """While the recorder is open and idle: nothing waits for a close that kill -9 would prevent."""
     made = recorder(tmp_path, gzip=gzip)
     Run(made).batch(asked(0), asked(1))
-    until = time.monotonic() + 20.0
-    while seen(tmp_path) < 2:
-        assert time.monotonic() < until
+    until(lambda: seen(tmp_path) == 2)
     assert made.close()
 
 

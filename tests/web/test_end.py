@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,9 +66,7 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_b20_a_signal_while_loading_ends_it_at_once(tiny: Path, tmp_path: Path, number: int) -> None:
     with gated(tiny, tmp_path, "_load") as (server, _):
-        began = time.monotonic()
-        assert server.stop(number) == 0
-        assert time.monotonic() - began < 10.0
+        assert server.stop(number) == 0  # although the load never ends
 
 
 def test_b20_sigterm_with_32_in_flight_is_32_right_answers_and_no_process(tiny: Path) -> None:
@@ -133,28 +130,26 @@ def test_b20_while_it_drains_new_requests_are_refused_and_health_says_so(tiny: P
 
 @pytest.mark.parametrize("seconds", ["0", "0.3"])
 def test_b20_when_the_time_is_over_the_rest_is_answered(tiny: Path, seconds: str) -> None:
-    options = ("--drain-timeout-s", seconds, "--inject-latency-ms", "8000")
-    with Server(tiny, *options) as server, busy(server) as plug, server.burst(numbered(5)) as burst:
+    """The batch never ends: nothing here waits for it."""
+    options = ("--drain-timeout-s", seconds)
+    with Server(tiny, *options, held=True) as server, busy(server) as plug, server.burst(numbered(5)) as burst:
         burst.send()
         server.reach(queued(5))
-        began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         waiting, (running,) = burst.answers(), plug.answers()
         assert {(a.status, a.code, a.json["retry_safe"]) for a in waiting} == {(503, "shutting_down", True)}
         assert (running.status, running.code, running.json["retry_safe"]) == (503, "shutting_down", False)  # it ran
         assert server.wait() == 0
-        assert time.monotonic() - began < 7.0  # not when the batch ends
 
 
 def test_h14_a_request_that_is_never_completed_is_answered_at_the_end(tiny: Path) -> None:
-    with Server(tiny) as server, server.connect() as slow:
+    """It may not use up the time that others need to be finished."""
+    with Server(tiny, "--drain-timeout-s", "600") as server, server.connect() as slow:
         slow.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         server.get("/health")  # the server has read it by now
-        began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         (answer,) = parse_answers(read_all(slow))
         assert (answer.status, answer.code) == (503, "shutting_down")
-        assert time.monotonic() - began < 8.0  # it may not use up the time that others need to be finished
         assert server.wait() == 0
 
 
@@ -174,25 +169,25 @@ def test_b20_a_request_completed_while_it_drains_is_served(tiny: Path) -> None:
 
 
 def test_b20_idle_connections_and_readers_that_do_not_read_do_not_keep_it(tiny: Path) -> None:
-    with Server(tiny) as server, server.connect() as idle, socket.socket() as deaf:
+    with Server(tiny, "--drain-timeout-s", "600") as server, server.connect() as idle, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.connect(("127.0.0.1", server.port))
         deaf.sendall(b"GET /docs HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3000)  # and never reads
         assert server.get("/health").status == 200
         idle.sendall(b"GET /hea")
-        began = time.monotonic()
         assert server.stop() == 0
-        assert time.monotonic() - began < 10.0
 
 
-@pytest.mark.timing
 def test_h6_it_answers_at_once_while_batches_run(tmp_path: Path) -> None:
-    """The model has the device thread; the loop is never its."""
+    """The model has the device thread; the loop is never its: /health is answered many times a batch."""
     from serving.exports import write_tiny
 
     export = write_tiny(tmp_path / "heavy", batch=1, weight=64)
     with Server(export, "--max-batch-cost-ms", "1000") as server:
         stop = threading.Event()
+
+        def batches() -> float:
+            return server.metrics()("reflex_batch_size_per_flush_count")
 
         def load() -> None:
             while not stop.is_set():
@@ -202,12 +197,14 @@ def test_h6_it_answers_at_once_while_batches_run(tmp_path: Path) -> None:
         thread.start()
         try:
             server.reach(lambda m: m("reflex_requests_total", outcome="ok") > 8)
-            seconds = sorted(server.get("/health").seconds for _ in range(200))
+            before = batches()
+            for _ in range(100):
+                assert server.get("/health").status == 200
+            ran = batches() - before
         finally:
             stop.set()
             thread.join()
-    assert seconds[100] < 0.030  # this client opens a connection each time, on the core the model wants too
-    assert seconds[197] < 0.300
+    assert ran < 50, ran
 
 
 # -- a second Ctrl-C ---------------------------------------------------------------------------------------------------

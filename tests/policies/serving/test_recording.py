@@ -34,6 +34,7 @@ from reflex_runtime.version import __version__
 from serving.exports import WEIGHTS, write_tiny
 from serving.harness import PATIENCE, STATE, Answer, Server
 from serving.pair import admin
+from serving.requests import busy, marked, queued
 
 PACKED = {"Content-Type": "application/msgpack", "Accept": "application/json"}
 
@@ -301,36 +302,29 @@ def test_t2_with_one_policy_there_is_no_routing(tiny: Path, there: Path) -> None
 
 
 def test_t2_errors_stand_with_their_slug_and_message(tiny: Path, there: Path) -> None:
-    options = ("--inject-latency-ms", "300", "--inject-fault", "prod:raise:0.5", "--deadline-ms", "20000")
-    from serving.requests import marked
-
     ids = [f"id-{i}" for i in range(20)]
     bad = min(marked("raise", 0.5, ids))
-    fine = [i for i in ids if i not in marked("raise", 0.5, ids)]
-    with Server(tiny, "--record", str(there), "--max-queue", "1", *options) as server:
+    full, late, gone = [i for i in ids if i not in marked("raise", 0.5, ids)][:3]
+    options = ("--record", str(there), "--max-queue", "1", "--deadline-ms", "200000")
+    with Server(tiny, *options, "--inject-fault", "prod:raise:0.5", held=True) as server:
         answers = {bad: server.act(request_id=bad), "wrong": server.act(request_id="wrong", state=[1.0])}
         nan = b'{"request_id":"nan","state":[NaN,0]}'
         answers["nan"] = server.post(nan)
-        with server.burst([{"state": STATE, "request_id": fine[0]}]) as first:
-            first.send()
-            server.reach(lambda m: m("reflex_in_flight_requests") == 1 and m("reflex_policy_runtime_queue_depth") == 0)
-            late = {"state": STATE, "request_id": fine[1], "deadline_ms": 60}
-            with server.burst([late]) as burst:
+        with busy(server) as plug:
+            with server.burst([{"state": STATE, "request_id": gone}]) as burst:
                 burst.send()
-                server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == 1)
-                answers[fine[2]] = server.act(request_id=fine[2])
-                (answers[fine[1]],) = burst.answers()
-            first.answers()
-        with server.burst([{"state": STATE, "request_id": fine[3]}]) as gone:
-            gone.send()
-            server.reach(lambda m: m("reflex_in_flight_requests") == 1)
-            gone.hang_up([0])
-            server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
+                server.reach(queued(1))
+                answers[full] = server.act(request_id=full)
+                burst.hang_up([0])
+                server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
+            answers[late] = server.act(request_id=late, deadline_ms=60)
+            server.release()
+            assert plug.answers()[0].status == 200
         found = recording(server, there)
     codes = {name: answer.json["error"] for name, answer in answers.items()}
     assert codes == {
-        bad: "processor_failed", "wrong": "invalid_request", "nan": "invalid_request", fine[1]: "deadline_exceeded",
-        fine[2]: "queue_full",
+        bad: "processor_failed", "wrong": "invalid_request", "nan": "invalid_request", late: "deadline_exceeded",
+        full: "queue_full",
     }  # fmt: skip
     for name, answer in answers.items():
         line = line_of(found, name)
@@ -339,13 +333,13 @@ def test_t2_errors_stand_with_their_slug_and_message(tiny: Path, there: Path) ->
         assert (line.status, line.response) == (answer.status, None)
     outcomes = {r.request.request_id: r.outcome for r in found.requests}
     assert outcomes == {
-        bad: "failed", "wrong": "client_error", "nan": "client_error", fine[0]: "ok", fine[1]: "expired",
-        fine[2]: "rejected", fine[3]: "cancelled",
+        bad: "failed", "wrong": "client_error", "nan": "client_error", "plug": "ok", late: "expired",
+        full: "rejected", gone: "cancelled",
     }  # fmt: skip
     assert line_of(found, "nan").request.state == ["NaN", 0.0]
-    assert line_of(found, fine[1]).deadline == 60.0
-    assert line_of(found, fine[0]).deadline == 20_000.0  # what requests are given that bring none
-    refused = line_of(found, fine[2]).schedule
+    assert line_of(found, late).deadline == 60.0
+    assert line_of(found, "plug").deadline == 200_000.0  # what requests are given that bring none
+    refused = line_of(found, full).schedule
     assert refused is not None
     assert refused.ticket is None
     assert sorted(e.outcome for e in found.ended) == ["cancelled", "expired", "failed", "rejected"]

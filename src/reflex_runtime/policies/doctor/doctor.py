@@ -96,7 +96,7 @@ def examine(
     """
     clocks = clocks or Clocks()
     patient = Patient(root, provider, threads, instruction, rtc_horizon, clocks, total_memory)
-    patient.began = clocks.monotonic(), clocks.wall()
+    patient.began = clocks.together()
     checks: list[Check] = []
     broken: dict[str, Status] = {}
     for name, needs, look in _CHECKS:

@@ -339,7 +339,7 @@ def check_clock(patient: Patient) -> Finding:
             "(/sys/devices/system/clocksource/clocksource0/current_clocksource), or another hypervisor",
             environment=True,
         )
-    wall = clocks.wall()
+    monotonic, wall = clocks.together()
     newest = max((file.stat().st_mtime for file in patient.root.rglob("*") if file.is_file()), default=0.0)
     if wall < LEAST_WALL or wall < newest - DAY:
         shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
@@ -347,7 +347,7 @@ def check_clock(patient: Patient) -> Finding:
             expected, f"the wall clock says {shown} UTC, which is before the export's own files",
             "timestamps of recordings will be wrong: set it (timedatectl set-ntp true), or replace the clock's battery",
         )
-    elapsed = clocks.monotonic() - patient.began[0]
+    elapsed = monotonic - patient.began[0]
     drift = wall - patient.began[1] - elapsed
     if abs(drift) > 0.01 + 1e-3 * elapsed:
         return warned(
