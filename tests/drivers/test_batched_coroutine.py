@@ -309,7 +309,7 @@ def test_wrong_settings_of_a_call_name_the_setting() -> None:
     call: Any = slow.double
     with pytest.raises(ConfigError, match="time_limit=-1: must be >= 0 seconds"):
         run(call(1, time_limit=-1))
-    with pytest.raises(ConfigError, match=r"priority=0: must be Priority\.URGENT"):
+    with pytest.raises(ConfigError, match=r"priority=0: must be one of Priority\.URGENT"):
         run(call(1, priority=0))
     with pytest.raises(TypeError, match="positional argument"):
         call(1, 2)

@@ -477,7 +477,7 @@ def test_the_time_limit_is_never_an_item() -> None:
         call(1, timeout=-1)
     with pytest.raises(ConfigError, match="time_limit=-1: must be >= 0 seconds"):
         call(1, time_limit=-1)
-    with pytest.raises(ConfigError, match=r"priority='urgent': must be Priority\.URGENT"):
+    with pytest.raises(ConfigError, match=r"priority='urgent': must be one of Priority\.URGENT"):
         call(1, priority="urgent")
     assert slow.calls == []
     assert slow.double.close()

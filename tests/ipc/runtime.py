@@ -250,9 +250,11 @@ class World:
             await asyncio.sleep(0)
 
     def ask(self, id: str | None = None, priority: str = "default", **options: Any) -> asyncio.Task[dict[str, Any]]:
-        """A caller. options: of `enqueue`, and of the request."""
+        """A caller, whose stream is registered unless it is. options: of `enqueue`, and of the request."""
         own = {name: options.pop(name) for name in ("cancel", "timeout_ms", "telemetry") if name in options}
-        params = GenerateParams(**{"prompt": "hello", "stream_id": id or "", **options})
+        params = GenerateParams(**{"prompt": "hello", **options})
+        handle = self.registry.find(id or "") or self.registry.register(id)
+        params = msgspec.structs.replace(params, stream_id=handle.id)
         return asyncio.ensure_future(self.batcher.enqueue(params, priority, **own))
 
     async def end(self) -> None:

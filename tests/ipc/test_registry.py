@@ -14,7 +14,7 @@ from reflex_runtime.core.errors import Cancelled, ConfigError, Expired, Processo
 from reflex_runtime.ipc.frames import Codec, Notification, ProtocolError, error_of
 from reflex_runtime.ipc.messages import Credit, StreamId, Token
 from reflex_runtime.ipc.peer import ConnectionLost
-from reflex_runtime.ipc.registry import MAX_KEPT, StreamHandle, StreamRegistry
+from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
 
 
 class Front:
@@ -379,29 +379,6 @@ def test_a_stream_id_is_free_again_after_the_end(front: Front) -> None:
 def test_wrong_settings_are_named(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"StreamRegistry.{name}={value}: must be in \[1"):
         StreamRegistry(**{name: value})
-
-
-def test_a_kept_stream_is_found_once_after_its_end_and_they_are_bounded(front: Front) -> None:
-    async def main() -> None:
-        registry = front.registry
-        front.active("kept", kept=True)
-        front.active("not kept")
-        found_before = front.active("found before", kept=True)
-        assert registry.get("found before") is found_before
-        for id in ("kept", "not kept", "found before"):
-            front.chunk(id)
-            front.event(id=id)
-        kept = registry.get("kept")
-        assert kept is not None
-        assert len(kept.take()) == 1
-        assert [registry.get(id) for id in ("kept", "not kept", "found before")] == [None] * 3
-        for n in range(MAX_KEPT + 5):
-            front.active(f"{n}", kept=True)
-            front.event(id=f"{n}")
-        assert registry.get("4") is None
-        assert registry.get("5") is not None
-
-    run(main())
 
 
 def test_one_bell_for_several_streams(front: Front) -> None:

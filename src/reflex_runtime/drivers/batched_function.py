@@ -21,7 +21,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink, resolve
-from reflex_runtime.drivers.batched_item import Handle, forget_closed, request_of
+from reflex_runtime.drivers.batched_item import Handle, forget_closed
 from reflex_runtime.drivers.device import Device
 from reflex_runtime.processors.function import FunctionProcessor
 
@@ -67,7 +67,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
         answered = threading.Lock()
         answered.acquire()
-        request = request_of(item, driver.group, threading.get_ident(), priority, time_limit)
+        caller = threading.get_ident()
+        request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
         ticket = driver.submit(request, lambda _: answered.release())
         try:
             came = driver.wait(answered, ticket, timeout)
@@ -85,7 +86,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         """The result for one item, without blocking the loop; cancelling the task takes the item back."""
         driver, loop = self._driver, asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
-        request = request_of(item, driver.group, id(asyncio.current_task()), priority, time_limit)
+        caller = id(asyncio.current_task())
+        request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
         inbox = driver.inbox(loop)
         ticket = driver.submit(request, partial(inbox, future))
         inbox.watch()

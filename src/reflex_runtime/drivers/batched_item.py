@@ -7,9 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Priority, Request
-
 
 class Handle:
     """The object that replaces a batched function, and the `object.method` of a batched method.
@@ -35,13 +32,6 @@ class Handle:
 
     def forsaken(self) -> None:
         """The owner is gone, and with it every caller. Called by the garbage collector: takes no lock."""
-
-
-def request_of(item: object, group: str, client: int, priority: Priority, time_limit: float | None) -> Request:
-    """A request for one item. client: identifies the thread or task that asks."""
-    if type(priority) is not Priority:
-        raise ConfigError(f"priority={priority!r}: must be Priority.URGENT, Priority.DEFAULT or Priority.BACKGROUND")
-    return Request(item, group=group, client=client, priority=priority, time_limit=time_limit)
 
 
 def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:

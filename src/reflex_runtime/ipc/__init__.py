@@ -2,7 +2,8 @@
 
     client = RuntimeClient(spawned(command), on_note=registry.note, on_lost=registry.lost)   a process, and calls to it
     batcher = GenerateBatcher(client, registry)                                    many generate calls, few messages
-    response = await batcher.enqueue(params)                                       one's own response; then its tokens
+    stream = registry.register()                                                   where its tokens will come
+    response = await batcher.enqueue(GenerateParams(stream_id=stream.id, …))       one's own response
 
 `Worker` and `serve` are the other side. The page docs/workers.md has the protocol.
 """

@@ -118,11 +118,10 @@ class GenerateBatcher:
     ) -> dict[str, Any]:
         """Start one stream: its own response, a `Started` as a dict.
 
-        params: without `stream_id`, or with one that is not registered, a stream is registered now, and
-        `StreamRegistry.get` finds it; `credits` are the registry's window unless they are set. priority: tier it is
-        served in, here and at the runtime. cancel: set, at any time before the stream ends, takes it back, as does
-        cancelling this task or closing the stream's handle. timeout_ms: for this response; by default that of params,
-        which is until the first token. telemetry: its `request_id` goes along.
+        params: `stream_id` is that of a stream of the registry; `credits` are the registry's window unless they are
+        set. priority: tier it is served in, here and at the runtime. cancel: set, at any time before the stream ends,
+        takes it back, as does cancelling this task or closing the stream's handle. timeout_ms: for this response; by
+        default that of params, which is until the first token. telemetry: its `request_id` goes along.
 
         Raises ConfigError for wrong params, `Rejected` for what was not admitted (a retry is safe), `Dropped` for what
         never reached the runtime or was taken back, and the error of the message or of this request at the runtime.
@@ -190,10 +189,10 @@ class GenerateBatcher:
         return self._loop
 
     def _handle(self, stream_id: str) -> StreamHandle:
-        """The stream of that name, which no other request has; registered unless it is."""
-        handle = self._registry.find(stream_id) if stream_id else None
+        """The stream of that name, which no other request has."""
+        handle = self._registry.find(stream_id)
         if handle is None:
-            handle = self._registry.register(stream_id or None, kept=True)
+            raise ConfigError(f"stream_id={stream_id!r}: not registered, or it has ended")
         if handle.on_left is not None or handle.reserved or handle.closed:
             raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
         return handle

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -39,7 +39,6 @@ log = logging.getLogger("reflex.ipc")
 
 MAX_ID = 200  # characters
 WINDOWS = 4  # that may be unread; a runtime that keeps to its credits stays within one
-MAX_KEPT = 1024  # streams that ended before `get` was called for them
 
 
 class StreamHandle(Stream[Token]):
@@ -52,7 +51,6 @@ class StreamHandle(Stream[Token]):
     """
 
     __slots__ = (
-        "_kept",
         "_owed",
         "_registry",
         "cached_tokens",
@@ -69,9 +67,7 @@ class StreamHandle(Stream[Token]):
         "window",
     )
 
-    def __init__(
-        self, registry: StreamRegistry, id: str, partition: Hashable, bell: asyncio.Event | None, kept: bool
-    ) -> None:
+    def __init__(self, registry: StreamRegistry, id: str, partition: Hashable, bell: asyncio.Event | None) -> None:
         super().__init__(bell)
         self.id, self.partition, self.window = id, partition, registry.window
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
@@ -81,7 +77,6 @@ class StreamHandle(Stream[Token]):
         self.on_left: Callable[[], None] | None = None
         self.on_end: Callable[[], object] | None = None
         self._registry = registry
-        self._kept = kept
         self._owed = 0  # read, and not granted again
 
     @property
@@ -128,7 +123,6 @@ class StreamRegistry:
         self._streams: dict[str, StreamHandle] = {}  # registered and not ended, or ended for its reader alone
         self._holders: dict[StreamHandle, None] = {}  # of a place
         self._idle = Idle(lambda: not self._holders)
-        self._kept: OrderedDict[str, StreamHandle] = OrderedDict()
         self._prefix, self._number = secrets.token_hex(4), 0
         kinds = ((CHUNK, StreamChunk), (STATS, StreamStats), (EVENT, StreamEvent))
         self._readers = {kind: Reader(of) for kind, of in kinds}
@@ -141,16 +135,11 @@ class StreamRegistry:
     # -- for the batcher -----------------------------------------------------------------------------------------------
 
     def register(
-        self,
-        stream_id: str | None = None,
-        partition: Hashable = None,
-        bell: asyncio.Event | None = None,
-        kept: bool = False,
+        self, stream_id: str | None = None, partition: Hashable = None, bell: asyncio.Event | None = None
     ) -> StreamHandle:
         """A stream that holds no place yet. Close it, or read it to its end.
 
-        stream_id: 1 to 200 printable characters; None makes one up. kept: whether `get` finds it once after it has
-        ended. Raises ConfigError.
+        stream_id: 1 to 200 printable characters; None makes one up. Raises ConfigError.
         """
         if stream_id is None:
             self._number += 1
@@ -159,15 +148,7 @@ class StreamRegistry:
             raise ConfigError(f"stream_id={stream_id!r:.220}: must be 1 to {MAX_ID} printable characters")
         if stream_id in self._streams:
             raise ConfigError(f"stream_id={stream_id!r}: in use by a stream that has not ended")
-        handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell, kept)
-        return handle
-
-    def get(self, stream_id: str) -> StreamHandle | None:
-        """The stream of that name, if it has not ended; one that is `kept` also afterwards, once."""
-        handle = self._streams.get(stream_id)
-        if handle is None:
-            return self._kept.pop(stream_id, None)
-        handle._kept = False
+        handle = self._streams[stream_id] = StreamHandle(self, stream_id, partition, bell)
         return handle
 
     def find(self, stream_id: str) -> StreamHandle | None:
@@ -206,7 +187,6 @@ class StreamRegistry:
     def release(self, handle: StreamHandle, error: ReflexError | None = None) -> None:
         """The runtime does not have it: its place is free, and it ends with `error`. Nothing when it has ended."""
         if self._streams.get(handle.id) is handle:
-            handle._kept = False
             self._end(handle, error)
 
     def abandon(self, handle: StreamHandle, error: ReflexError) -> None:
@@ -214,7 +194,6 @@ class StreamRegistry:
         if self._streams.get(handle.id) is handle:
             if handle.reserved:
                 self.say(CANCEL, StreamId(handle.id))
-            handle._kept = False
             self._end(handle, error)
 
     def give_up(self, handle: StreamHandle, error: ReflexError) -> None:
@@ -323,10 +302,6 @@ class StreamRegistry:
         if not handle.ended:
             handle.end(error)
             self._ended(handle)
-        if handle._kept and not handle.closed:
-            self._kept[handle.id] = handle
-            if len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
         if handle.reserved:
             handle.reserved = False
             del self._holders[handle]
