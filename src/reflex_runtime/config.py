@@ -61,7 +61,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ServeConfig(ServerConfig):
-    """Everything `reflex serve` can be told."""
+    """The settings of `reflex serve` for a policy."""
 
     provider: str = option(
         "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; there is no silent fallback to another",
@@ -250,7 +250,7 @@ class ServeConfig(ServerConfig):
 
 @dataclass(frozen=True)
 class LLMServeConfig(ServerConfig):
-    """Everything `reflex serve MODEL_DIR` can be told."""
+    """The settings of `reflex serve MODEL_DIR`."""
 
     served_model_name: str = option(
         "", "model name that clients use and /v1/models lists; by default the directory's name", metavar="NAME",
@@ -317,7 +317,7 @@ class LLMServeConfig(ServerConfig):
 
 @dataclass(frozen=True, slots=True)
 class FeedsConfig:
-    """Everything `reflex feeds` can be told."""
+    """The settings of `reflex feeds`."""
 
     processor: str = option(
         "", "your processor: module:name of a class, of a function that returns one, or of an instance",

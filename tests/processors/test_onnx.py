@@ -96,7 +96,7 @@ def test_leading_axes_that_cannot_be_the_batch_axis(tmp_path: Path, x: Any, y: A
     ("inputs", "outputs", "said"),
     [
         ([TensorSpec("z")], None, "input 'z': not in the graph, which has 'x', 'shift'"),
-        ([TensorSpec("x")], None, "input 'shift': nobody feeds it, expected only 'x'"),
+        ([TensorSpec("x")], None, "input 'shift': unknown, expected only 'x'"),
         ([TensorSpec("x", "i"), TensorSpec("shift")], None, "input 'x': found float32, expected int32 or int64"),
         ([TensorSpec("x", "f", (4,)), TensorSpec("shift")], None, r"input 'x': found \[3\] .*, expected \[4\]"),
         ([TensorSpec("x", "f", (3, 1)), TensorSpec("shift")], None, r"input 'x': found \[3\] .*, expected \[3, 1\]"),

@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def status_of(run: Callable[[], int], told: Sequence[str]) -> int:
-    """The exit status of a command, and one line for what it raises. told: the words before it, read then."""
+    """Run a command: returns its exit status, and prints one line for an error. told: returns the words before the
+    line."""
     try:
         status = run()
         sys.stdout.flush()  # here, where what is wrong with it can still be told

@@ -1,4 +1,4 @@
-"""`reflex doctor`: look at an export before a robot does, and say what to do about what is wrong."""
+"""`reflex doctor`: checks an export before it is served, and says how to mend what is wrong."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from reflex_runtime.options import whole
 if TYPE_CHECKING:
     from reflex_runtime.policies.doctor.doctor import Check, Diagnosis
 
-WIDE = 120  # columns where the output is no terminal
+WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
 _DESCRIPTION = """\
-Examine an export directory: its files and weights, normalisation, configuration, the graphs' inputs and batch axis,
-the robot's file, text, memory for two versions, the provider; then load it as `reflex serve` would and run it: actions,
-determinism, a batch against its members alone, what --rtc needs; and the clocks of this machine.
+Check an export directory. First without loading it: its files and weights, normalisation, configuration, the graphs'
+inputs and batch axis, the robot's file, text, memory for two versions, the provider. Then load it as `reflex serve`
+does and run it: actions, determinism, a batch compared with its members alone, the needs of --rtc. Last, the clocks of
+this machine.
 
 A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
 expected and what to do.
@@ -38,14 +39,14 @@ examples:
 
 --format json prints one object:
   schema_version 1, reflex_version, export_dir, model_id and model_hash (null when the configuration cannot be read),
-  provider, threads, exit_code, counts {pass, fail, warn, skip}, and checks, a list in the order they were made of
-  {id, status, expected, actual, remediation, environment, duration_ms}. Texts are for people and may change; ids,
-  statuses and keys stay. environment is true when what failed is this machine's and not the export's.
+  provider, threads, exit_code, counts {pass, fail, warn, skip}, and checks, a list of {id, status, expected, actual,
+  remediation, environment, duration_ms} in their order. Texts are for people and may change; ids, statuses and keys
+  stay. environment is true if the fault is in this machine and not in the export.
 ids:
   files normalisation config wires opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
   determinism batch_parity rtc_boundary clock
 
-exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 all that failed is this machine's
+exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
 """
 
 
@@ -71,7 +72,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine and tell; returns the exit code."""
+    """Run the checks and print them; returns the exit code."""
     from reflex_runtime.policies.doctor.doctor import examine
     from reflex_runtime.processors.onnx import CPU, CUDA
 
@@ -118,7 +119,7 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
 
 
 def _told(check: Check) -> Text:
-    """What was found; where something is to be done, also what was expected and what to do."""
+    """The result of a check; for a failure or warning also what was expected and what to do."""
     found = check.finding
     if found.status in ("pass", "skip"):
         return Text(found.actual, style="" if found.status == "pass" else "dim")

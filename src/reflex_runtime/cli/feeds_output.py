@@ -288,7 +288,7 @@ def _cut(text: str) -> Text:
 
 class ResultStream:
     """Standard output for results, unbuffered and in UTF-8. gone: called when its reader left, and what comes after is
-    thrown away: there is nobody to read it."""
+    dropped, because the reader of standard output has left."""
 
     def __init__(self, stream: Any, gone: Callable[[], None]) -> None:
         self._file, self._tty, self._gone = stream.fileno(), stream.isatty(), gone

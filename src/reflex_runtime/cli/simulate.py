@@ -30,7 +30,7 @@ The device takes fixed + marginal x n milliseconds for n requests. docs/simulato
 
 @dataclass(frozen=True, slots=True)
 class SimulateConfig:
-    """Everything `reflex simulate` can be told."""
+    """The settings of `reflex simulate`."""
 
     rate: float = option(
         200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s", unless="compare|arrivals=closed"
@@ -202,7 +202,7 @@ def _bench(config: SimulateConfig) -> Bench:
 
 
 def _progress(what: str) -> None:
-    """A line that overwrites itself on a terminal, and none where nobody watches."""
+    """A line of progress that overwrites itself; only on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
 

@@ -119,7 +119,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
 
 
 def show(told: Mapping[str, Any], url: str, console: Console) -> None:
-    """Print what was told: a line on the server, its processes, and what waits where."""
+    """Print the server's answer: its state, its processes, and their queues."""
     name, state = told.get("model") or told.get("model_id") or "", str(told.get("state") or told.get("status"))
     head = Text(f"{name} on {url}: " if name else f"{url}: ").append(state, _STYLES.get(state, "bold red"))
     console.print(head.append(_counts(told)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from reflex_runtime.llm.sequence import RequestOutput
 
 NOT_KEPT = "nothing was written; --out PREFIX keeps the trace and draws it"
-WIDE = 160  # columns where the output is no terminal and COLUMNS does not say
+WIDE = 160  # columns if the output is not a terminal and COLUMNS is not set
 
 _DESCRIPTION = """\
 Show the batches of a journal, the file that `reflex serve --trace FILE` or `--record DIR` writes. With --prompts, run
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """A file or prompts, and no flags of the other."""
+    """Require either a file or prompts, without options of the other."""
     if args.prompts and args.file is not None:
         raise ConfigError(f"FILE={one_line(args.file)}: a file and --prompts exclude each other")
     if not args.prompts:
@@ -140,7 +140,7 @@ def _console(args: argparse.Namespace) -> Console:
 def _show(
     console: Console, args: argparse.Namespace, file: Path, outputs: Mapping[str, RequestOutput] | None = None
 ) -> int:
-    """Table, summary and pictures of a trace. outputs: what its prompts came to, where they were run for it."""
+    """Print and draw a trace. outputs: the results of its prompts, if they were run now."""
     units = _units(args.units)
     limits = (("--last", args.last, 1), ("--from", args.first, 0), ("--to", args.final, 0))
     last, first, final = (None if text is None else whole(name, text, low) for name, text, low in limits)

@@ -22,8 +22,8 @@ FORGOTTEN = 2.0**-10  # a smaller share counts as none
 
 
 class Origin:
-    """The batch whose call failed first. pending: parts that have not run. served, guilty: requests of parts that
-    ran."""
+    """The batch whose call failed first. pending: parts that have not run. served: a member was answered. guilty: a
+    member failed alone."""
 
     __slots__ = ("guilty", "pending", "served")
 

@@ -52,7 +52,7 @@ LOOK_AGAIN: Final = 0.1
 
 
 class Ending(Protocol):
-    """Told how an episode ended."""
+    """Takes how an episode ended."""
 
     success: bool | None
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.tasks import INSTRUCTIONS, RobotView, situation
 
-os.environ.setdefault("MUJOCO_GL", "disable")  # before the import of mujoco, which would look for OpenGL otherwise
+os.environ.setdefault("MUJOCO_GL", "disable")  # set before mujoco is imported, which otherwise looks for OpenGL
 
 try:
     import mujoco
@@ -28,10 +28,10 @@ from reflex_runtime.demo.camera import SchematicCamera
 
 
 class World:
-    """One task, reset as often as wanted. Not safe to share between threads.
+    """One task, which can be reset any number of times. Not thread-safe.
 
-    `seed` and the episode number fix where the furniture stands: (task, seed, episode) names a situation for good.
-    Physics is deterministic: the same actions from the same situation end the same way.
+    (task, seed, episode) always gives the same situation: the same positions of the objects. Physics is deterministic:
+    the same actions from the same situation have the same result.
     """
 
     def __init__(self, task: str, seed: int = 0) -> None:
@@ -45,7 +45,7 @@ class World:
         self._vector = np.zeros(39)
 
     def reset(self, episode: int) -> None:
-        """Put the arm back and the furniture where (seed, episode) says."""
+        """Reset the arm, and place the objects by (seed, episode)."""
         space = self._env._random_reset_space
         assert space is not None
         where = np.random.default_rng([self.seed, episode]).uniform(space.low, space.high)
@@ -53,12 +53,12 @@ class World:
         self._env.set_task(Task(self.task, pickle.dumps(what)))
         self._env.reset()
         self.episode_id = situation(self.task, self.seed, episode)
-        # Furniture has been moved in the model; positions derived from it, and what was read from them, are older.
+        # The reset moved objects in the model; derived positions, and values read from them, are out of date.
         mujoco.mj_forward(self._env.model, self._env.data)
         self._vector = self._env._get_obs()
 
     def observe(self) -> RobotView:
-        """Draw and read the present moment; costs nothing in simulated time."""
+        """Draw the picture and read the state; takes no simulated time."""
         image = self._camera.picture(self._env.data)
         state = self._vector[:4].astype(np.float32)
         return RobotView(image, state, INSTRUCTIONS[self.task], self.episode_id)

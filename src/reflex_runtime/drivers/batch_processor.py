@@ -89,7 +89,7 @@ class BatchProcessor(Protocol):
     """What a coordinator runs batches on. It is called on one thread only and needs no lock.
 
     id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
-    with fewer entries to find the guilty one, and the batch fails as one.
+    with fewer entries to find the bad one, and the whole batch fails.
     """
 
     id: str

@@ -118,7 +118,7 @@ class Consumer:
                 elif self._queue.closed and not len(self._queue):
                     break
                 elif self._connected():
-                    patience = None  # told once for each gap
+                    patience = None  # reported once for each gap
                     self._emit(FeedFrozen(self._clock(), self._name))
             return self._lost
         finally:

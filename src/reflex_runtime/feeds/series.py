@@ -1,8 +1,8 @@
 """The figures of feeds and their coordinators as Prometheus series.
 
-Nothing is counted here: a scrape takes one snapshot of the runtime, so every series of a page is of the same moment and
-agrees with `Runtime.snapshot()` and `handle.metrics()`. Histograms count everything since the start; percentiles are
-for the reader of the page. What was not measured yet has no sample.
+Nothing is counted here. A scrape takes one snapshot of the runtime, so all series of a page belong to the same moment
+and agree with `Runtime.snapshot()` and `handle.metrics()`. Histograms count since the start; Prometheus computes the
+percentiles. A value that was not measured yet has no sample.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FeedSeries:
         registry.register(self)
 
     def describe(self) -> Iterable[Metric]:
-        """Every series by name, type and help, without samples: it asks the runtime for nothing."""
+        """Every series by name, type and help, without samples and without a snapshot."""
         return _series({}, {})
 
     def collect(self) -> Iterable[Metric]:
@@ -80,7 +80,7 @@ _OF_FEEDS = (
     SeriesRow("reflex_feed_frames_total", "Frames read from the source", lambda f: f.frames),
     SeriesRow("reflex_feed_frames_processed_total", "Frames answered and through every stage", lambda f: f.processed),
     SeriesRow("reflex_feed_drops_total", "Frames that left unanswered, by reason", lambda f: f.drops, "reason"),
-    SeriesRow("reflex_feed_waiting", "Frames read and not done with, now", lambda f: f.waiting),
+    SeriesRow("reflex_feed_waiting", "Frames read and not yet answered or dropped, now", lambda f: f.waiting),
     SeriesRow("reflex_feed_in_flight", "Of these, at the batch point, now", lambda f: f.in_flight),
     SeriesRow("reflex_feed_fps", "Frames answered per second, over the last two", lambda f: f.fps),
     SeriesRow("reflex_feed_age_seconds", "Age of the last answered frame, now", lambda f: f.age),
@@ -100,11 +100,11 @@ _OF_COORDINATORS = (
     _timing("reflex_feed_batch_formation_seconds", "Oldest item's arrival to the batch", lambda m: m.formation),
     _timing("reflex_feed_batch_processing_seconds", "Time in the processor, per batch", lambda m: m.processing),
     SeriesRow(
-        "reflex_feed_batch_consecutive_errors", "Batches in a row of which nothing came, now",
+        "reflex_feed_batch_consecutive_errors", "Batches in a row without any answer, now",
         lambda m: m.consecutive_errors,
     ),
 )  # fmt: skip
-_OF_BOTH = (  # what each feed asked of each coordinator
+_OF_BOTH = (  # of each feed at each coordinator
     SeriesRow("reflex_feed_submissions_total", "Submissions by how they ended", _of((*REFUSALS, *ENDS)), "outcome"),
     SeriesRow("reflex_feed_timeouts_total", "Times the feed stopped waiting", lambda s: s.timed_out),
     SeriesRow("reflex_feed_pending", "Admitted items that have not ended, now", lambda s: s.pending),

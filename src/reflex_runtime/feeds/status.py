@@ -1,7 +1,7 @@
 """`/metrics` and `/health` over HTTP, for `reflex feeds --port`: what a monitor asks of a process without a server.
 
 One thread accepts, and each connection has its own for one request. A slow caller has a few seconds in all and is then
-cut off; nobody waits for it. Nothing polls, so stopping takes no longer than a wake-up.
+cut off. Nothing polls, so stopping takes no longer than a wake-up.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ MOST_CREDITS = 1_000_000  # at a time
 
 
 class Info(msgspec.Struct):
-    """The result of `runtime/info`. codecs: that it reads. capabilities: optional methods and features, such as
-    `batch_generate`. models: those that are loaded, by id, as `load_model` answered."""
+    """The result of `runtime/info`. codecs: those that the process reads. capabilities: optional methods and features,
+    such as `batch_generate`. models: the answer of `load_model` for each loaded model, by id."""
 
     name: str
     version: str
@@ -43,8 +43,8 @@ class Info(msgspec.Struct):
 
 
 class LoadModel(msgspec.Struct):
-    """Params of `load_model`. path: of its directory. options: settings of `reflex serve MODEL_DIR`, by name. only:
-    `tokenizer` loads the tokenizer alone, for `tokenize`."""
+    """Params of `load_model`. path: the model's directory. options: settings of `reflex serve MODEL_DIR`, by name.
+    only: `tokenizer` loads just the tokenizer, for `tokenize`."""
 
     model_id: str
     path: str = ""
@@ -72,9 +72,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     """Params of `generate`, and one of those of `batch_generate`: a request from the front to the engine.
 
     stream_id: unique among the streams that have not ended. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    timeout_ms: until the first token. follows: a stream with the same prompt; this one waits until that has computed
-    it. credits: tokens that may be sent before `stream.credit` grants more. draft_model, guidance: refused unless the
-    capability is there.
+    timeout_ms: until the first token. follows: a stream with the same prompt; this request waits until that stream has
+    computed it. credits: tokens that may be sent before `stream.credit` grants more. draft_model, guidance: refused
+    without the capability.
     """
 
     stream_id: str = ""
@@ -137,15 +137,15 @@ class StreamId(msgspec.Struct):
 
 
 class Shutdown(msgspec.Struct):
-    """Params of `shutdown`. drain: let streams finish, within so many seconds."""
+    """Params of `shutdown`. drain: let streams finish, for at most `timeout_s` seconds."""
 
     drain: bool = True
     timeout_s: float = 10.0
 
 
 class Token(msgspec.Struct, omit_defaults=True):
-    """One token of output. text: to show with it. top: the likeliest (id, logprob), with `logprobs`. held: characters
-    of earlier tokens that are shown only now. finish: why it is the last."""
+    """One token of output. text: the text to send with it. top: the likeliest (id, logprob), with `logprobs`. held:
+    characters of earlier tokens that are sent only now. finish: why it is the last."""
 
     text: str
     token_id: int
@@ -175,8 +175,8 @@ class StreamStats(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct, omit_defaults=True):
-    """`stream.event`. Exactly one of a stream is terminal (completed, cancelled, error), and nothing follows it.
-    backpressure: its producer is held until the reader reads. slowConsumer: it was held too long and ends."""
+    """`stream.event`. A stream has exactly one terminal event (completed, cancelled, error), its last message.
+    backpressure: the stream is held until its reader reads. slowConsumer: it was held too long and ends."""
 
     stream_id: str
     event: EventName
@@ -184,7 +184,7 @@ class StreamEvent(msgspec.Struct, omit_defaults=True):
 
 
 class Credit(msgspec.Struct):
-    """`stream.credit`, from the front: so many more tokens of the stream may be sent."""
+    """`stream.credit`, from the front: the number of further tokens that the stream may send."""
 
     stream_id: str
     tokens: int

@@ -27,7 +27,7 @@ class Processor(Protocol[V_co]):
     """What a driver runs batches on; V is the type of its values. Every method is called on the device thread.
 
     repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
-    tickets to find the guilty one; False makes the whole batch fail as one.
+    tickets to find the bad one; if False, the whole batch fails.
     """
 
     repeatable: bool
@@ -52,7 +52,7 @@ class Processor(Protocol[V_co]):
 def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
     """Run a batch and return one outcome per ticket, whatever the processor does.
 
-    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the guilty ones stand alone.
+    A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the bad ones run alone.
     A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
     results: whose is missing cannot be known.
     """

@@ -131,7 +131,7 @@ class OnnxSession:
             _match(path, "input", inputs, self.inputs)
             unknown = sorted(set(self.inputs) - {spec.name for spec in inputs})
             if unknown:
-                raise ConfigError(f"{path}: input {unknown[0]!r}: nobody feeds it, expected only {_names(inputs)}")
+                raise ConfigError(f"{path}: input {unknown[0]!r}: unknown, expected only {_names(inputs)}")
         if outputs is not None:
             _match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)

@@ -1,8 +1,8 @@
-"""An HTTP application: routes, the key, and what all of its requests share. It knows no product.
+"""An HTTP application: routes, the key, and the common state of its requests. It does not depend on a product.
 
-A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). A request goes one way:
-`open` when its head is there, `run` when its body is, and an `Exchange.answer` or `fail` at any later time. Nothing in
-it is a coroutine, because each layer costs on the hot path; a route that needs one calls `spawn`.
+A product gives a `Route` for each path, the form of its errors, and a `Host` (see `web.serve`). Each request takes the
+same way: `open` when its head is there, `run` when its body is, and `Exchange.answer` or `fail` at any later time. None
+of these is a coroutine, because each layer costs time on the hot path; a route that needs one calls `spawn`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCRATCH: Final = 64 * 1024  # bytes read at once
 
 
 class WebSettings(ConnectionSettings, Protocol):
-    """The settings that a server needs whatever it serves."""
+    """The settings that every server needs."""
 
     @property
     def host(self) -> str: ...
@@ -53,12 +53,12 @@ class Listener(Protocol):
 class App:
     """The application of one server.
 
-    routes: by path; `find` is asked for the route of any other path. form: of errors. on_answer: called with each
+    routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each
     exchange and its status.
 
-    asked: requests so far. active: those not answered yet. entering: those whose body is still coming, or that were
-    not queued yet. closing: refuse what changes anything, and close connections after their next answer. listeners:
-    besides that of HTTP; they are closed last. scratch: what websockets are read into; it is used up before the next
+    asked: requests so far. active: those not answered yet. entering: those whose body is still arriving, or that are
+    not queued yet. closing: refuse POSTs, and close connections after their next answer. listeners: other than that of
+    HTTP; they are closed last. scratch: what websockets are read into; it is used up before the next
     is read.
     """
 
@@ -81,7 +81,7 @@ class App:
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
-        self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # told of once it is closing
+        self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # called once it is closing
 
     @property
     def has_key(self) -> bool:
@@ -91,7 +91,7 @@ class App:
     # -- a request -----------------------------------------------------------------------------------------------------
 
     def open(self, exchange: Exchange) -> bool:
-        """The head of a request has come. Returns whether its body is wanted; otherwise it is answered, or will be."""
+        """The head of a request has arrived. Returns whether to read its body; if not, it is answered or will be."""
         exchange.number = exchange.request_id = self.asks()
         self.entering.add(exchange)
         if self.form.keeps_id:
@@ -142,7 +142,7 @@ class App:
             self.entered(exchange)
 
     def spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        """Answer it by a coroutine. Until that calls `entered`, the end of the server gives it up early."""
+        """Answer the request by a coroutine. Until that calls `entered`, a shutdown gives the request up early."""
         exchange.task = asyncio.get_running_loop().create_task(self._answering(exchange, answering))
 
     async def _answering(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
@@ -203,7 +203,7 @@ class App:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """From now on refuse what is posted, and close every connection after its next answer."""
+        """From now on refuse POSTs, and close every connection after its next answer."""
         self.closing = True
         self._tell()
 
@@ -216,7 +216,7 @@ class App:
         await self._all_answered.wait()
 
     def give_up_entering(self) -> None:
-        """Answer those that are still sending their request, or whose request was not queued yet."""
+        """Answer the requests that are still arriving, or that are not queued yet."""
         for exchange in list(self.entering):
             if exchange.task is not None:
                 exchange.task.cancel()

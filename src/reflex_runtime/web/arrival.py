@@ -1,4 +1,4 @@
-"""When the bytes of a connection reached this machine, which is earlier than when a busy process reads them."""
+"""When the bytes of a connection reached this machine; a busy process reads them later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arrived(file: int) -> float:
 
 
 def _waited(file: int) -> float:
-    """Seconds since the last byte reached this machine, where the kernel says so and it is worth mentioning."""
+    """Seconds since the last byte reached this machine, if the kernel knows and they are not negligible."""
     if file < 0 or _TCP_INFO is None:
         return 0.0
     try:

@@ -1,8 +1,8 @@
-"""Bodies of requests: how many bytes of them are in memory, and where they are decoded.
+"""Bodies of requests: the limit on their bytes in memory, and the decoding of large ones.
 
 Every byte counts from when it was read until its request is answered, so that callers that send half a body, or wait in
-the queue with a picture, cannot fill the memory. Large bodies are decoded in a thread of their own, one at a time: a
-decoder does not let the event loop run, and two would keep it waiting twice as long.
+the queue with a picture, cannot fill the memory. Large bodies are decoded in a separate thread, one at a time: a
+decoder holds the interpreter's lock, and two would stop the event loop twice as long.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Holder(Protocol):
 class Bodies:
     """The bodies of one server.
 
-    most: bytes that may be held in all; a request that is alone may have more. connections: asked to end one whose body
-    has stopped coming when there are too many. held: bytes now.
+    most: bytes that may be held in all; a single request may have more. connections: ends a connection with a stalled
+    body when there are too many bytes. held: bytes now.
     """
 
     def __init__(self, most: int, connections: Connections) -> None:
@@ -45,7 +45,7 @@ class Bodies:
         self._line: deque[Callable[[], None]] = deque()
 
     def line_up(self, read: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Call `read` in a later turn of the loop: one connection with a large body is read in each."""
+        """Call `read` in a later turn of the loop: each turn reads one connection with a large body."""
         if not self._line:
             loop.call_soon(self._read_one, loop)
         self._line.append(read)
@@ -80,11 +80,11 @@ class Bodies:
         owner.held = size
 
     def beside(self, decode: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """What `decode` returns, computed beside the loop."""
+        """The result of `decode`, computed outside the loop."""
         return asyncio.get_running_loop().run_in_executor(self._decoder, _bare, decode, *arguments)
 
     def close(self) -> None:
-        """What still waits to be decoded is forgotten."""
+        """Forget the bodies that wait to be decoded."""
         self._decoder.shutdown(wait=False, cancel_futures=True)
 
 

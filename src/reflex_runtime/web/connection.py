@@ -1,15 +1,14 @@
-"""HTTP/1.1 on a connection. httptools parses; the order of requests and answers, their bounds and their ends are here.
+"""HTTP/1.1 on a connection. httptools parses; this module has the order of requests and answers, and their limits.
 
-- The application is handed one request at a time; those that are pipelined behind it wait for their turn.
-- What is not HTTP is answered in the application's own form, after the answers that are still to come.
-- The head of a request is bounded in bytes; how long the head and the body may take, and how many connections there
-  are, is for `Connections`.
-- A request's age counts from when it reached this machine, which is earlier than when it was read where the process
-  had no time for it.
-- A caller that has sent a whole request and closes its sending side still gets an answer. For a request that waits in
-  a queue this is hanging up, and the answer says so: the two cannot be told apart on the wire.
-- A request for a websocket hands the connection over to `WebSocket`, where the path has them. Any other offer to
-  upgrade is declined by answering in HTTP/1.1, body included.
+- The application gets one request at a time; pipelined requests behind it wait for their turn.
+- Invalid HTTP is answered in the application's own form, after the answers that are still due.
+- The head of a request is limited in bytes. `Connections` limits the time for head and body, and the number of
+  connections.
+- A request's age counts from when it reached this machine; a busy process reads it later.
+- A caller that sends a whole request and then closes its sending side still gets an answer. If the request waits in a
+  queue, this counts as a disconnect, and the answer says so: the two look the same on the wire.
+- A request for a websocket hands the connection over to `WebSocket`, if the path has one. Any other upgrade is declined
+  by answering in HTTP/1.1, body included.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from reflex_runtime.web.form import Headers
 from reflex_runtime.web.websocket import WebSocket, handshake, query_of
 
 MAX_HEAD: Final = 64 * 1024  # bytes
-MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read from
-MAX_AHEAD: Final = 64 * 1024  # bytes of the body of a request whose turn has not come; with more it is not read from
-LARGE_BODY: Final = 64 * 1024  # bytes of a body, from which on its connection takes turns at being read with others
+MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read
+MAX_AHEAD: Final = 64 * 1024  # bytes of a body whose turn has not come; with more the connection is not read
+LARGE_BODY: Final = 64 * 1024  # bytes; connections with a larger body are read in turns
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 _PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus} | {499: "Client Closed Request"}
 _STATUS: Final = {code: f"HTTP/1.1 {code} {phrase}\r\n".encode() for code, phrase in _PHRASES.items()}
@@ -56,10 +55,10 @@ class HttpConnection(asyncio.Protocol):
         self.heard = 0.0
         self._loop = asyncio.get_running_loop()
         self._parser = _parser_for(self)
-        self._turns: deque[Exchange] = deque()  # heads that have come and are not answered; the first is being answered
+        self._turns: deque[Exchange] = deque()  # unanswered, with their head; the first is being answered
         self._coming: Exchange | None = None  # the last whose head has come
-        self._resumed: asyncio.Future[None] | None = None  # there while the caller does not take what is written
-        self._late = b""  # the answer of the first, where it came while the caller took nothing
+        self._resumed: asyncio.Future[None] | None = None  # set while the caller does not read
+        self._late = b""  # the answer of the first, if it came while the caller did not read
         self._in_head = self._skip_head = self._refusing = self._ended = self._lost = self._rests = False
         self._head = 0
         self._arrived = 0.0
@@ -137,7 +136,7 @@ class HttpConnection(asyncio.Protocol):
         self._take_time()
 
     def cut(self, error: ReflexError) -> None:
-        """It has taken too long, or others need its place."""
+        """End the connection: it has taken too long, or others need its place."""
         if self.phase in (Phase.HEAD, Phase.BODY) and not self._refusing:
             self._refuse(error)
             self._advance()
@@ -147,14 +146,14 @@ class HttpConnection(asyncio.Protocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close once what is being answered is."""
+        """Close after the answer in progress."""
         if self._turns:
             self._turns[-1].keep_alive = False
         else:
             self.transport.close()
 
     def give_up(self) -> asyncio.Task[None] | None:
-        """Close without sending what waits. Returns what still runs for it."""
+        """Close without sending waiting data. Returns the requests that still run for it."""
         task = self._turns[0].task if self._turns else None
         if task is None:
             self.transport.abort()
@@ -168,7 +167,7 @@ class HttpConnection(asyncio.Protocol):
             self._resumed = None
 
     def _take_time(self) -> None:
-        """Say what the connection takes its time over from now on."""
+        """Set the phase of the connection, for its time limit."""
         first = self._turns[0] if self._turns else None
         if self._resumed is not None:
             phase = Phase.SLOW
@@ -188,7 +187,7 @@ class HttpConnection(asyncio.Protocol):
     # -- requests, one at a time ---------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Open the request whose turn it is, and hand it over once all of it is there."""
+        """Open the request whose turn it is, and hand it over when it is complete."""
         if not self._turns:
             return
         exchange = self._turns[0]
@@ -261,7 +260,7 @@ class HttpConnection(asyncio.Protocol):
             self._take_time()
 
     def _read_on(self) -> None:
-        """Stop reading from a caller that asks on and on without reading; otherwise read, to notice when it leaves."""
+        """Client is not reading: reply later and stop reading its requests. Otherwise read, to notice a disconnect."""
         if self._lost or self.transport.is_closing():
             return
         coming = self._coming
@@ -327,7 +326,7 @@ class HttpConnection(asyncio.Protocol):
     # -- the parser ----------------------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> ClientError | None:
-        """Feed the parser; what is wrong with the data, if something is."""
+        """Feed the parser; returns an error in the data, or None."""
         rest = memoryview(data)
         while rest:
             try:
@@ -408,7 +407,8 @@ class HttpConnection(asyncio.Protocol):
     # -- offers to upgrade ---------------------------------------------------------------------------------------------
 
     def _upgrade(self, rest: bytes) -> bool:
-        """Hand the connection over to a websocket if one is asked for and may be had. rest: what came behind it."""
+        """Hand the connection over to a websocket if the request and its path allow it. rest: the bytes after the
+        request."""
         exchange = self._coming
         assert exchange is not None
         if self._turns[0] is not exchange or exchange.headers.get(b"upgrade", b"").lower() != b"websocket":
@@ -437,8 +437,7 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def _decline_upgrade(self) -> bool:
-        """Go on as if it had not been offered: a fresh parser is told the framing and then reads the body. False when
-        that makes no sense."""
+        """Ignore the upgrade: a new parser gets the framing and then reads the body. False if that is not possible."""
         framing = [(name, value) for name, value in self._headers if name in _FRAMING]
         self._parser = _parser_for(self)
         self._skip_head = True
@@ -454,7 +453,7 @@ class HttpConnection(asyncio.Protocol):
     # -- refusing ------------------------------------------------------------------------------------------------------
 
     def _refuse(self, error: ReflexError) -> None:
-        """Answer with an error and close. What was asked before is answered first."""
+        """Answer with an error and close. Earlier requests are answered first."""
         self._refusing = True
         last = self._turns[-1] if self._turns else None
         if last is not None:

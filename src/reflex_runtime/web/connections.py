@@ -1,8 +1,8 @@
-"""Connections of a server: how many there may be, and how long each may take over what.
+"""Limits on the connections of a server: their number, and the time for each phase.
 
-A connection waits for a request (idle), is in the middle of a request's head or body, does not read its answer (slow),
-or is being answered, which is bounded elsewhere. Whichever takes too long is cut off. Where there are too many, the one
-that has been idle for longest goes, then one that is slow to send; without either the newcomer is refused.
+A connection waits for a request (idle), receives a request's head or body, does not read its answer (slow), or is being
+answered, which is limited elsewhere. A connection that takes too long is closed. If there are too many, the one that
+has been idle for longest is closed, then one that sends slowly; if there is neither, the new one is refused.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from reflex_runtime.web.errors import Overloaded, TooSlow
 
 log = logging.getLogger("reflex.server")
 
-STALLED = 1.0  # seconds without a byte after which a body may be given up to make room for others
+STALLED = 1.0  # seconds without a byte after which a body may be given up for others
 CLOSING = 5.0  # seconds that the other side may take to close a connection
-UNREAD = 180.0  # seconds that an answer may wait for its reader to take some of it
+UNREAD = 180.0  # seconds that an answer may wait for its client to read
 RESERVE = 64  # file descriptors left to models, recordings and the like
-LEAST = 16  # connections, however few descriptors there are
+LEAST = 16  # connections, even with very few descriptors
 _TICK = 0.01  # seconds; loops count in milliseconds, and an early timer would be set again at once
 
 
@@ -51,13 +51,13 @@ class Connection(Protocol):
     def heard(self) -> float: ...
 
     def cut(self, error: ReflexError) -> None:
-        """End it. error: what to answer where a request has begun to come."""
+        """End the connection. error: the answer, if a request has begun to arrive."""
 
     def shutdown(self) -> None:
-        """Close once what is being answered is."""
+        """Close after the answer in progress."""
 
     def give_up(self) -> asyncio.Task[None] | None:
-        """Close without sending what waits. Returns what still runs for it."""
+        """Close without sending waiting data. Returns the requests that still run for it."""
 
 
 class Seldom:
@@ -107,7 +107,7 @@ class Connections:
         return list(self._all)
 
     def enter(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        """A new one, on the server's loop. Raises Overloaded when there is no room and all are being answered."""
+        """Add a connection, on the server's loop. Raises Overloaded if there is no room and all are being answered."""
         self._loop = loop
         connection.phase = Phase.ANSWERED
         if len(self._all) >= self.limits.most:
@@ -116,7 +116,7 @@ class Connections:
         self.move(connection, Phase.IDLE)
 
     def move(self, connection: Connection, phase: Phase) -> None:
-        """From now on it takes its time over something else, or once more over the same."""
+        """Begin another phase of the connection, or the same one again."""
         if connection not in self._all:
             return
         if connection.phase is not phase and connection.phase is not Phase.ANSWERED:
@@ -144,7 +144,7 @@ class Connections:
             await self._emptied
 
     def cut_stalled(self) -> None:
-        """End the body that has been coming for longest of those that have stopped coming, if there is one."""
+        """End the oldest of the stalled bodies, if there is one."""
         until = self._time() - STALLED
         stalled = self._in[Phase.BODY].first(lambda connection: connection.heard <= until)
         if stalled is not None:
@@ -164,7 +164,7 @@ class Connections:
         self._cut(oldest, Overloaded(f"{most} connections are open, and this one was slow", retry_after=1.0))
 
     def _cut(self, connection: Connection, error: ReflexError) -> None:
-        """It does not count any more, even if it takes a while to go."""
+        """Close a connection. It no longer counts, even if closing takes a while."""
         self.leave(connection)
         connection.cut(error)
 
@@ -174,7 +174,7 @@ class Connections:
     # -- time ----------------------------------------------------------------------------------------------------------
 
     def _arm(self, at: float) -> None:
-        """One timer for all: it looks at those that are due and is set for the next."""
+        """Set the one timer of all connections to the next time limit."""
         if self._timer is None or at < self._timer.when() - _TICK:
             if self._timer is not None:
                 self._timer.cancel()
@@ -218,7 +218,7 @@ def connections_of(config: ConnectionSettings) -> Connections:
 
 
 def most_connections(asked: int) -> int:
-    """As many as asked for, or as the process has file descriptors for."""
+    """The setting, or fewer if the process has fewer file descriptors."""
     try:
         import resource
 

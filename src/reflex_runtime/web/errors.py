@@ -1,4 +1,4 @@
-"""Errors that only an HTTP server has. All others bring their status along, see `core.errors`."""
+"""Errors that only an HTTP server has. All others have their status too, see `core.errors`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InvalidRequest(Rejected):
 
 
 class CallerLeft(ClientError):
-    """The caller hung up, or closed its sending side, before its request was queued."""
+    """The caller disconnected, or closed its sending side, before its request was queued."""
 
     code, http_status, retry_safe, outcome = "cancelled", 499, True, "cancelled"
 
@@ -59,7 +59,7 @@ class Unauthorized(ClientError):
 
 
 class Forbidden(ClientError):
-    """A server without a key was asked under a name that is not its own, or by the web page of another site."""
+    """A request to a server without a key, for a host name that is not its own, or from a web page of another site."""
 
     code, http_status = "forbidden", 403
 
@@ -71,7 +71,7 @@ class NotFound(ClientError):
 
 
 class Conflict(ClientError):
-    """What is asked does not fit the state the server is in."""
+    """The request does not fit the server's state."""
 
     code, http_status = "invalid_request", 409
 
@@ -89,7 +89,7 @@ class Unavailable(ReflexError):
 
 
 class NotReady(Unavailable):
-    """The model is not loaded yet, or could not be."""
+    """The model is not loaded yet, or loading failed."""
 
 
 class TooManyRequests(Unavailable):
@@ -99,7 +99,7 @@ class TooManyRequests(Unavailable):
 
 
 class Overloaded(Unavailable):
-    """The server holds as many connections, or bytes of request bodies, as it may."""
+    """The server has the most connections, or bytes of request bodies, that it accepts."""
 
     code = "overloaded"
 

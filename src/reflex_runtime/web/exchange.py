@@ -1,4 +1,4 @@
-"""One HTTP request and its answer: whole, or in parts as they come. It knows the connection only by `Carrier`."""
+"""One HTTP request and its answer: whole, or in parts. The connection is a `Carrier`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from reflex_runtime.web.websocket import MakeSession
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
-CLOSE: Final = (b"connection", b"close")  # the last of the headers where it is among them
+CLOSE: Final = (b"connection", b"close")  # always the last header
 
 
 class Carrier(Protocol):
-    """The connection that a request came on. What it is given after the caller has left is dropped."""
+    """The connection of a request. Data after the caller has left is dropped."""
 
     @property
     def writable(self) -> bool:
@@ -73,7 +73,7 @@ class Route:
 
 
 class Application(Protocol):
-    """What an exchange asks of its application; see `App`."""
+    """The application, as an exchange uses it; see `App`."""
 
     form: ErrorForm
     bodies: Bodies
@@ -93,8 +93,8 @@ class Exchange:
     is known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens.
     begun: the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts.
 
-    The rest is the connection's. opened: its turn has come. wanted: its body is to be read or handed over. whole: all
-    of it has come. broken: why that never will. upgrades: it asks for a websocket, and may have it now.
+    The rest is for the connection. opened: its turn has come. wanted: its body must be read or handed over. whole: it
+    is complete. broken: why it never will be. upgrades: it asks for a websocket, and may have it now.
     """
 
     __slots__ = (
@@ -185,7 +185,7 @@ class Exchange:
         self.carrier.begin(self, status, headers)
 
     def write(self, data: bytes) -> None:
-        """Send a part of the body, whether or not the caller takes it: see `writable` and `drained`."""
+        """Send a part of the body, even if the caller does not read: see `writable` and `drained`."""
         self.carrier.write(self, data)
 
     def end(self) -> None:
@@ -239,13 +239,13 @@ class Exchange:
 
     @property
     def _closes(self) -> bool:
-        """Whether the connection closes after the answer. A caller that waits for a go-ahead may or may not send the
-        body after an early answer: only a new connection starts clean."""
+        """Whether the connection closes after the answer. A caller that waits for "100 Continue" may or may not send
+        its body after an early answer, so it needs a new connection."""
         return self.app.closing or (self.expects and not self.received)
 
 
 def retry_headers(error: ReflexError) -> Headers:
-    """When to come again, where the error says so."""
+    """The Retry-After header, if the error has one."""
     return [] if error.retry_after is None else [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 

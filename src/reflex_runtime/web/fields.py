@@ -1,4 +1,4 @@
-"""Fields of JSON bodies that several products have: ids, whole numbers, and the 422 for what is wrong with a field."""
+"""Fields of JSON bodies that several products have: ids, whole numbers, and the 422 for a wrong field."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def whole(name: str, value: None) -> None: ...
 @overload
 def whole(name: str, value: int | None) -> int | None: ...
 def whole(name: str, value: Any) -> int | None:
-    """A whole number as an int, also where it came as 3.0; the 422 for any other."""
+    """A whole number as an int, 3.0 included; the 422 for any other number."""
     if type(value) is not float:
         return value  # type: ignore[no-any-return]
     if not value.is_integer():
@@ -41,7 +41,7 @@ def whole(name: str, value: Any) -> int | None:
 
 
 def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    """The 422 that msgspec's message makes."""
+    """The 422 for an error of msgspec."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     path = _PATH.search(text)
@@ -52,7 +52,7 @@ def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
 
 
 def check_id(name: str, value: str) -> None:
-    """Ids are any text up to 256 bytes without control characters."""
+    """Raises the 422 unless the id is text of up to 256 bytes without control characters."""
     if len(value) <= MAX_ID_BYTES and value.isascii() and value.isprintable():  # nearly all of them
         return
     if not is_unicode(value):

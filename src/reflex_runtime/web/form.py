@@ -1,4 +1,4 @@
-"""How a server words its errors, and which ids it repeats: the same while only its supervisor answers."""
+"""The form of a server's errors and ids, also used by its supervisor."""
 
 from __future__ import annotations
 

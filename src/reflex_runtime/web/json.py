@@ -1,4 +1,4 @@
-"""JSON as servers write and check it, whatever they serve."""
+"""Writing and checking JSON, for all servers."""
 
 from __future__ import annotations
 

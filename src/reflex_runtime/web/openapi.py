@@ -1,4 +1,4 @@
-"""/openapi.json as every server writes it, and /docs: a page of it that needs nothing from outside."""
+"""/openapi.json of every server, and /docs, a page of it that loads nothing from other sites."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The life of a server, whatever it serves: accept, start, serve until a signal, drain, leave.
+"""The life of every server: accept, start, serve until a signal, drain, end.
 
-A drain refuses what is new, finishes what was received, and only then closes connections.
+A drain refuses new requests, finishes those received, and only then closes connections.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, st
 
 
 class Host(Protocol):
-    """What a server serves: policies or a model, with their life.
+    """The product of a server, policies or a model: start, drain, stop.
 
-    state: in a word, as /health tells it. error: why it could not be started. unusable: its directory or a setting is
-    wrong, so that starting it again is of no use. writes_files: whether SIGHUP is for `turn_files`.
+    state: the word in /health. error: why it could not be started. unusable: its directory or a setting is wrong, so
+    that a restart cannot help. writes_files: whether SIGHUP calls `turn_files`.
     """
 
     @property
@@ -54,14 +54,14 @@ class Host(Protocol):
         """Load and warm up. Returns when it is ready or has failed; cancelled when the server is to end."""
 
     def drain(self) -> None:
-        """The server ends: nothing new will be asked."""
+        """The server ends: no new requests will come."""
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish what was asked until `until`, by the loop's clock, and end the rest. Returns whether no thread is left
         running. answered: returns when every request has its answer."""
 
     def turn_files(self) -> None:
-        """Go on in new files of what it records; the old ones are kept."""
+        """Continue its recordings in new files; the old ones are kept."""
 
 
 Made = tuple[App, Host]
@@ -78,11 +78,11 @@ def serve(
 ) -> tuple[int, bool]:
     """Serve until a signal. Returns the exit status, and whether every thread ended.
 
-    When one did not, it is stuck in a model: leave with `os._exit`, an interpreter that shuts down around it may crash.
-    make: called on the loop, makes what is served. Its first argument is to be called when the device is lost for good;
-    its second is what the supervisor knows, where there is one.
+    A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
+    may crash. make: called on the loop, makes the application and its host. Its first argument is a function to call
+    when the device is lost for good; its second is the supervisor's state, if there is one.
     drain_s: seconds that the end may take. on_listening: called on the loop once the port answers; on_ready: called
-    with the host once it is ready or has failed. parent: the supervisor, where there is one.
+    with the host once it is ready or has failed. parent: the supervisor, if there is one.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
@@ -155,7 +155,7 @@ async def serving(
 
 
 async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
-    """Start it, saying now and then that it still does. False when the server is to stop before that."""
+    """Start the host, with a log line now and then. False if the server must stop before it has started."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     starting = asyncio.create_task(host.start())
@@ -172,7 +172,7 @@ async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
 
 
 async def _drain(app: App, host: Host, until: float) -> bool:
-    """Refuse what is new, finish what was received, answer the rest. Returns whether every thread ended."""
+    """Refuse new requests, finish those received, answer the rest. Returns whether every thread ended."""
     loop = asyncio.get_running_loop()
     await _read_what_arrived(app)  # what had reached this machine when the signal came counts as received
     app.close()
@@ -189,7 +189,7 @@ async def _drain(app: App, host: Host, until: float) -> bool:
 
 
 async def _close_connections(app: App) -> None:
-    """Close every connection once its answer is taken, and after a while the others too."""
+    """Close every connection once its answer was read, and after a while the others too."""
     for connection in app.connections.all():
         connection.shutdown()
     if not await _within(app.connections.wait_empty, asyncio.get_running_loop().time() + UNREAD):
@@ -200,7 +200,7 @@ async def _close_connections(app: App) -> None:
 
 
 def stop_on_signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once: its user has no more patience."""
+    """SIGTERM or SIGINT sets `stop`. A SIGINT after that ends the process at once."""
 
     def signalled(number: int) -> None:
         if stop.is_set() and number == signal.SIGINT:

@@ -1,12 +1,11 @@
-"""A small process above the server: it owns the listening socket, starts the server again when it is lost, and answers
+"""The supervisor, a small parent process: it owns the listening socket, restarts the server after a crash, and answers
 callers meanwhile.
 
-The server is a fork of the supervisor, so it is the same program with the same arguments and needs no protocol between
-the two: it tells over a pipe when it accepts connections, is ready, and ceases to accept. A crash in native code ends
-it alone. The kernel then closes its connections, which is how callers learn of it, and the supervisor accepts the new
-ones: it answers `/health` with `restarting` and everything else with 503 `not_ready` in the server's own form, until
-the next server accepts.
-No thread and no event loop: both would be in the way of a fork.
+The server is a fork of the supervisor: the same program with the same arguments. It writes to a pipe when it accepts
+connections, is ready, and stops accepting. A crash in native code ends only the server. The kernel then closes its
+connections, so callers notice at once. The supervisor accepts new ones: until the next server accepts, it answers
+`/health` with `restarting` and everything else with 503 `not_ready`, in the server's own form.
+It has no thread and no event loop, because they would disturb the fork.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from reflex_runtime.web.json import encode
 log = logging.getLogger("reflex.supervisor")
 
 PASSED_ON: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-MOST: Final = 8  # lives in a row shorter than STEADY, after which the supervisor gives up
+MOST: Final = 8  # servers in a row that lived shorter than STEADY, after which the supervisor gives up
 STEADY: Final = 60.0  # seconds
 FIRST, LONGEST = 0.1, 10.0  # seconds before the first and the longest wait for a new start
 CALLERS: Final = 256  # connections answered here at a time; for another one the oldest is closed
@@ -47,14 +46,14 @@ EXIT_LOST: Final = 1  # status of a server that lost its device, and of a superv
 
 @dataclass(slots=True)
 class Lives:
-    """What is known of the servers so far. restarts: of this one. last_exit: how the one before ended, in words."""
+    """The history of the servers. restarts: their number. last_exit: how the last one ended, in words."""
 
     restarts: int = 0
     last_exit: str | None = None
 
 
 class Parent:
-    """The server's side: what it tells its supervisor, and what it knows from it."""
+    """The server's connection to its supervisor."""
 
     def __init__(self, lives: Lives, pipe: int) -> None:
         self.lives, self._pipe = lives, pipe
@@ -76,18 +75,19 @@ class Parent:
 
 
 def supervise(sock: socket.socket, backlog: int, serve: Callable[[Parent], int], form: ErrorForm) -> int:
-    """Run `serve` in a fork, again whenever that is lost. Returns the exit status.
+    """Run `serve` in a fork, and again after each crash. Returns the exit status.
 
-    sock: bound; the server listens. form: of what callers are answered while there is none. A server that ends with a
-    status other than 1 has ended on purpose, and one that was lost before any was ever ready would be lost again: then
-    the supervisor ends with it.
+    sock: bound; the server listens. form: of answers while there is no server. A server that ends with a status other
+    than 1 has ended on purpose, and one that crashes before any was ever ready would crash again: then the supervisor
+    ends too.
     """
     restarts = Restarts(FIRST, LONGEST, STEADY, MOST, LONGEST, random)
     return _Supervisor(sock, backlog, serve, form, restarts).run()
 
 
 class _WaitingCaller:
-    """A connection that is answered here. The rest of what it sends is read, so that it gets to read its answer."""
+    """A connection that the supervisor answers. It also reads the rest of the request, so that the caller can read the
+    answer."""
 
     def __init__(self, sock: socket.socket, until: float) -> None:
         self.sock, self.until = sock, until
@@ -190,7 +190,7 @@ class _Supervisor:
             self._pipe = -1
 
     def _reap(self) -> int | None:
-        """What follows from the end of the server: the exit status, or None to go on."""
+        """Handle the end of the server: returns the exit status, or None to go on."""
         if not self._pid:
             return None if self._ending is None else 0
         if os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -294,7 +294,7 @@ class _Supervisor:
         del self._callers[caller.sock]
 
     def _answer(self, head: bytes) -> bytes:
-        """/health as far as it is known here, and for everything else that it is to be asked again."""
+        """Answer /health from the supervisor's own state, and all other requests with `not_ready`."""
         request_id = self._form.own_id(_header(head, b"x-request-id")) or secrets.token_hex(16)
         told: dict[str, Any] = {"state": "restarting", **asdict(self._lives)}
         if head.split(b" ", 2)[1:2] == [b"/health"]:
@@ -337,7 +337,7 @@ def _header(head: bytes, name: bytes) -> bytes:
 
 
 def _become_server(above: int) -> None:
-    """In the fork: a process as if it had been started by itself, that ends when its supervisor is gone."""
+    """In the fork: set signals as in a process of its own, which ends when its supervisor is gone."""
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)  # a Ctrl-C in a terminal is for the supervisor, which passes it on
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,9 +1,9 @@
-"""Who may use a server that has no key: programs on this machine and, if bound so, on its network; but no web page.
+"""Access to a server without a key: programs on this machine and, if bound so, on its network; but no web pages.
 
-A browser lets every web page send a simple POST to any address, and says in `Origin` which site the page is from. A
-site that rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`.
-So without a key both headers must name this server. Changes of state are taken from loopback only, and not from a
-proxy: behind a proxy on this machine every caller has a loopback address.
+A browser lets every web page send a simple POST to any address, and sends the page's site in `Origin`. A site that
+rebinds its DNS name to this machine makes its pages same-origin; the browser then sends that name in `Host`. So without
+a key both headers must name this server. Changes of state are accepted from loopback only, and not through a proxy,
+because behind a proxy on this machine every caller has a loopback address.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 from reflex_runtime.web.errors import Forbidden, Unauthorized
 
 ANY = "*"
-_KEEPS = 256  # values of Host that were found to be right, so that the next request is only looked up
+_KEEPS = 256  # accepted values of Host, so that the next request needs only a look-up
 _FORWARDED = (b"forwarded", b"via", b"x-real-ip")
 
 
 class Trust:
-    """What a server without a key lets in.
+    """Checks the requests of a server without a key.
 
-    host: what the server is bound to. names: further names by which it may be asked; `*` lets every name in.
+    host: the address that the server is bound to. names: its further host names; `*` accepts every name.
     """
 
     def __init__(self, host: str, names: Collection[str] = ()) -> None:
@@ -55,7 +55,7 @@ class Trust:
             self._known.add(host)
 
     def _is_own_page(self, origin: bytes, host: bytes | None) -> bool:
-        """Whether a page is from this machine, from this server, or from a site that was named."""
+        """Whether a page is from this machine, from this server, or from a site in `names`."""
         return (host is not None and origin == b"http://" + host) or self._is_named(_hostname(origin))
 
     def _is_named(self, name: str) -> bool:

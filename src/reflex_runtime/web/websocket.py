@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from reflex_runtime.web.app import App
 
 MAX_AHEAD: Final = 16  # messages waiting behind the one being answered; with more of them nothing is read
-LARGE_MESSAGE: Final = 64 * 1024  # bytes of a message, from which on its connection takes turns at being read
+LARGE_MESSAGE: Final = 64 * 1024  # bytes; connections with a larger message are read in turns
 PIECE: Final = 4 * 1024  # bytes parsed at once: 700 frames at most, which take 5 ms
 MAX_FRAMES: Final = 64  # frames in one turn of the loop, after which it parses no further piece
 NORMAL, GOING_AWAY, UNSUPPORTED, INVALID, POLICY, INTERNAL, TRY_LATER = 1000, 1001, 1003, 1007, 1008, 1011, 1013
 
 _log = logging.getLogger("reflex.websocket")
-_log.setLevel(logging.ERROR)  # the library tells of every connection
+_log.setLevel(logging.ERROR)  # the library logs every connection
 
 
 class SocketMessage:
@@ -57,19 +57,19 @@ class SocketMessage:
 
 
 class SocketSession(Protocol):
-    """What a product does with one websocket. Everything is called on the event loop."""
+    """A product's side of one websocket. All methods are called on the event loop."""
 
     def opened(self) -> None:
         """The handshake is done."""
 
     def asked(self, message: SocketMessage) -> None:
-        """A message has come. Call `WebSocket.answer` or `fail` for it, now or later; what is raised fails it."""
+        """A message has arrived. Call `WebSocket.answer` or `fail` for it, now or later; an exception fails it."""
 
     def failed(self, message: SocketMessage, error: ReflexError) -> str | bytes:
-        """The message is answered with an error. Returns the frame that says so."""
+        """The message failed. Returns the frame with the error."""
 
     def left(self) -> None:
-        """The connection is over. What is answered from now on is dropped."""
+        """The connection is closed. Later answers are dropped."""
 
 
 MakeSession = Callable[["WebSocket"], SocketSession]
@@ -116,7 +116,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def open(self) -> bool:
-        """Whether what is sent may still arrive."""
+        """Whether the connection is open for sending."""
         return self._protocol.state is State.OPEN
 
     def send(self, data: str | bytes) -> None:
@@ -134,7 +134,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._take_time()
 
     def answer(self, *frames: str | bytes) -> None:
-        """Send these frames, or none. The message that was asked last is dealt with."""
+        """Answer the last message with these frames, or none."""
         message, self._asked = self._asked, None
         assert message is not None
         for frame in frames:
@@ -252,7 +252,7 @@ class WebSocket(asyncio.BufferedProtocol):
     # -- for `Connections` ---------------------------------------------------------------------------------------------
 
     def cut(self, error: ReflexError) -> None:
-        """It has taken too long, or others need its place."""
+        """End the connection: it has taken too long, or others need its place."""
         if self._paused or not self.open:
             self.transport.abort()
         else:
@@ -260,7 +260,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close once what is being answered is."""
+        """Close after the answer in progress."""
         self._ends = True
         if self._asked is None:
             self.close(GOING_AWAY, "the server is shutting down")
@@ -270,7 +270,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self.transport.abort()
 
     def _take_time(self) -> None:
-        """Say what the connection takes its time over from now on."""
+        """Set the phase of the connection, for its time limit."""
         if not self.open:
             self._forget_waiting()
         if self._paused:
@@ -281,7 +281,7 @@ class WebSocket(asyncio.BufferedProtocol):
             phase = Phase.BODY
         else:
             phase = Phase.IDLE if self._asked is None and not self._owes else Phase.ANSWERED
-        if phase is not self.phase or phase is Phase.IDLE:  # whatever comes, a ping too, ends its idleness
+        if phase is not self.phase or phase is Phase.IDLE:  # any frame, also a ping, ends idleness
             self.app.connections.move(self, phase)
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -378,6 +378,6 @@ def handshake(head: bytes, most: int) -> SocketProtocol:
 
 
 def query_of(target: bytes) -> dict[str, str]:
-    """What the query of a request's target says."""
+    """The fields of the query of a request's target."""
     query = httptools.parse_url(target).query or b""
     return dict(parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True))

@@ -257,7 +257,7 @@ INPUTS: dict[str, tuple[Change, str]] = {
     "size": (lambda c: c.update(chunk_size=5), "'x' float32[batch, 4, 2], expected [batch, 5, 2]"),
     "rank": (lambda c: c["inputs"].update(state="x", noise="pose"), "expected [batch, 2]"),
     "type": (lambda c: c["inputs"].update(tokens="rgb", front="ids"), "'rgb' uint8[batch, 4, 6, 3], expected int32"),
-    "nobody feeds it": (
+    "an unknown input": (
         lambda c: (c["inputs"].pop("tokens"), c.pop("tokenizer"), c.pop("max_tokens")), "input 'ids' int64[batch, 3]",
     ),
 }

@@ -1,4 +1,4 @@
-"""Whether two policies fit one device, told before anything is loaded: out of memory in the tenth minute is too late.
+"""Checks that two policies fit the device, before anything is loaded: out of memory in the tenth minute is too late.
 
 The rule (twice the larger model within 70 % of the memory) is a pure function of two sizes; the probes stand apart. The
 rest of the memory is for activations, prefix caches and whatever else runs there.

@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself, read without loading it: so that something can be told when nothing loads.
+"""Reads the description in an ONNX file without loading the model, for messages about files that do not load.
 
 A few fields of the protocol buffer, found by walking over the rest: weights are never touched, whatever they weigh.
 """
@@ -31,7 +31,7 @@ class NotOnnx(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """An input or output. dims: with the batch axis, a name where symbolic, None in a place not told; None: unknown."""
+    """An input or output. dims: with the batch axis; a name if symbolic, None if not given. dims=None: unknown."""
 
     name: str
     dtype: str

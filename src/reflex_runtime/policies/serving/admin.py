@@ -160,7 +160,7 @@ class Admin:
             exchange.fail(ReflexError("the policy could not be loaded; the server's log has the details"))
 
     def close(self) -> None:
-        """The server is going: what is being loaded is given up, and its operator told."""
+        """The server ends: give up the present load, and answer its operator."""
         for task in self._tasks:
             task.cancel()
 
