@@ -124,6 +124,10 @@ class ServeConfig(ServerConfig):
         "n1.6", "the release whose form get_modality_config has; all else is answered in the caller's own",
         choices=("n1.6", "n1.5"), needs="gr00t",
     )
+    oip_grpc: str = option(
+        "", "also serve OIP (Triton, KServe) over gRPC; elsewhere than loopback only with --api-key",
+        metavar="HOST:PORT",
+    )
     lerobot: str = option(
         "", "also serve LeRobot's asynchronous clients, over gRPC; elsewhere than loopback only with --api-key",
         metavar="HOST:PORT",
@@ -240,6 +244,7 @@ class ServeConfig(ServerConfig):
         if self.gr00t and (found is None or int(found["port"]) > 65535):
             expected = "tcp://ADDRESS:PORT with localhost, a numeric address or *, and a port up to 65535"
             raise ConfigError(f"--gr00t={one_line(self.gr00t)}: must be {expected}", field="gr00t")
+        _check_address("oip_grpc", self.oip_grpc)
         _check_address("lerobot", self.lerobot)
 
     @property

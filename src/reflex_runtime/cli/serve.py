@@ -221,6 +221,7 @@ def _check(config: ServeConfig) -> None:
         )
     check_trace(config.trace)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
+    _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
     _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
 
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,6 +20,8 @@ import grpc.aio
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import BodyTooLarge, TooSlow, Unauthorized, describe_error, known
+
+T = TypeVar("T")
 
 OVER: Final = 1.0  # seconds that callers have at the end to take their answers
 _STATUS: Final = grpc.StatusCode
@@ -58,29 +60,32 @@ class GrpcSettings(Protocol):
 
 
 class GrpcCall:
-    """One call. id: made by the server, unique. peer: of its connection. started: when it came (`time.monotonic`).
-    held: bytes of it that `Bodies` counts."""
+    """One call. method: its name. id: made by the server, unique. peer: of its connection. started: when it came
+    (`time.monotonic`). left_ms: how long its caller waits from then on; None without limit. held: bytes of it that
+    `Bodies` counts."""
 
-    __slots__ = ("_context", "held", "id", "peer", "started")
+    __slots__ = ("held", "id", "left_ms", "method", "peer", "started")
 
-    def __init__(self, id: str, context: Any) -> None:
-        self.id, self._context, self.peer = id, context, str(context.peer())
+    def __init__(self, method: str, id: str, context: Any) -> None:
+        self.method, self.id, self.peer = method, id, str(context.peer())
         self.started = time.monotonic()
+        left = context.time_remaining()
+        self.left_ms = None if left is None else max(float(left) * 1e3, 0.001)
         self.held = 0
-
-    @property
-    def left_ms(self) -> float | None:
-        """Milliseconds that its caller still waits; None without end."""
-        left = self._context.time_remaining()
-        return None if left is None else float(left) * 1e3
 
 
 class Reported(Exception):
-    """An error that is counted already. error: for the caller."""
+    """An error that is counted already. error: for the caller. request_id: of the request that has it."""
 
-    def __init__(self, error: ReflexError) -> None:
+    def __init__(self, error: ReflexError, request_id: str) -> None:
         super().__init__(error.message)
-        self.error = error
+        self.error, self.request_id = error, request_id
+
+
+def settle(settled: asyncio.Future[T], result: T) -> None:
+    """Set the result that a call awaits, unless the call was cancelled."""
+    if not settled.done():
+        settled.set_result(result)
 
 
 Method = Callable[[GrpcCall, bytes], Awaitable[bytes]]
@@ -117,8 +122,8 @@ class GrpcListener:
         """Answer the methods of a service. failed: called with each error that is not `Reported`."""
         self._failed = failed
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_unary_rpc_method_handler
-        handlers = {name: unary(partial(self._unary, method)) for name, method in methods.items()}
-        handlers |= {name: stream(partial(self._stream, method)) for name, method in streams.items()}
+        handlers = {name: unary(partial(self._unary, name, method)) for name, method in methods.items()}
+        handlers |= {name: stream(partial(self._stream, name, method)) for name, method in streams.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         self._starting = asyncio.get_running_loop().create_task(self._server.start())
 
@@ -126,15 +131,15 @@ class GrpcListener:
         """End. Callers have a moment to take their answers."""
         await self._server.stop(OVER)
 
-    async def _unary(self, method: Method, data: bytes, context: Any) -> bytes:
+    async def _unary(self, name: str, method: Method, data: bytes, context: Any) -> bytes:
         async def answer(call: GrpcCall) -> bytes:
             self._app.bodies.take(call, len(data))
             return await method(call, data)
 
-        return await self._answer(answer, context)
+        return await self._answer(name, answer, context)
 
-    async def _stream(self, method: StreamMethod, parts: AsyncIterator[bytes], context: Any) -> bytes:
-        return await self._answer(lambda call: method(call, self._within(call, parts)), context)
+    async def _stream(self, name: str, method: StreamMethod, parts: AsyncIterator[bytes], context: Any) -> bytes:
+        return await self._answer(name, lambda call: method(call, self._within(call, parts)), context)
 
     async def _within(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """The parts of a message, within its size and its time."""
@@ -148,19 +153,19 @@ class GrpcListener:
         except TimeoutError:
             raise TooSlow(f"the message did not come within {self._body_timeout_s:g} s") from None
 
-    async def _answer(self, answer: Callable[[GrpcCall], Awaitable[bytes]], context: Any) -> bytes:
-        call = GrpcCall(self._app.asks(), context)
+    async def _answer(self, name: str, answer: Callable[[GrpcCall], Awaitable[bytes]], context: Any) -> bytes:
+        call = GrpcCall(name, self._app.asks(), context)
         try:
             try:
                 self._check(context)
                 return await answer(call)
             except Reported as reported:
-                error = reported.error
+                error, request_id = reported.error, reported.request_id
             except Exception as failure:
-                error = known(failure, call.id)
+                error, request_id = known(failure, call.id), call.id
                 self._failed(call, error)
             code = _BY_CODE.get(error.code) or _BY_STATUS.get(error.http_status, _STATUS.INTERNAL)
-            told = (("reflex-error", json.dumps(describe_error(error, call.id))),)
+            told = (("reflex-error", json.dumps(describe_error(error, request_id))),)
             await context.abort(code, error.message, told)
             raise AssertionError("abort raises")
         finally:

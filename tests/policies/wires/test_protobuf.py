@@ -34,6 +34,10 @@ def test_w49_what_is_written_is_read() -> None:
 def test_w49_numbers_come_packed_or_one_by_one() -> None:
     packed = b"\x4a\x0c\5" + b"\xff" * 9 + b"\1\0"
     assert parse(packed + b"\x48\x07", OUTER)["ints"].tolist() == [5, -1, 0, 7]
+    many = [(5 - i) * 7**i for i in range(20)]
+    assert parse(serialize({"ints": many}, {9: Field("ints", "int", many=True)}), OUTER)["ints"].tolist() == many
+    data = b"".join(serialize({"x": i}, {1: Field("x", "int")})[1:] for i in many)
+    assert parse(b"\x4a" + bytes([len(data) & 0x7F | 0x80, len(data) >> 7]) + data, OUTER)["ints"].tolist() == many
     assert parse(b"\x52\3\xac\2\1", OUTER)["uints"].tolist() == [300, 1]
     assert parse(b"\x5a\x08" + np.float32([0.5, 2]).tobytes(), OUTER)["floats"].tolist() == [0.5, 2]
     assert parse(b"\x62\2\1\0", OUTER)["bools"].tolist() == [True, False]
@@ -44,7 +48,8 @@ def test_w49_numbers_come_packed_or_one_by_one() -> None:
     [
         b"\x08", b"\x32\5a", b"\x32\2\x0a\5", b"\x0a\1a", b"\x25\0\0\0", b"\x3a\1\xff", b"\x0b", b"\x4a\1\x80",
         b"\x08" + b"\x80" * 10 + b"\1", b"\x4a\x0b" + b"\x80" * 10 + b"\1", b"\x5a\3abc", b"\x08\1" * 20_001,
-        b"\x52\x80\x80\x80\x01" + bytes(2**21),
+        b"\x52\x80\x80\x80\x01" + bytes(2**21), b"\x4a\x28" + b"\x80" * 40,
+        b"\x4a\x28" + bytes(20) + b"\x80" * 19 + b"\1",
     ],
 )  # fmt: skip
 def test_w49_what_is_no_message_is_refused(data: bytes) -> None:

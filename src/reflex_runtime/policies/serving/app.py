@@ -24,6 +24,7 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires import openpi, vla_eval
 from reflex_runtime.policies.wires.observations import Reading
+from reflex_runtime.policies.wires.oip import Sequences
 from reflex_runtime.policies.wires.oip_http import OipHttp
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
@@ -57,7 +58,8 @@ def application(runtime: PolicyRuntime) -> App:
     robots = partial(OpenpiSession, asking)
     routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
     routes.append(Route(vla_eval.PATH, _websocket_only, most=most, socket=partial(VlaEvalSession, asking)))
-    oip = OipHttp(asking, most)
+    sequences = Sequences()
+    oip = OipHttp(asking, most, sequences)
     routes += oip.routes
     for path, view in views.open.items():
         routes.append(Route(path, view, open=True))
@@ -72,6 +74,8 @@ def application(runtime: PolicyRuntime) -> App:
     runtime.on_drain.append(admin.close)
     if config.gr00t:
         _listen_groot(app, asking)
+    if config.oip_grpc:
+        _listen_oip(app, asking, sequences)
     if config.lerobot:
         _listen_lerobot(app, asking)
     return app
@@ -87,6 +91,17 @@ def _listen_groot(app: App, asking: Asking) -> None:
     app.listeners.append(listener)
     asking.runtime.when_started(listener.begin)
     log.info("clients of GR00T: %s", listener.address)
+
+
+def _listen_oip(app: App, asking: Asking, sequences: Sequences) -> None:
+    from reflex_runtime.policies.wires.oip_grpc import SERVICE, OipService
+    from reflex_runtime.web.grpc_listener import GrpcListener
+
+    service = OipService(asking, sequences)
+    listener = GrpcListener(app, "--oip-grpc", asking.config.oip_grpc, asking.config)
+    listener.serve(SERVICE, service.methods, {}, service.failed)
+    app.listeners.append(listener)
+    log.info("clients of OIP over gRPC: %s", listener.address)
 
 
 def _listen_lerobot(app: App, asking: Asking) -> None:

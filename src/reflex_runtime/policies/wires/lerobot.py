@@ -31,7 +31,7 @@ from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serial
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import ClientError, Conflict
 from reflex_runtime.web.fields import invalid
-from reflex_runtime.web.grpc_listener import GrpcCall, Reported
+from reflex_runtime.web.grpc_listener import GrpcCall, Reported, settle
 from reflex_runtime.web.json import printable
 
 SERVICE: Final = "transport.AsyncInference"
@@ -234,7 +234,7 @@ class LerobotService:
 
     async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotSeen) -> ActAnswer:
         settled: asyncio.Future[ActAnswer | ReflexError] = asyncio.get_running_loop().create_future()
-        ask = Ask(LEROBOT, call.id, robot.name, partial(_settle, settled), seen.started)
+        ask = Ask(LEROBOT, call.id, robot.name, partial(settle, settled), seen.started)
         if self._asking.enter(ask):
             self._asking.ask(ask, seen.question)
         try:
@@ -243,7 +243,7 @@ class LerobotService:
             self._asking.leave(ask)
             raise
         if isinstance(result, ReflexError):
-            raise Reported(result)
+            raise Reported(result, ask.request_id)
         return result
 
     async def _started(self) -> None:
@@ -263,11 +263,6 @@ class LerobotService:
                 self._robots.popitem(last=False)[1].drop()
         self._robots.move_to_end(call.peer)
         return robot
-
-
-def _settle(settled: asyncio.Future[ActAnswer | ReflexError], result: ActAnswer | ReflexError) -> None:
-    if not settled.done():
-        settled.set_result(result)
 
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:

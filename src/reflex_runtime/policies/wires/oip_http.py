@@ -162,10 +162,10 @@ FORM: Final = ErrorForm(_refuse)
 class OipHttp:
     """The routes of the protocol."""
 
-    def __init__(self, asking: Asking, most: int) -> None:
+    def __init__(self, asking: Asking, most: int, sequences: Sequences) -> None:
         """most: bytes that a body may have."""
         self._asking, self._runtime = asking, asking.runtime
-        self._sequences = Sequences()
+        self._sequences = sequences
         fixed: dict[str, tuple[Callable[[Exchange, bytes], None], bool]] = {
             ROOT: (self.server, False),
             "/v2/health/live": (self.live, True),

@@ -19,6 +19,7 @@ from reflex_runtime.web.errors import ClientError
 MAX_FIELDS: Final = 20_000  # in a message, those of the messages within it included
 MAX_NUMBERS: Final = 2**20  # of repeated fields: a whole number of one byte takes eight here
 MAX_DEPTH: Final = 8
+FEW: Final = 32  # bytes
 _VARINT, _EIGHT, _SIZED, _FOUR = 0, 1, 2, 5
 _FLOATS: Final = {"float": (_FOUR, "<f4"), "double": (_EIGHT, "<f8")}
 _WHOLE: Final = ("bool", "int", "uint")
@@ -71,7 +72,7 @@ class _Parser:
                 found[field.name].append(self._one(field, tag & 7, raw, depth))
         for field in message.values():
             if field.many and _is_number(field):
-                found[field.name] = np.hstack((np.empty(0, _NUMBERS[str(field.kind)]), *found[field.name]))
+                found[field.name] = _joined(found[field.name], _NUMBERS[str(field.kind)])
         return found
 
     def _packed(self, raw: memoryview, kind: str) -> NDArray[Any]:
@@ -79,7 +80,17 @@ class _Parser:
         self._numbers -= len(numbers)
         if self._numbers < 0:
             raise ClientError(f"the message has over {MAX_NUMBERS} numbers one by one: send tensors as raw bytes")
-        return numbers if kind in _FLOATS else _whole_numbers(numbers, kind)
+        if kind in _FLOATS:
+            return numbers
+        return _whole_numbers(numbers, kind) if len(numbers) > FEW else self._few(raw, kind)
+
+    def _few(self, raw: memoryview, kind: str) -> NDArray[Any]:
+        """The same one by one, which is faster for a few."""
+        found, at = [], 0
+        while at < len(raw):
+            value, at = _varint(raw, at)
+            found.append(value)
+        return _typed(np.array(found, np.uint64), kind)
 
     def _one(self, field: Field, wire: int, raw: Any, depth: int) -> Any:
         kind = field.kind
@@ -137,6 +148,13 @@ def _floats(raw: memoryview, kind: str) -> NDArray[Any]:
     return np.frombuffer(raw, dtype)
 
 
+def _joined(parts: list[Any], dtype: type[Any]) -> NDArray[Any]:
+    """Packed arrays and single numbers as one array."""
+    if len(parts) == 1 and isinstance(parts[0], np.ndarray):
+        return parts[0]
+    return np.hstack([np.empty(0, dtype), *parts]) if parts else np.empty(0, dtype)
+
+
 def _whole_numbers(data: NDArray[np.uint8], kind: str) -> NDArray[Any]:
     """Packed numbers: first the first byte of all of them, then the second."""
     ends = np.flatnonzero(data < 0x80)
@@ -150,6 +168,10 @@ def _whole_numbers(data: NDArray[np.uint8], kind: str) -> NDArray[Any]:
     for place in range(int(sizes.max()) if len(sizes) else 0):
         longer = sizes > place
         values[longer] |= (data[starts[longer] + place] & np.uint8(0x7F)).astype(np.uint64) << np.uint64(7 * place)
+    return _typed(values, kind)
+
+
+def _typed(values: NDArray[np.uint64], kind: str) -> NDArray[Any]:
     return values.astype(np.bool_) if kind == "bool" else values.view(np.int64) if kind == "int" else values
 
 
