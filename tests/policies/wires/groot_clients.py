@@ -1,4 +1,4 @@
-"""Clients of GR00T, written from what is known of their bytes: one REQ socket, one message at a time."""
+"""Clients of GR00T, written from what is known of their bytes, and what they see. One REQ socket each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,32 @@ import msgpack
 import numpy as np
 import zmq
 
+from serving.exports import expected
 from serving.harness import PATIENCE, Server
+
+PICTURE = np.full((6, 8, 3), 7, np.uint8)
+BLOCK = {
+    "images": {"image": "ego_view"},
+    "state": [["arm", 1], ["gripper", 1]],
+    "actions": [["arm", 1], ["gripper", 1]],
+    "prompt": "annotation.human.task_description",
+}
+
+
+def nested(*rows: int, **more: Any) -> dict[str, Any]:
+    """What N1.6 and N1.7 send of these robots."""
+    return {
+        "video": {"ego_view": np.stack([[PICTURE, PICTURE]] * len(rows))},
+        "state": {
+            "gripper": np.array([[[-0.1 * i]] for i in rows], np.float32),
+            "arm": np.array([[[0.1 * i]] for i in rows], np.float32),
+        },
+        "language": {"task": [["open the door"]] * len(rows)},
+    } | more
+
+
+def want(i: int, seed: int) -> Any:
+    return expected([0.1 * i, -0.1 * i], seed)
 
 
 def as_npy(value: Any) -> Any:

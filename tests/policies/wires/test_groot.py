@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
+import os
 import signal
 import socket
 import sys
@@ -18,21 +18,14 @@ import numpy as np
 import pytest
 import zmq
 
-from policies.wires.groot_clients import GrootRobot, as_nd, as_npy, port_of
+from policies.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_npy, nested, port_of, want
 from reflex_runtime.cli import main
 from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
-from serving.exports import ACTIONS, CHUNK, expected, write_tiny
+from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server, refusal
 from serving.requests import WAITING, busy, marked
 
-PICTURE = np.full((6, 8, 3), 7, np.uint8)
-BLOCK = {
-    "images": {"image": "ego_view"},
-    "state": [["arm", 1], ["gripper", 1]],
-    "actions": [["arm", 1], ["gripper", 1]],
-    "prompt": "annotation.human.task_description",
-}
 HERE = ("--gr00t", "tcp://127.0.0.1:0")
 
 
@@ -53,18 +46,6 @@ def robot(server: Server) -> Iterator[GrootRobot]:
         yield robot
 
 
-def nested(*rows: int, **more: Any) -> dict[str, Any]:
-    """What N1.6 and N1.7 send of these robots."""
-    return {
-        "video": {"ego_view": np.stack([[PICTURE, PICTURE]] * len(rows))},
-        "state": {
-            "gripper": np.array([[[-0.1 * i]] for i in rows], np.float32),
-            "arm": np.array([[[0.1 * i]] for i in rows], np.float32),
-        },
-        "language": {"task": [["open the door"]] * len(rows)},
-    } | more
-
-
 def flat(i: int) -> dict[str, Any]:
     """What N1.5 sends of one robot."""
     return {
@@ -78,10 +59,6 @@ def flat(i: int) -> dict[str, Any]:
 def tiny_state(*rows: int) -> dict[str, Any]:
     """For a policy of state alone, without a block."""
     return {"state": {"all": np.array([[[0.1 * i, -0.1 * i]] for i in rows])}}
-
-
-def want(i: int, seed: int) -> Any:
-    return expected([0.1 * i, -0.1 * i], seed)
 
 
 def right(answer: Any, i: int = 0, seed: int = 5) -> bool:
@@ -164,6 +141,7 @@ def test_w32_one_bad_row_is_the_error_of_all(tiny: Path) -> None:
     bad["state"]["all"][1] = np.nan
     with Server(tiny, *HERE) as server, GrootRobot(port_of(server)) as robot:
         answer = robot.act(bad)
+        assert set(answer) == {"error", "code", "field", "request_id", "retry_safe"}
         assert (answer["code"], answer["field"]) == ("invalid_request", "state")
         assert "NaN" in answer["error"]
         assert right(robot.act(tiny_state(1), seed=5), 1)
@@ -408,7 +386,7 @@ def test_w39_a_server_that_ends_answers_what_it_took(tiny: Path) -> None:
             assert server.wait() == 0
 
 
-def test_w39_what_comes_before_the_policy_is_ready_waits_for_it(tiny: Path) -> None:
+def test_w39_what_comes_before_the_policy_is_ready_waits_for_it(tiny: Path, tmp_path: Path) -> None:
     wait = """
 import reflex_runtime.policies.serving.runtime as runtime
 _load = runtime.PolicyRuntime._load
@@ -418,19 +396,15 @@ def _late(self):
     return _load(self)
 runtime.PolicyRuntime._load = _late
 """
-    import os
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as pool:
-        gate = Path(folder) / "gate"
-        os.mkfifo(gate)
-        with Server(tiny, *HERE, before=wait.format(gate=str(gate)), until="http://") as server:
-            with GrootRobot(port_of(server)) as robot:
-                answer = pool.submit(robot.act, tiny_state(1), seed=5)
-                assert server.get("/health").json["state"] in ("initializing", "loading")
-                assert not answer.done()
-                gate.write_text("go")
-                assert right(answer.result(), 1)
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with Server(tiny, *HERE, before=wait.format(gate=str(gate)), until="http://") as server:
+        with GrootRobot(port_of(server)) as robot, ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(robot.act, tiny_state(1), seed=5)
+            assert server.get("/health").json["state"] in ("initializing", "loading")
+            assert not answer.done()
+            gate.write_text("go")
+            assert right(answer.result(), 1)
 
 
 def test_w30_a_policy_that_cannot_be_started_is_an_error(tiny: Path) -> None:
@@ -447,65 +421,3 @@ def test_w30_without_a_block_names_decide(tmp_path: Path) -> None:
         actions = robot.act_flat(sent)
         np.testing.assert_allclose(actions["action.actions"], want(1, 5), atol=1e-5)
         assert actions["action.actions"].shape == (CHUNK, ACTIONS)
-
-
-# -- over HTTP ---------------------------------------------------------------------------------------------------------
-
-
-def as_json(array: Any, key: str = "__ndarray__") -> dict[str, Any]:
-    array = np.asarray(array)
-    dtype = str(array.dtype) if key == "__ndarray__" else array.dtype.str
-    return {key: base64.b64encode(array.tobytes()).decode(), "dtype": dtype, "shape": array.shape}
-
-
-@pytest.mark.parametrize("key", ["__ndarray__", "__numpy__"])
-def test_w30_over_http_groups_are_lists(server: Server, key: str) -> None:
-    sent = {
-        "video.ego_view": as_json(PICTURE[None], key),
-        "state.arm": as_json(np.array([[0.3]]), key),
-        "state.gripper": [[-0.3]],
-        "annotation.human.action.task_description": ["open the door"],
-    }
-    answer = server.post({"observation": sent, "seed": 5})
-    assert answer.status == 200, answer.body
-    assert set(answer.json) == {"action.arm", "action.gripper"}
-    both = np.concatenate([answer.json["action.arm"], answer.json["action.gripper"]], 1)
-    np.testing.assert_allclose(both, want(3, 5), atol=1e-5)
-    assert server.metrics()("reflex_requests_total", outcome="ok", wire="json-numpy") > 0
-
-
-def test_w30_over_http_names_may_be_nested(server: Server) -> None:
-    seen = nested(3)
-    sent = {
-        "video": {"ego_view": as_json(seen["video"]["ego_view"])},
-        "state": {name: as_json(array) for name, array in seen["state"].items()},
-        "language": seen["language"],
-    }
-    answer = server.post({"observation": sent, "seed": 5, "request_id": "r", "robot_id": "arm"})
-    assert answer.status == 200, answer.body
-    assert np.shape(answer.json["arm"]) == (1, CHUNK, 1)
-    np.testing.assert_allclose(np.array(answer.json["gripper"])[0, :, 0], want(3, 5)[:, 1], atol=1e-5)
-    assert answer.headers["x-request-id"] == "r"
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "why"),
-    [
-        ({"observation": {}}, 422, "video.ego_view: missing"),
-        ({"observation": {"state.arm": "x"}}, 422, "state.arm: must be an array of numbers"),
-        ({"observation": {"state.arm": as_json(ARM) | {"dtype": "object"}}}, 400, "dtype"),
-        ({"observation": {"state.arm": as_json(ARM) | {"dtype": []}}}, 400, "dtype"),
-        ({"observation": {"state": 5, "video": {}}}, 422, "state: must be a map"),
-        ({"observation": {"state.arm": as_json(np.zeros((2, 1, 1)))}}, 422, "has 2 rows"),
-        ({"observation": 5}, 422, "observation"),
-    ],
-)
-def test_w33_over_http_errors_are_statuses(server: Server, body: Any, status: int, why: str) -> None:
-    answer = server.post(body)
-    assert answer.status == status, answer.body
-    assert why in answer.json["message"]
-
-
-def test_w36_over_http_reset_is_answered(server: Server) -> None:
-    answer = server.ask("POST", "/reset", b"")
-    assert (answer.status, answer.json) == (200, {})

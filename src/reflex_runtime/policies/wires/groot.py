@@ -186,6 +186,7 @@ def _question(
 
 def _error(error: ReflexError, request_id: str) -> bytes:
     told = describe_error(error, request_id)
+    del told["message"]
     return encode(told | {"error": error.message, "code": error.code})
 
 
