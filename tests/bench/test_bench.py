@@ -134,6 +134,7 @@ def test_x5_figures_and_picture_are_written(server: Server, tmp_path: Path, caps
     [
         (["x", "--wire", "opnpi"], "--wire=opnpi: must be one of "),
         (["x", "--beside-wire", "opnpi"], "--beside-wire=opnpi: must be one of "),
+        (["http://x", "--rounds", "1", "http://y", "http://z"], "http://z: at most two servers"),
         (["ws://x"], "--wire=act-msgpack: not at ws://; give the URL as http://, https://"),
         (["x", "ftp://y"], "URL=ftp://y: must be as"),
         (["x", "--robots", "0"], "--robots=0: must be in [1, 2000]"),

@@ -127,10 +127,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "bench",
         description="Load a running server as robots do, and measure latency, throughput and batches.",
         epilog=_EPILOG,
+        anywhere="urls",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", metavar="URL", help="where the server is")
-    parser.add_argument("beside", metavar="URL2", nargs="?", help="a second one, measured in turns with it")
+    parser.add_argument("urls", metavar="URL", nargs="+", help="where the server is; a second one is measured in turns")
     add_options(parser, BenchConfig)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print, write; returns the exit status."""
     flags = vars(args)
     config = load(BenchConfig, "bench", None, {}, flags)
-    job = _job(config, args.url, args.beside)
+    job = _job(config, *_two(args.urls))
     out = Path(config.out) if config.out else None
     if out is not None:
         _made(out)
@@ -154,6 +154,12 @@ def run(args: argparse.Namespace) -> int:
     if out is not None:
         _written(out, found, rounds, names, job.deadline)
     return 0 if all(side["answers"] for side in found["servers"]) else 1
+
+
+def _two(urls: Sequence[str]) -> tuple[str, str | None]:
+    if len(urls) > 2:
+        raise ConfigError(f"{one_line(urls[2])}: at most two servers are measured in turns")
+    return urls[0], urls[1] if len(urls) > 1 else None
 
 
 def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
