@@ -47,6 +47,21 @@ def grey() -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def check_error(answer: Answer, status: int, code: str, field: str | None = None) -> dict[str, Any]:
+    """What every error has (H12)."""
+    assert answer.status == status, answer.body
+    body: dict[str, Any] = answer.json
+    assert body["error"] == code, body
+    assert isinstance(body["message"], str)
+    assert body["message"]
+    assert body["request_id"] == answer.headers["x-request-id"]
+    assert isinstance(body["retry_safe"], bool)
+    assert "Traceback" not in body["message"]
+    if field is not None:
+        assert body["field"] == field, body
+    return body
+
+
 def busy(server: Server, **fields: Any) -> Burst:
     """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
     while True:

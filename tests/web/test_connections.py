@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 import pytest
 
-from policies.serving.test_act import NOT_HTTP
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.drivers.oldest import Oldest
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
@@ -40,6 +39,8 @@ from reflex_runtime.web.errors import Overloaded, TooSlow
 from serving.harness import PATIENCE, STATE, Answer, Server, encode, parse_answers, read_all
 from serving.in_process import Caller, connected, with_app
 from serving.openai_toy import Toy
+
+from .test_http import NOT_HTTP
 
 COMPLETION = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 LIMITS = ConnectionLimits(most=3, idle=75.0, head=10.0, body=60.0)
