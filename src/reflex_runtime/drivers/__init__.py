@@ -1,1 +1,1 @@
-"""Whatever waits: thin loops around the pure scheduler."""
+"""Drivers: the code that waits, as thin loops around the pure scheduler."""

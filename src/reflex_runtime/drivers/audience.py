@@ -1,4 +1,4 @@
-"""Events and answers on their way to sinks and callers."""
+"""Delivers events to sinks, and answers to callers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Audience:
         self._prefix = f"{name}: " if name else ""
 
     def add(self, sink: Sink) -> None:
-        """One more sink, for the events from now on."""
+        """Add a sink for the events from now on."""
         self._sinks.append(sink)
         self._sinks_of.clear()
 
@@ -64,7 +64,7 @@ class Audience:
             yield event
 
     def publish(self, event: Event) -> None:
-        """Call the sinks with one event now, before those that `tell` still keeps. For servers; not from a sink."""
+        """Call the sinks with one event now, before those that wait in `tell`. For servers; not from a sink."""
         kind = type(event)
         sinks = self._sinks_of.get(kind)
         if sinks is None:
@@ -88,8 +88,9 @@ class Audience:
 class Delivery:
     """Takes events and passes them to an audience, on the threads that cause them.
 
-    One thread delivers at a time, so events stay in order. Other threads do not wait: it delivers their events as well.
-    take: the events since the last call. If a sink or callback ends its thread, the next delivery has the rest.
+    One thread delivers at a time, so events stay in order. Other threads do not wait: that thread delivers their events
+    too. take: returns the events since the last call. If a sink or callback ends its thread, the next delivery has the
+    rest.
     """
 
     def __init__(self, take: Callable[[], Iterable[Event]], audience: Audience) -> None:
@@ -104,7 +105,7 @@ class Delivery:
         return self._thread == threading.get_ident()
 
     def deliver(self) -> None:
-        """Deliver what has happened, or leave it to the thread that is delivering."""
+        """Deliver the new events, or leave them to the thread that is delivering."""
         self._news = True
         while self._news and not self.current and self._lock.acquire(blocking=False):
             try:
@@ -121,7 +122,7 @@ class Delivery:
             return action()
 
     def _tell(self) -> None:
-        """Deliver until there is nothing new. The lock is held."""
+        """Deliver until there are no new events. The lock is held."""
         self._thread = threading.get_ident()
         try:
             while self._news:

@@ -1,6 +1,7 @@
-"""What a coordinator runs, and how it batches: the processor as its user writes it, and the settings.
+"""The user's processor of a coordinator, and the settings of its batching.
 
-`Owned` adapts such a processor to the `Processor` of all drivers, so that it is run, repeated in parts and timed alike.
+`Owned` adapts such a processor to the `Processor` of all drivers, so that all are run, repeated in parts and timed in
+the same way.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ log = logging.getLogger("reflex.coordinator")
 class BatchConfig:
     """How a coordinator batches. All times in seconds.
 
-    max_batch_size: most frames in a call. max_latency: longest that a frame waits on a free processor, counted from
-        its arrival or from when the processor got free, whichever is later; it waits only for feeds whose next frame
-        is due within that time, and only if their sharing the call saves more than the waiting costs.
+    max_batch_size: most frames in a call. max_latency: longest time that a frame waits on a free processor, counted
+        from its arrival or from when the processor became free, whichever is later. It waits only for feeds whose next
+        frame is due within that time, and only if sharing the call saves more than waiting costs.
     queue_capacity: most waiting frames, by default four batches; beyond it a submission is refused.
-    response_timeout: what `submit_and_wait` waits beyond max_latency.
+    response_timeout: time that `submit_and_wait` waits, in addition to max_latency.
     max_in_flight_per_feed: most frames of a feed from submission to answer; 0 for no cap.
     startup_timeout: for `on_start`. watchdog: for one batch; then its feeds are released. 0 switches it off.
     """
@@ -56,7 +57,7 @@ class BatchConfig:
         return max(4, 4 * self.max_batch_size) if self.queue_capacity is None else self.queue_capacity
 
     def group(self, name: str) -> GroupConfig:
-        """The same in the scheduler's terms."""
+        """The same settings for the scheduler."""
         return GroupConfig(
             name=name,
             flush=FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency),
@@ -70,8 +71,8 @@ class BatchConfig:
 class BatchEntry(NamedTuple):
     """One frame of a batch, as the processor gets it.
 
-    view: whatever the feed sent along. sequence: the frame's number in its feed. pts: its time in its stream, in
-    seconds, or None. arrived: monotonic seconds of its submission.
+    view: any object that the feed sent with it. sequence: the frame's number in its feed. pts: its time in its stream,
+    in seconds, or None. arrived: monotonic seconds of its submission.
     """
 
     feed_id: str
@@ -86,7 +87,7 @@ _entry = tuple.__new__  # a NamedTuple's own constructor is a Python function ar
 
 
 class BatchProcessor(Protocol):
-    """What a coordinator runs batches on. It is called on one thread only and needs no lock.
+    """The processor of a coordinator. It is called on one thread only and needs no lock.
 
     id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
     with fewer entries to find the bad one, and the whole batch fails.
@@ -95,7 +96,7 @@ class BatchProcessor(Protocol):
     id: str
 
     def on_start(self) -> None:
-        """Called once, before the first batch: load the model here. What it raises is what `start` raises."""
+        """Called once, before the first batch: load the model here. `start` raises its exception."""
 
     def process(self, entries: Sequence[BatchEntry]) -> Sequence[Any]:
         """One result per entry, in order. An exception instance fails that entry alone; None counts as missing."""
@@ -138,9 +139,9 @@ class Owned(BaseProcessor):
 
 
 def _of_processor(error: ReflexError) -> ProcessorError:
-    """An error of the runtime that came out of a processor, such as another coordinator's refusal.
+    """A ProcessorError for a runtime error that a processor raised, such as another coordinator's refusal.
 
-    Its own class would say that the frame never ran and may be sent again.
+    The original class would say that the frame never ran and may be sent again.
     """
     if isinstance(error, ProcessorError):
         return error

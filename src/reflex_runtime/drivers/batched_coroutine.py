@@ -1,4 +1,4 @@
-"""A coroutine function over a list, awaited with one item: what `@batched` makes of an `async def`.
+"""`@batched` on an `async def`: a coroutine function over a list that is awaited with one item.
 
 The function is awaited on the loop of its callers, one call at a time; callers of different loops do not share calls.
 There is no thread.
@@ -31,7 +31,7 @@ _inside: ContextVar[Batch | None] = ContextVar("_inside", default=None)  # the b
 class BatchedCoroutine(Handle, Generic[Item, Result]):
     """A coroutine function over a list that is awaited with single items; `batched` makes it.
 
-    What its calls raise: `Handle`. Callers, sinks and `close` are those of the running loop.
+    `Handle` lists the errors of its calls. Callers, sinks and `close` are those of the running loop.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
     async def __call__(
         self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None
     ) -> Result:
-        """The result for one item; cancelling the task that awaits it takes the item back.
+        """The result for one item; cancelling the task that awaits it cancels the item.
 
-        time_limit: seconds from now after which the item is not worth computing, then Expired.
+        time_limit: seconds from now after which the result has no use, then Expired.
         """
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
@@ -71,9 +71,9 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         self._of_this_loop().dispatcher.add_sink(sink)
 
     async def close(self, drain: bool = True, timeout: float = 5.0) -> None:
-        """Take nothing more in this loop, and finish or drop what is queued within `timeout` seconds.
+        """Accept no more items in this loop, and finish or drop those queued within `timeout` seconds.
 
-        Every caller is answered: what has no result by then gets Drained, or CutShort if the function still runs on it.
+        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
         """
         await self._of_this_loop().dispatcher.close(drain, timeout)
 

@@ -1,4 +1,4 @@
-"""A function over a list that threads and coroutines call with one item: what `@batched` makes of a `def`.
+"""`@batched` on a `def`: a function over a list that threads and coroutines call with one item.
 
 The function runs on one thread of its own and needs no lock. That thread answers the callers: it releases the lock of a
 thread that waits, and makes one call into a loop per batch for coroutines.
@@ -32,7 +32,7 @@ _LATE = 0.001  # seconds; a loop's timer may go off that early, and nothing has 
 
 
 class BatchedFunction(Handle, Generic[Item, Result]):
-    """A function over a list that is called with single items; `batched` makes it. What its calls raise: `Handle`."""
+    """A function over a list that is called with single items; `batched` makes it. `Handle` lists its errors."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class BatchedFunction(Handle, Generic[Item, Result]):
     ) -> Result:
         """The result for one item; this thread waits for it.
 
-        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the item is
-        not worth computing, then Expired. RuntimeError in a thread that runs an event loop: there, await `aio`.
+        timeout: seconds that it waits at most, then WaitTimeout. time_limit: seconds from now after which the result
+        has no use, then Expired. RuntimeError in a thread that runs an event loop: there, await `aio`.
         """
         driver = self._driver
         if driver.device.current:
@@ -83,7 +83,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         raise outcome.error.with_traceback(None)  # shared by the callers of a failed batch
 
     async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
-        """The result for one item, without blocking the loop; cancelling the task takes the item back."""
+        """The result for one item, without blocking the loop; cancelling the task cancels the item."""
         driver, loop = self._driver, asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         caller = id(asyncio.current_task())
@@ -102,14 +102,14 @@ class BatchedFunction(Handle, Generic[Item, Result]):
                 alarm.cancel()
 
     def add_sink(self, sink: Sink) -> None:
-        """Call it with every event from now on, in order, on any thread. It must be quick, and ask for no item."""
+        """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
         driver = self._driver
         driver.delivery.after(lambda: driver.audience.add(sink))
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
-        """Take nothing more, finish or drop what is queued, stop the thread. Returns whether it ended within `timeout`.
+        """Accept no more items, finish or drop those queued, stop the thread. Returns whether it ended in `timeout`.
 
-        Every caller is answered: what has no result by then gets Drained, or CutShort if the function still runs on it.
+        Every caller is answered: without a result by then it gets Drained, or CutShort if the function still runs.
         """
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._driver.device.stop(timeout)
@@ -152,7 +152,7 @@ class _Driver:
             raise
 
     def wait(self, settled: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait until the lock is free, and whether it was within `timeout`. Looks after deadline and hanging call."""
+        """Wait until the lock is free; returns whether it was within `timeout`. Handles deadlines and hanging calls."""
         clock = self.device.clock
         began = clock()
         until, due, look = began + (inf if timeout is None else timeout), ticket.deadline, began + self.watchdog
@@ -166,14 +166,14 @@ class _Driver:
         return True
 
     def look(self) -> float:
-        """Settle what waits past its deadline, and give up a call that hangs. Returns when to look again."""
+        """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
         self.device.expire()
         at = self.device.check(self.watchdog)
         self.delivery.deliver()
         return self.device.clock() + self.watchdog if at is None else at
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
-        """Where answers for coroutines of the loop go."""
+        """The inbox for answers to coroutines of this loop."""
         found = self._inboxes.get(loop)
         if found is None:
             forget_closed(self._inboxes)
@@ -182,7 +182,7 @@ class _Driver:
 
 
 class _Inbox:
-    """Answers on their way into a loop: a call into it takes all that are there, since each wakes the loop up."""
+    """Answers for coroutines of a loop. One call into the loop takes all that are there, because each call wakes it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
         self._loop, self._driver = loop, driver
@@ -202,7 +202,7 @@ class _Inbox:
                 self._come.clear()
 
     def watch(self) -> None:
-        """Look after the call that runs, as long as something waits. On the loop."""
+        """Watch the running call for deadlines and hangs, as long as callers wait. On the loop."""
         if not self._watching and self._driver.watchdog < inf:
             self._watching = True
             self._loop.call_later(self._driver.watchdog, self._look)

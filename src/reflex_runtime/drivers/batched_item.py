@@ -1,4 +1,4 @@
-"""What `@batched` functions have in common, whether a thread runs them or a loop awaits them."""
+"""The common parts of `@batched` functions, on a thread or on a loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Handle:
         """Get ready for `forsaken`."""
 
     def forsaken(self) -> None:
-        """The owner is gone, and with it every caller. Called by the garbage collector: takes no lock."""
+        """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
 
 
 def forget_closed(by_loop: dict[asyncio.AbstractEventLoop, Any]) -> None:

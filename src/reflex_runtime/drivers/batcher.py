@@ -1,7 +1,8 @@
-"""The asyncio driver: an event loop submits, cancels and awaits; device work happens in its own thread.
+"""The asyncio driver: an event loop submits, cancels and awaits; device work runs in a separate thread.
 
-Futures are resolved and sinks are called on the loop, once per batch. One loop timer serves expiry and the watchdog
-while the device is busy; when it is free the device thread waits for itself. The loop never waits for the device.
+Futures are resolved and sinks are called on the loop, once per batch. While the device is busy, one loop timer handles
+expiry and the watchdog; while it is free, its thread sleeps until the next deadline. The loop never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class Batcher(Generic[V]):
     async def start(self, prepare: Callable[[], object] | None = None) -> None:
         """Bind to the running loop and start the device thread.
 
-        prepare: called on that thread before anything else, such as a warm-up that must happen where batches run. Its
-        end is waited for and its error raised; the batcher is to be closed then.
+        prepare: called on that thread first, for example a warm-up that must run on the device thread. `start` waits
+        for it and raises its error; close the batcher then.
         """
         self._loop = asyncio.get_running_loop()
         if prepare is None:
@@ -122,8 +123,8 @@ class Batcher(Generic[V]):
     ) -> Ticket:
         """Admit a request; `ticket.waiter` is a future of its value. Raises `Rejected`. Only on the loop.
 
-        settled: called on the loop with the settled ticket, in place of the future, where no coroutine waits.
-        ready: False where something is to be done before it can run; no batch takes it before `prepared`.
+        settled: called on the loop with the settled ticket, instead of a future, if no coroutine waits.
+        ready: False if something must be done before it can run; no batch takes it before `prepared`.
         """
         loop = self._loop
         if loop is None:
@@ -142,7 +143,7 @@ class Batcher(Generic[V]):
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
-        """A request that was not ready now may run, as `made`; or ends with that error. Only on the loop."""
+        """Make a ticket ready with the request `made`, or end it with that error. Only on the loop."""
         assert self._loop is not None
         self.device.prepared(ticket, made)
         if isinstance(made, ReflexError):
@@ -151,7 +152,7 @@ class Batcher(Generic[V]):
             self._wake_soon(self._loop)
 
     async def run(self, request: Request) -> V:
-        """Submit and wait for the value; cancelling the awaiting task takes the request back."""
+        """Submit and wait for the value; cancelling the awaiting task cancels the request."""
         if not isinstance(request, Request):
             raise TypeError(f"Batcher.run: takes a Request, not a {type(request).__name__}: run(Request(payload))")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
@@ -165,20 +166,20 @@ class Batcher(Generic[V]):
         return value
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take a request back. Its future ends with `Cancelled` unless it is already done. Only on the loop.
+        """Cancel a request. Its future ends with `Cancelled` unless it is already done. Only on the loop.
 
-        At once, or in one of the loop's next turns where many are cancelled together: others need the loop, too.
+        At once; if many are cancelled together, in one of the loop's next turns, so that other work gets its turn.
         """
         assert self._loop is not None
         self._cancels.add(ticket, self._loop)
 
     def flush(self) -> None:
-        """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events that answer
-        nothing come with the next answer."""
+        """Call the sinks with the events so far, as many as fit in a turn of the loop. Without it, events without an
+        answer are delivered with the next answer."""
         self._pump()
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
-        """Admit nothing more, let what is queued finish within `timeout` seconds, settle the rest, stop the thread.
+        """Admit no more requests, finish those queued within `timeout` seconds, end the rest, stop the thread.
 
         Every future is done when it returns. Returns whether the thread ended.
         """
@@ -243,7 +244,7 @@ class Batcher(Generic[V]):
     # -- the timer -----------------------------------------------------------------------------------------------------
 
     def _due(self) -> float:
-        """What must happen on the loop while the device is busy: expiry, and the watchdog."""
+        """Handle expiry and the watchdog while the device is busy."""
         since = self.device.running_since
         if since is not None:
             at = self.device.wake_at()
@@ -282,7 +283,7 @@ class Batcher(Generic[V]):
 
 
 def _check(processors: Mapping[str, Processor], groups: Collection[str]) -> None:
-    """Raise for anything but one processor for each group, under the group's name."""
+    """Raise unless there is exactly one processor for each group, under the group's name."""
     if not isinstance(processors, Mapping):
         name = next(iter(groups), "default")
         raise TypeError(f"Batcher: processors must be a mapping of group names, such as {{{name!r}: processor}}")

@@ -9,9 +9,9 @@
     with BatchCoordinator(Detector(), BatchConfig(max_batch_size=8, max_latency=0.02)) as handle:
         boxes = handle.submit_and_wait("cam1", frame)        # from any thread; shares a call with other feeds
 
-A submission never waits for room: it is refused, the frame is dropped and the feed goes on. What is admitted is
-answered exactly once, whatever the processor does. A feed is a client of the scheduler: first in, first out within
-itself, fair shares between feeds, and at most `max_in_flight_per_feed` frames in the system.
+A submission never waits for room: it is refused, the frame is dropped and the feed goes on. An admitted frame is
+answered exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first in, first
+out; feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 
 log = logging.getLogger("reflex.coordinator")
 
-GRACE = 2.0  # seconds that a thread which is late to start gets before it is left behind
+GRACE = 2.0  # further seconds for a thread that is late to start, before it is abandoned
 KNOWN_FEEDS = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
 
 
 class _Pending(Future[Any]):
-    """A caller's future. Cancelling it takes the frame back unless it already runs."""
+    """A caller's future. Cancelling it cancels the frame unless it already runs."""
 
     take_back: Callable[[], None] | None = None
 
@@ -87,7 +87,7 @@ class BatchHandle:
 
     @property
     def lost(self) -> ProcessorError | None:
-        """Why the coordinator's thread died, if it did; nothing is answered any more then."""
+        """Why the coordinator's thread died, if it did; then no more frames are answered."""
         return self._coordinator.lost
 
     def submit(
@@ -251,7 +251,7 @@ class BatchCoordinator:
         return self.handle
 
     def signal(self) -> None:
-        """Admit nothing more. The batch being formed or run is still answered; all other frames are released now."""
+        """Admit no more frames. The batch being formed or run is still answered; all other frames are released now."""
         self._signalled = True
         self._owned.before_run = self._close_behind
         self._device.input(
@@ -324,11 +324,11 @@ class BatchCoordinator:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """The caller takes a frame back."""
+        """Cancel a frame for its caller."""
         self._device.cancel(ticket)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """The caller does not wait any longer. Returns whether the answer is there after all."""
+        """The caller stops waiting. Returns whether the answer is there after all."""
         return self._device.abandon(ticket)
 
     @property
@@ -358,7 +358,7 @@ class BatchCoordinator:
         return numbers
 
     def _worded(self, error: Rejected, feed_id: str) -> Rejected:
-        """The refusal in the words of this driver."""
+        """The refusal, with a message for feeds."""
         config = self.config
         more: dict[str, Any] = {"retry_after": error.retry_after, **error.details}
         if isinstance(error, QueueFull):

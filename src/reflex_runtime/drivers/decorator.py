@@ -11,8 +11,8 @@
 
     answer = await ask("one question")
 
-Concurrent callers share its calls, of which one runs at a time. A method batches for each object apart: items of
-different objects never share a call, and their calls run side by side.
+Concurrent callers share the function's calls; one call runs at a time. With a method each object has its own batches:
+items of different objects never share a call, and their calls run in parallel.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ Bound = TypeVar("Bound", bound=Handle)
 
 
 class BatchedMethod(Generic[Bound]):
-    """A batched method as it stands in its class; `object.method` is the object's own batched function.
+    """A batched method in its class; `object.method` is the object's own batched function.
 
-    That is made at the first use and closed when the object goes; it does not keep the object alive, but a caller does.
+    That function is made at first use and closed when the object is deleted. It does not keep the object alive; a call
+    does.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Callable[[list[Any]], Any]], Bound]) -> None:
@@ -105,7 +106,7 @@ def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None])
 
 
 class Decorator(Protocol):
-    """What `batched(...)` returns: put it on a function or method, a coroutine function or method."""
+    """The decorator that `batched(...)` returns, for functions and methods, with `def` or `async def`."""
 
     @overload
     def __call__(
@@ -154,14 +155,15 @@ def batched(
 ) -> Any:
     """Make a function over a list callable with one item at a time: `@batched`, or `@batched(max_batch_size=8)`.
 
-    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs, and only while
-    callers that were answered a moment ago are expected back; batches form by themselves while a call runs, and a lone
-    caller is never held. capacity: most waiting items. repeatable: False if the function must not see an item twice
-    (then one bad item fails its whole call). watchdog: seconds that a call may take; then its callers get
+    max_batch_size: most items in a call. max_latency: longest hold in seconds while no call runs; it waits only for
+    callers that were just answered and are expected to call again, so a lone caller is never held. Items that come
+    while a call runs form the next batch. capacity: most waiting items. repeatable: False if it must not see an item
+    twice (then one bad item fails its whole call). watchdog: seconds that a call may take; then its callers get
     `ProcessorHung`. A thread that hangs is replaced once, a coroutine is cancelled. 0 switches it off.
 
     A `def` becomes a `BatchedFunction`, an `async def` a `BatchedCoroutine`; with `self` before the list, one of these
-    for every object. Raises TypeError for what is no function of one list: a generator, a class method, two parameters.
+    for every object. Raises TypeError for anything but a function of one list: a generator, a class method, two
+    parameters.
     """
     if callable(max_batch_size) or isinstance(max_batch_size, classmethod):
         return batched()(max_batch_size)

@@ -1,13 +1,13 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
-The device thread completes a batch and takes the next under one hold of the lock; other threads submit, cancel and
-wake it. It sleeps until `wake_at` or an input, never by polling. Drivers for callers (`Batcher`, `batched`) deliver the
-results.
+The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
+and wake it. It sleeps until `wake_at` or an input, without polling. Drivers for callers (`Batcher`, `batched`) deliver
+the results.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
-second time the device itself is given up (`on_fatal`): what is left is answered with errors, and nothing is admitted.
-A thread lost to an expendable group stops that group alone. With `one_thread` there is no replacement: a thread that
-hangs is waited for, and one that dies ends the device.
+second time the device itself is given up (`on_fatal`): open requests are answered with errors, and none is admitted.
+A thread lost to an expendable group stops only that group. With `one_thread` there is no replacement: the device waits
+for a thread that hangs, and ends with one that dies.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Device:
     on_fatal: called once, from any thread, when the device is given up.
     expendable: groups whose answers have no caller. Their batches are given up much earlier (see `limit_of`); a thread
         lost to one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
-    one_thread: whether no other thread may ever call the processors. A batch that hangs is answered for all the same,
-        and what comes of it late is dropped.
+    one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
+        its late results are dropped.
     hung: batches given up for their time. fatal: whether the device was given up; lost: why.
     """
 
     RESTARTS = 1
-    EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever was expected of it
+    EXPENDABLE_S = 1.0  # seconds that a batch of an expendable group may take, whatever its prediction
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Device:
     # -- callers -------------------------------------------------------------------------------------------------------
 
     def start(self, prepare: Callable[[], None] | None = None) -> None:
-        """Start the device thread. prepare: what it does before anything else; no replacement repeats it."""
+        """Start the device thread. prepare: called on it first; a replacement does not repeat it."""
         with self._lock:
             if self._thread is not None:
                 raise ConfigError("Device.start: already started")
@@ -97,7 +97,7 @@ class Device:
         """Admit a request; its end is in the events. Raises `Rejected` (also an event).
 
         wake: False leaves it to a later `wake`, so that requests that come together wake the device once.
-        ready: False where no batch may take it before `prepared`.
+        ready: False if no batch may take it before `prepared`.
         """
         with self._lock:
             settled = self.scheduler.settled
@@ -111,7 +111,7 @@ class Device:
         return ticket
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
-        """What became of a request that was not ready, as `Scheduler.prepared`; a later `wake` lets the device look."""
+        """As `Scheduler.prepared`; a later `wake` lets the device look at it."""
         with self._lock:
             self.scheduler.prepared(ticket, made, self.clock())
 
@@ -122,11 +122,11 @@ class Device:
                 self._ring()
 
     def cancel(self, ticket: Ticket) -> None:
-        """The caller takes it back."""
+        """Cancel a request for its caller."""
         self.input(lambda scheduler, now: scheduler.cancel(ticket, now))
 
     def abandon(self, ticket: Ticket) -> bool:
-        """The caller does not wait any longer. Returns whether the ticket has settled after all."""
+        """The caller stops waiting. Returns whether the ticket has settled after all."""
 
         def leave(scheduler: Scheduler, now: float) -> bool:
             if ticket.outcome is None:

@@ -1,7 +1,7 @@
-"""What clients of the OpenAI API may ask, and what of it is answered here.
+"""The fields of OpenAI requests that are supported, and the refusal of others.
 
-msgspec decodes and validates in one pass. A field that is known there and not kept here is refused with its name when
-it has a value that would change the answer; an unknown field is always refused. Nothing is ignored silently.
+msgspec decodes and validates in one pass. A field of the OpenAI API that is not supported here is refused with its name
+if its value would change the answer. An unknown field is always refused. No field is ignored silently.
 
 Ours beyond theirs: `top_k`, `ignore_eos`, `priority` (urgent, default, background), `deadline_ms` (until the first
 token). `user` is the client whose fair share a request takes.
@@ -42,7 +42,7 @@ _IDS = msgspec.json.Decoder(list[int])
 
 
 class BadRequest(ClientError):
-    """A field is wrong. param: which, None when it is the request as a whole. told: the code that goes on the wire."""
+    """A field is wrong. param: its name, None for the request as a whole. told: the error code in the answer."""
 
     def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
         super().__init__(printable(message))

@@ -65,7 +65,7 @@ class LocalModel:
         return body
 
     async def status(self) -> dict[str, Any]:
-        """Nothing beyond what /health says: there is nothing between the server and the engine."""
+        """The same as /health, because the engine is in the server's process."""
         return {}
 
     def refresh(self) -> None:
@@ -123,7 +123,7 @@ def engine_config(config: LLMServeConfig) -> EngineConfig:
 
 
 def warm_up(runner: Runner) -> None:
-    """Steps of a few shapes, so that the first request does not wait for what is made once.
+    """Run steps of a few shapes, so that the first request does not wait for one-off work.
 
     They write to block 0, whose rows are written again before they are read.
     """

@@ -1,8 +1,8 @@
 """The OpenAI API over one served model.
 
 Every answer has `X-Request-Id`, the caller's own where it sent one; every error has the API's body, and says in
-`X-Should-Retry` whether a retry is safe. A stream begins with its first token, so that an error before it is an honest
-status. A caller that hangs up, streaming or not, takes its request back.
+`X-Should-Retry` whether a retry is safe. A stream begins with its first token, so that an error before it has its own
+status. If a caller disconnects, streaming or not, its request is cancelled.
 """
 
 from __future__ import annotations
@@ -126,14 +126,14 @@ class OpenAI:
             raise wire.ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
 
     def _check_choices(self, asked: wire.CompletionRequest) -> None:
-        """They are queued together: more than may wait never are, however often it is tried."""
+        """Refuse more choices than may ever wait, because they are queued together."""
         choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
         if choices > most:
             what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
             raise wire.BadRequest(what, "n")
 
     def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
-        """The same for their tokens. One that is alone may wait whatever its length."""
+        """The same for their tokens. A single choice may have any length."""
         tokens, most = asked.n * sum(map(len, prompts)), self.model.config.max_queued_tokens
         if tokens > most and asked.n * len(prompts) > 1:
             name = "n" if asked.n > 1 else asked.field
@@ -170,7 +170,7 @@ class OpenAI:
         streams: list[OutputStream],
         bell: Bell,
     ) -> wire.CompletionRequest:
-        """Queue all its choices, or none. Returns what was asked, without the texts."""
+        """Queue all its choices, or none. Returns the request without its texts."""
         self._check_name(asked.model)
         self._check_choices(asked)
         prompts = await self._tokens(runtime, asked)
@@ -196,7 +196,7 @@ class OpenAI:
 
 
 def _take_back(streams: list[OutputStream]) -> None:
-    """What is generated is not wanted any more."""
+    """Cancel the generation."""
     for stream in streams:
         stream.close()
 

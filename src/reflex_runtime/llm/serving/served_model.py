@@ -1,7 +1,7 @@
-"""What `reflex serve MODEL_DIR` serves: a model with its state, its settings and its series, wherever it runs.
+"""The model of `reflex serve MODEL_DIR`: its state, settings and series, in this process or others.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded` while a step hangs; `restarting` while no
-runtime process is there; `draining`. It exists, and tells its state, before the model is there.
+runtime process is there; `draining`. The object exists, and has a state, before the model is loaded.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class ModelHost(Protocol):
 
     @property
     def state(self) -> str:
-        """ready; otherwise what keeps it from answering."""
+        """`ready`, or the state that keeps it from answering."""
 
     def health(self) -> dict[str, Any]:
-        """What /health says of it."""
+        """Its part of /health."""
 
     async def status(self) -> dict[str, Any]:
-        """What /status says of it: requests that wait and run, where, and how batches were formed."""
+        """Its part of /status: waiting and running requests, their places, and statistics of batches."""
 
     async def metrics(self) -> bytes:
-        """Prometheus text of what the registry it was opened with does not hold."""
+        """Prometheus text of its series that are not in the registry given at `open`."""
 
     def turn(self) -> None:
         """Go on in a new trace file; the old one is kept as FILE.1."""
 
     async def close(self, timeout: float) -> bool:
-        """Let what was asked finish within `timeout` seconds, end the rest. Returns whether nothing is left running."""
+        """Finish open requests within `timeout` seconds, end the rest. Returns whether nothing is left running."""
 
 
 class Opening(Protocol):
@@ -104,7 +104,7 @@ class ServedModel:
 
     @property
     def generator(self) -> Generator[Any]:
-        """What generates. Raises when there is none, or none that may be asked any more."""
+        """The generator. Raises if there is none, or if it accepts no more requests."""
         if self._state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)
         if self._state == "warmup_failed":
@@ -114,9 +114,9 @@ class ServedModel:
         return self.host.generator
 
     async def start(self) -> None:
-        """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept.
+        """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
 
-        Cancelling it leaves the thread that loads behind: nothing can stop a model being read.
+        Cancelling does not end the thread that loads: reading a model cannot be interrupted.
         """
         self._clean = False
         try:
@@ -156,7 +156,7 @@ class ServedModel:
             self._state = "draining"
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
-        """Let what was asked finish until then, end the rest. Returns whether nothing is left running."""
+        """Finish open requests until then, end the rest. Returns whether nothing is left running."""
         if self.host is not None:
             self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
         return self._clean
@@ -180,7 +180,7 @@ class ServedModel:
         return body
 
     async def status(self) -> dict[str, Any]:
-        """The body of /status: /health, and how the requests fare."""
+        """The body of /status: that of /health, and the state of the requests."""
         return self.health() | (await self.host.status() if self.host is not None else {})
 
     def card(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a check of the doctor is given (`Patient`) and what it has to say (`Finding`)."""
+"""The input of the doctor's checks (`Patient`) and their results (`Finding`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Status = Literal["pass", "fail", "warn", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has to say. environment: what failed is this machine's, not the export's."""
+    """The result of a check. environment: the fault is in this machine, not in the export."""
 
     status: Status
     expected: str
@@ -49,7 +49,7 @@ class Clocks:
 
 @dataclass(slots=True)
 class Patient:
-    """The export under examination, and what the checks have learned of it so far."""
+    """The export under examination, and the results that later checks use."""
 
     root: Path
     provider: str
@@ -103,12 +103,12 @@ def some(problems: Sequence[str], most: int = 6) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
+    """A number of bytes with a unit."""
     return f"{count / 2**20:.1f} MB" if count < 2**30 else f"{count / 2**30:.1f} GB"
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """A JSON object, NaN and all; ValueError when it is none."""
+    """A JSON object, with NaN allowed; ValueError for anything else."""
     try:
         value = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:

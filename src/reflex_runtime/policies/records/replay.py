@@ -1,8 +1,8 @@
-"""Recorded requests, run again through a model: are its answers, its speed and its cache hits the same?
+"""Runs recorded requests again through a model, and compares its answers, its speed and its cache hits.
 
-Either each request runs alone, or in the recorded batches (`compose="recorded"`): every step has the members it had,
-because kernels may round differently in a batch of another size. On the machine of the recording the actions
-are then equal to the last bit.
+Requests run alone, or in the recorded batches (`compose="recorded"`): then every step has its recorded members, because
+kernels may round differently in a batch of another size. On the machine of the recording the actions are then equal to
+the last bit.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def replay_model(
 ) -> ModelReplay:
     """Run recorded requests again and compare.
 
-    make: the model for a slot. slots: only these; empty for all. recorded_by: only what the model of this hash
-    answered; "" where a slot's policy was exchanged: what the model itself answered. limit: only the first so many
-    answered requests.
+    make: the model for a slot. slots: only these; empty for all. recorded_by: only answers of the model with this hash;
+    "": if a slot's policy was exchanged, only the model's own answers. limit: most answered requests to replay.
     progress: called with (requests done, requests to do).
 
     ConfigError when the model sees images and the recording has none, naming `--record-images full`; a request the

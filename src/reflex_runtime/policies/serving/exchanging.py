@@ -1,4 +1,4 @@
-"""Other policies in the slots of a running server: loaded beside, warmed, switched, taken back, unloaded."""
+"""Exchanges policies in the slots of a running server: load, warm up, switch, go back, unload."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("reflex.server")
 
 
 class Exchanging:
-    """Exchanges the policies of one server. loading: policies that are being loaded, also given up ones."""
+    """Exchanges the policies of one server. loading: number of loads in progress, abandoned ones included."""
 
     def __init__(self, config: ServeConfig, slots: Mapping[str, Slot], batcher: Batcher, rollout: Rollout) -> None:
         self._config, self._slots, self._batcher, self._rollout = config, slots, batcher, rollout
@@ -56,7 +56,7 @@ class Exchanging:
         return version
 
     def look(self, now: float) -> None:
-        """To be called once a second: go back where a guard tripped, unload what is not needed any more."""
+        """Call it once a second: go back if a guard triggered, unload versions that are no longer needed."""
         for name in self._rollout.evaluate(now):
             back = self._slots[name].go_back()
             if back is not None:
@@ -113,5 +113,5 @@ def _warmed(policy: Policy) -> WarmUp:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:
         raise
-    except Exception as error:  # a policy that cannot answer noise is a wrong export, whatever the model says
+    except Exception as error:  # a policy that fails on noise is a bad export
         raise ConfigError(f"{policy.export.path}: it does not answer: {error}") from error

@@ -12,10 +12,7 @@ log = logging.getLogger("reflex.server")
 
 
 class FailureLog:
-    """A sink that tells failed requests of callers. Not for client errors, overload or cancellations.
-
-    Those are in the metrics.
-    """
+    """A sink that logs failed requests. Client errors, overload and cancellations are only in the metrics."""
 
     events = frozenset({RequestAnswered})
 

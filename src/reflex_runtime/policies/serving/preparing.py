@@ -1,12 +1,12 @@
-"""Pictures are decoded between admission and the scheduler: on a few threads, in fair order, within bounds.
+"""Decodes pictures after admission: on a few threads, in fair order, within limits.
 
-A request is admitted first: it has its place, counts in its client's cap, and its deadline runs (`Scheduler.submit`
-with ready=False). Then it waits here for a thread, while batches run. A look at the headers says how many pixels it
-takes:
+A request is admitted first: it has its place, counts for its client's cap, and its deadline runs (`Scheduler.submit`
+with ready=False). Then it waits here for a thread, while batches run. The headers of its images give the number of
+pixels:
 
 - few (`LIGHT_PIXELS`): they are decoded at once, on any thread;
-- many: the request waits again, by its size, and at least one thread never decodes such. What waits so is bounded in
-  pixels; beyond that the request that would be decoded last is refused.
+- many: the request waits again, by its size, and at least one thread never decodes large pictures. These waiting
+  pixels are limited; beyond the limit the request that would be decoded last is refused.
 
 A request that settles while it waits is not decoded.
 """
@@ -34,7 +34,7 @@ LIGHT_PIXELS: Final = 1 << 20
 """Up to so many pixels a request is decoded on any thread: as PNG they take 10 to 30 ms."""
 WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS
 """Of larger requests, so many pixels may wait: some seconds of decoding."""
-LOOK_PIXELS: Final = 1 << 14  # what a look at the headers costs, in pixels decoded
+LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
 SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
 
 SHADOW_SHARE: Final = 0.01
@@ -46,9 +46,9 @@ Done = Callable[[Any, Exception | None], None]
 class Job:
     """One request's pictures.
 
-    client: whose share of the decoding it takes. share: the weight of that share.
-    look: how many pixels it takes, or the error that says why it cannot be; reads headers only. make: the value. Both
-    are called on a thread. done: called on the loop with the value or the error, once; not after `discard`.
+    client: the client whose share of decoding it uses. share: the weight of that share.
+    look: returns its number of pixels, or raises; reads headers only. make: returns the value. Both are called on a
+    thread. done: called on the loop with the value or the error, once; not after `discard`.
     """
 
     __slots__ = ("client", "done", "gone", "look", "make", "pixels", "share", "tag")
@@ -62,7 +62,7 @@ class Job:
         self.gone = False
 
     def forget(self) -> None:
-        """Nothing more is done about it, and nothing of it is kept: its request may hold it for longer."""
+        """Drop its functions, because its request may keep the job for longer."""
         self.gone = True
         self.look, self.make, self.done = _nothing, _nothing, _heard
 
@@ -76,7 +76,7 @@ def _heard(value: Any, error: Exception | None) -> None:
 
 
 class DecodeOrder:
-    """Whose pictures are decoded next: self-clocked fair queueing, in pixels.
+    """The order of decoding: self-clocked fair queueing, in pixels.
 
     A job's tag is the virtual time at which its client's share would have decoded it, and the smallest goes next:
     between clients with equal shares pixels are shared evenly, and a small request of a client with nothing else here
@@ -95,7 +95,7 @@ class DecodeOrder:
         return len(self._light) + len(self._large)
 
     def push(self, job: Job) -> Job | None:
-        """The job waits. Returns the one that has to go for it, perhaps itself."""
+        """Add a waiting job. Returns the job that must be refused for it, perhaps itself, or None."""
         large = job.pixels > LIGHT_PIXELS
         self._charge(job, job.pixels if large else LOOK_PIXELS)
         if not large:
@@ -110,7 +110,7 @@ class DecodeOrder:
         return last
 
     def decoded(self, job: Job) -> None:
-        """A light job was decoded after the look at it: its client pays for that too."""
+        """Charge the client for a light job, which was decoded directly after `look`."""
         self._charge(job, job.pixels)
 
     def take(self, light: bool) -> Job | None:
@@ -147,7 +147,7 @@ class Preparing:
     """The threads that decode, and what waits for them. `add`, `discard` and `close` on one event loop only.
 
     workers: threads, at least two; half of them decode large requests. They start with the first job and end with the
-    process: what one is decoding when the server goes is not waited for.
+    process: a shutdown does not wait for a picture that is being decoded.
     """
 
     def __init__(self, workers: int = 0, most: float = WAITING_PIXELS) -> None:
@@ -177,7 +177,7 @@ class Preparing:
             self._turns.discard(job)
 
     def close(self) -> None:
-        """The threads end after what they do now; what waits stays undone."""
+        """End the threads after their present jobs; waiting jobs are not done."""
         with self._lock:
             self._closed = True
             while self._idle:

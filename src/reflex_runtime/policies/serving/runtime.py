@@ -1,4 +1,4 @@
-"""What a policy server runs on any wire: policies in slots on one device, their batcher and sinks, and its state.
+"""The part of a policy server below the wires: policies in slots on one device, their batcher and sinks, and state.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded`; `draining`.
 """
@@ -53,7 +53,7 @@ TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unlo
 
 
 class PolicyRuntime:
-    """The served policies. `start` returns when they are ready or have failed; `place` says who answers a request.
+    """The served policies. `start` returns when they are ready or have failed; `place` chooses the slot of a request.
 
     exports: by slot, served ones first: prod, or a and b, and perhaps shadow.
     """
@@ -98,7 +98,7 @@ class PolicyRuntime:
 
     @property
     def policy(self) -> Policy:
-        """What new requests of the first slot are asked of."""
+        """The first slot's policy for new requests."""
         return self.slots[self.served[0]].policy
 
     @property
@@ -118,13 +118,13 @@ class PolicyRuntime:
 
     @property
     def health(self) -> str:
-        """The state as /health tells it."""
+        """The body of /health."""
         return "degraded" if self.state == "ready" and self.rollout.breaker.verdict == "degraded" else self.state
 
     async def start(self) -> None:
-        """Load, warm up, serve. What goes wrong ends in `warmup_failed` with the error kept.
+        """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
 
-        Cancelling it leaves the thread that loads behind: nothing can stop a model file being read.
+        Cancelling does not end the thread that loads: reading a model file cannot be interrupted.
         """
         self._clean = False
         try:
@@ -225,7 +225,7 @@ class PolicyRuntime:
             tell()
 
     def need_policy(self) -> None:
-        """Raise while there is no policy to ask."""
+        """Raise NotReady unless a policy is loaded."""
         if not self._started:
             if self.state == "draining":
                 raise Closed("the server is shutting down", retry_after=1.0)
@@ -244,7 +244,7 @@ class PolicyRuntime:
     # -- the operator --------------------------------------------------------------------------------------------------
 
     def inject(self, texts: Sequence[str]) -> None:
-        """From the next batch on these faults, and no others. ConfigError naming what is wrong."""
+        """Replace the injected faults from the next batch on. ConfigError for a wrong one."""
         for slot, faults in faults_of(texts, tuple(self.slots), "faults").items():
             self.slots[slot].inject(faults)
         log.warning("FAULT INJECTION: %s", ", ".join(texts) or "none any more")

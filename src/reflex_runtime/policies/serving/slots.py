@@ -39,7 +39,7 @@ WARM_SIZES = (1, 2, 4)
 
 
 class Slot:
-    """One slot: what new requests are asked of (`version`), and what earlier ones still run on.
+    """One slot: the version for new requests (`version`), and those that earlier requests still run on.
 
     Everything but `processor.run` happens on the event loop.
     """
@@ -56,7 +56,7 @@ class Slot:
 
     @property
     def policy(self) -> Policy:
-        """What new requests are asked of."""
+        """The policy for new requests."""
         return self.version.policy
 
     @property
@@ -65,7 +65,7 @@ class Slot:
         return 1 + (self.previous is not None) + len(self._leaving)
 
     def made(self, policy: Policy) -> Version:
-        """A further version, not asked yet; `exchange` puts it in."""
+        """Add a version; it gets requests after `exchange`."""
         config = self._config
         self._made += 1
         faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
@@ -92,9 +92,9 @@ class Slot:
             self._leaving.append(before)
 
     def go_back(self) -> Version | None:
-        """The version before is asked again; None when there is none.
+        """Send new requests to the version before again; None if there is none.
 
-        What it had carried over for its episodes is from before the exchange.
+        Its stored chunks are from before the exchange.
         """
         if self.previous is None:
             return None
@@ -107,7 +107,7 @@ class Slot:
         return before
 
     def settle(self) -> None:
-        """The version before is not needed any more."""
+        """Give up the version before."""
         if self.previous is not None:
             self._leaving.append(self.previous)
             self.previous = None
@@ -138,7 +138,7 @@ def load(config: ServeConfig, slot: str, export: Export) -> Policy:
 
 
 class BudgetPlanner(Planner):
-    """The planner, and what `--slo-mode degrade` takes off its budget."""
+    """The planner, with a budget that `--slo-mode degrade` reduces."""
 
     def __init__(self, slo: SloTracker | None) -> None:
         super().__init__()
