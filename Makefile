@@ -8,7 +8,8 @@ unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each 
 setup: .venv/ready           ## make .venv with everything for development
 
 .venv/ready: extra := dev
-.venv/ready: clients := openpi-client==0.1.2 tritonclient==2.73.0 vla-eval==0.8.0  # without what they ask for, as numpy 1
+# Stock clients for the tests, without their dependencies: those include numpy 1, and they work with 2.
+.venv/ready: clients := inspect-robots-xpolicylab==0.1.0 openpi-client==0.1.2 tritonclient==2.73.0 vla-eval==0.8.0
 .venv/demo: extra := demo
 .venv/ready .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

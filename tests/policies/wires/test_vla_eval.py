@@ -351,6 +351,7 @@ def test_w22_who_leaves_while_it_runs_is_no_fault(portal: BlockingPortal, tiny: 
         with robot(portal, server) as client:
             portal.call(client.connection.send, MessageType.OBSERVATION, seen(request_id="plug"))
             server.reach(lambda m: (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
+        assert server.get("/health").status == 200  # so that the server has seen the end of the connection
         server.release()
         metrics = server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
         assert metrics("reflex_requests_total", outcome="failed") == 0
@@ -364,7 +365,8 @@ def test_w22_a_server_that_ends_answers_what_it_took_and_then_closes(portal: Blo
         server.reach(lambda m: (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
         server.process.send_signal(signal.SIGTERM)
         server.wait_log("draining")
-        assert refused(lambda: idle.act(seen()))["error"] == "shutting_down"
+        seq, message = idle.say(MessageType.OBSERVATION, seen())
+        assert (message.type, message.seq, message.payload["error"]) == (MessageType.ERROR, seq, "shutting_down")
         server.release()
         assert right(waiting.result()["actions"], 1)
         for client in (taken, idle):

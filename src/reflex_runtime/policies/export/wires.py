@@ -11,8 +11,9 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
 
-_GROOT: Final = "gr00t"
-BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", _GROOT)
+# Wires whose states and actions come in groups: how a picture and a group of the state are named in an observation.
+_GROUPED: Final = {"gr00t": ("video.{}", "state.{}"), "xpolicylab": ("vision/{}", "state/{}")}
+BLOCKS: Final = ("openpi", "json-numpy", "vla-eval", "lerobot", *_GROUPED)
 """The wires that an export may describe."""
 
 _Name = Annotated[str, Meta(min_length=1)]
@@ -30,8 +31,8 @@ class WireMap:
     images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
     order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
     announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
-    handed out before the policy is asked again; 0 is all of them. Of gr00t: how many numbers each of `state` has, and
-    the groups of an action, in this order.
+    handed out before the policy is asked again; 0 is all of them. Of wires with groups: how many
+    numbers each of `state` has, and the groups of an action, in this order.
     """
 
     images: Mapping[str, str] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class _WireKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     execute: Annotated[int, Meta(ge=1, description="a whole number >= 1")] | None = None
 
 
-class _GrootKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     images: _Images | None = None
     state: _Groups | None = None
     actions: _Groups | None = None
@@ -103,10 +104,12 @@ def read_wires(config: JsonObject, cameras: Collection[str], state_dim: int, act
         return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0)}
     table = JsonObject(config.file, said, "wires")
     table.only(BLOCKS)
-    found = {wire: _read(table, wire, cameras, state_dim > 0) for wire in BLOCKS if wire != _GROOT and table.has(wire)}
-    if table.has(_GROOT):
-        block = JsonObject(table.file, table.get(_GROOT), table.name(_GROOT))
-        found[_GROOT] = _groot(block, cameras, state_dim, action_dim)
+    found = {}
+    for wire in BLOCKS:
+        if table.has(wire) and wire in _GROUPED:
+            found[wire] = _grouped(table, wire, cameras, state_dim, action_dim)
+        elif table.has(wire):
+            found[wire] = _read(table, wire, cameras, state_dim > 0)
     return found
 
 
@@ -137,8 +140,10 @@ def _described(table: JsonObject, cameras: Collection[str], takes_state: bool) -
     return WireMap(**{name: value for name, value in msgspec.structs.asdict(keys).items() if value is not None})
 
 
-def _groot(table: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
-    keys = table.read(_GrootKeys)
+def _grouped(of: JsonObject, wire: str, cameras: Collection[str], state_dim: int, action_dim: int) -> WireMap:
+    table = JsonObject(of.file, of.get(wire), of.name(wire))
+    picture, group = _GROUPED[wire]
+    keys = table.read(_GroupKeys)
     _check(table, keys, cameras, state_dim > 0)
     state, actions = keys.state or (), keys.actions or ()
     for key, groups, dim in (("state", state, state_dim), ("actions", actions, action_dim)):
@@ -147,15 +152,15 @@ def _groot(table: JsonObject, cameras: Collection[str], state_dim: int, action_d
         if len(dict(groups)) < len(groups):
             table.wrong(key, "groups with different names")
     return WireMap(
-        images={camera: f"video.{name}" for camera, name in (keys.images or {}).items()},
-        state=tuple(f"state.{name}" for name, _ in state),
+        images={camera: picture.format(name) for camera, name in (keys.images or {}).items()},
+        state=tuple(group.format(name) for name, _ in state),
         state_sizes=tuple(size for _, size in state),
         actions=actions,
         prompt=keys.prompt or "",
     )
 
 
-def _check(table: JsonObject, keys: _WireKeys | _GrootKeys, cameras: Collection[str], takes_state: bool) -> None:
+def _check(table: JsonObject, keys: _WireKeys | _GroupKeys, cameras: Collection[str], takes_state: bool) -> None:
     for camera in keys.images or ():
         if camera not in cameras:
             known = ", ".join(cameras) or "it has none"

@@ -22,12 +22,13 @@ from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.ask import ACT, WIRES
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.wires import openpi, vla_eval
+from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.oip import Sequences
 from reflex_runtime.policies.wires.oip_http import OipHttp
 from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
+from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
@@ -37,6 +38,7 @@ from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.openapi import page
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.websocket import SocketSession
 
 log = logging.getLogger("reflex.server")
 
@@ -55,9 +57,10 @@ def application(runtime: PolicyRuntime) -> App:
     most = config.max_body_bytes
     routes = [Route("/act", act.run, "POST", most=most, enter=act.enter, fail=act.fail)]
     routes.append(Route("/reset", act.reset, "POST", most=min(most, OPERATOR_BODY), enter=ready))
-    robots = partial(OpenpiSession, asking)
-    routes += [Route(path, _websocket_only, most=most, socket=robots) for path in openpi.PATHS]
-    routes.append(Route(vla_eval.PATH, _websocket_only, most=most, socket=partial(VlaEvalSession, asking)))
+    sessions: dict[str, Callable[..., SocketSession]] = dict.fromkeys(openpi.PATHS, OpenpiSession)
+    sessions |= {vla_eval.PATH: VlaEvalSession, xpolicylab.PATH: XPolicyLabSession}
+    for path, session in sessions.items():
+        routes.append(Route(path, _websocket_only, most=most, socket=partial(session, asking)))
     sequences = Sequences()
     oip = OipHttp(asking, most, sequences)
     routes += oip.routes

@@ -17,9 +17,10 @@ OPENPI: Final = "openpi"
 JSON_NUMPY: Final = "json-numpy"
 OIP: Final = "oip"
 VLA_EVAL: Final = "vla-eval"
+XPOLICYLAB: Final = "xpolicylab"
 GROOT: Final = "gr00t"
 LEROBOT: Final = "lerobot"
-WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT)
+WIRES: Final = (ACT, OPENPI, JSON_NUMPY, OIP, VLA_EVAL, GROOT, LEROBOT, XPOLICYLAB)
 """The protocols that requests come on, as metrics and recordings name them."""
 
 Settle = Callable[[ActAnswer | ReflexError], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from math import prod
 from typing import Any, Final
@@ -23,6 +24,19 @@ def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
     if not isinstance(data, (bytes, memoryview)) or not _is_shape(shape):
         raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
     return _viewed(data, known, shape)
+
+
+def nd_in(found: Mapping[str, Any]) -> Any:
+    """The array or number in a map of msgpack-numpy: `nd`, `type`, `kind`, `shape`, `data`. Nothing is unpickled."""
+    kind = found.get("kind", b"")
+    if kind not in (b"", ""):  # V: structures; O: a pickle
+        raise ClientError("an array of kind O or V is not read: send numbers or texts")
+    if found["nd"] is True:
+        return array_in(found["data"], found.get("type"), found.get("shape"))
+    dtype, data = type_of(found.get("type")), found["data"]
+    if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
+        raise ClientError("a numpy scalar needs as many bytes as its type has")
+    return np.ndarray((), dtype, buffer=data).item()
 
 
 def _viewed(data: bytes | memoryview, dtype: np.dtype[Any], shape: Any) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from reflex_runtime.policies.wires.arrays import array_in, type_of
+from reflex_runtime.policies.wires.arrays import array_in, nd_in
 from reflex_runtime.policies.wires.packed import unpack
 from reflex_runtime.web.errors import ClientError
 
@@ -39,7 +39,7 @@ class _Hook:
             return _npy(found.get("as_npy"))
         if "nd" in found and "data" in found:
             self.nd = True
-            return _nd(found)
+            return nd_in(found)
         return found
 
 
@@ -66,18 +66,6 @@ def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, An
     """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
     told = {"delta_indices": list(range(steps)), "modality_keys": names}
     return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
-
-
-def _nd(found: dict[str, Any]) -> Any:
-    kind = found.get("kind", b"")
-    if kind not in (b"", ""):  # V: structures; O: a pickle
-        raise ClientError("an array of kind O or V is not read: send numbers or texts")
-    if found["nd"] is True:
-        return array_in(found["data"], found.get("type"), found.get("shape"))
-    dtype, data = type_of(found.get("type")), found["data"]
-    if not isinstance(data, memoryview) or len(data) != dtype.itemsize:
-        raise ClientError("a numpy scalar needs as many bytes as its type has")
-    return np.ndarray((), dtype, buffer=data).item()
 
 
 def _npy(data: Any) -> Any:

@@ -17,7 +17,7 @@ from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
 
-PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "video.")
+PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
 """What other protocols put in front of a name."""
 PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
 STATES: Final = ("state", "states")
@@ -55,7 +55,7 @@ class Reading:
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self.wire.images.get(camera) or plain.get(camera)
         if name is None and len(self.export.images) == 1:
-            only = [name for name in came if name.startswith("images/")]
+            only = [name for name in came if name.startswith(("images/", "vision/"))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
         if name is None or name not in came:
             raise self._missing(name or camera, came)

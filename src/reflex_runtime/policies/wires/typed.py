@@ -1,0 +1,125 @@
+"""A websocket whose messages say what they are: what the sessions of such protocols share.
+
+The client says hello, which is answered when there is a policy, and then asks one thing at a time.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.wires.limits import socket_limits
+from reflex_runtime.policies.wires.observations import Readings
+from reflex_runtime.web.errors import NotFound
+from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
+
+
+class TypedSession(ABC):
+    """One websocket, which is one robot. robot: its name. said: by the URL's query."""
+
+    def __init__(self, wire: str, asking: Asking, socket: WebSocket) -> None:
+        self.asking, self.socket = asking, socket
+        self.said = socket_limits(socket.query)
+        self.robot = self.said.robot_id or f"ws-{socket.id}"
+        self.readings = Readings(asking.runtime, wire)
+        self._wire = wire
+        self._ask: Ask | None = None
+        self._read: SocketMessage | None = None
+
+    @abstractmethod
+    def read(self, frame: bytes) -> None:
+        """Decode a message: what `take` and `error` need of it."""
+
+    @abstractmethod
+    def take(self, message: SocketMessage) -> None:
+        """Answer the message that was read, or `ask` the policy. What is raised is answered as an error."""
+
+    @abstractmethod
+    def hello(self) -> bytes:
+        """The frame that says what is served."""
+
+    @abstractmethod
+    def answered(self, answer: ActAnswer) -> bytes:
+        """The frame for what the policy answers."""
+
+    @abstractmethod
+    def error(self, error: ReflexError, request_id: str) -> bytes:
+        """The frame for an error."""
+
+    # -- the websocket -------------------------------------------------------------------------------------------------
+
+    def opened(self) -> None:  # noqa: B027
+        """The client speaks first."""
+
+    def asked(self, message: SocketMessage) -> None:
+        """Any message of the protocol."""
+        if isinstance(message.data, str):
+            self.socket.close(UNSUPPORTED, "messages are binary frames")
+            self.socket.answer()
+            return
+        self._read = message
+        self.read(message.data)
+        self.take(message)
+
+    def failed(self, message: SocketMessage, error: ReflexError) -> bytes:
+        """Count an error, and make a frame of it."""
+        if self._read is not message and isinstance(message.data, bytes):  # refused before it was looked at
+            with suppress(ReflexError):
+                self.read(message.data)
+        self.asking.fail(Ask(self._wire, message.id, self.robot, lambda result: None, message.started), error)
+        return self.error(error, message.id)
+
+    def left(self) -> None:
+        """Take back what it waits for."""
+        self.asking.runtime.forget(self._greet)
+        if self._ask is not None:
+            self.asking.leave(self._ask)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def greet(self) -> None:
+        """Answer with `hello` once there is a policy."""
+        self.socket.owe(True)
+        self.socket.answer()
+        self.asking.runtime.when_started(self._greet)
+
+    def ask(self, message: SocketMessage, read: Callable[[], Question]) -> None:
+        """Ask the policy. read: makes the question of the message."""
+        self._ask = Ask(self._wire, message.id, self.robot, self._settled, message.started)
+        self.asking.take(self._ask, read, message.received)
+
+    def report(self, episode: str, result: dict[str, Any]) -> None:
+        """An episode has ended: count its success, where the result says so and the policy answered in it."""
+        success = _success_in(result)
+        if success is not None:
+            with suppress(NotFound):
+                self.asking.runtime.ended(episode, success)
+
+    def _greet(self) -> None:
+        if not self.asking.runtime.loaded:
+            self.socket.close(INTERNAL, "the policy could not be started")
+            return
+        self.socket.owe(False)
+        self.socket.send(self.hello())
+
+    def _settled(self, result: ActAnswer | ReflexError) -> None:
+        assert self._ask is not None
+        if isinstance(result, ReflexError):
+            self.socket.answer(self.error(result, self._ask.request_id))
+        else:
+            self.socket.answer(self.answered(result))
+
+
+def _success_in(result: dict[str, Any]) -> bool | None:
+    """What the result of an episode says of success; None where it says nothing."""
+    for found in (result.get("metrics"), result.get("result"), result):
+        success = found.get("success") if isinstance(found, dict) else None
+        if isinstance(success, (bool, int, float)) and success in (0, 1):
+            return bool(success)
+    return None
