@@ -121,7 +121,7 @@ __all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are asked for: the command starts at once, and a client needs no scheduler."""
+    """Names are imported on first use: the command starts at once, and a client does not load the scheduler."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"reflex_runtime.{_MODULES[name]}"), name)

@@ -76,7 +76,7 @@ class JsonObject:
 
 
 def described(kind: Any) -> str:
-    """What a type's `msgspec.Meta` says, or that of a part of the type."""
+    """The `msgspec.Meta` of a type, or of a part of the type."""
     for meta in getattr(kind, "__metadata__", ()):
         if meta.description is not None:
             return str(meta.description)

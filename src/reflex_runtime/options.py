@@ -202,7 +202,7 @@ def _add_flag(group: Any, f: Field[Any], kind: Any) -> None:
 
 
 def described(f: Field[Any]) -> str:
-    """What a setting does, and what it needs for that."""
+    """The description of a setting, with the options that it needs."""
     needs, unless = f.metadata["needs"], f.metadata["unless"]
     words = [f"needs {_in_words(needs)}"] * bool(needs) + [f"not with {_in_words(unless)}"] * bool(unless)
     return str(f.metadata["help"]) + (f" ({'; '.join(words)})" if words else "")

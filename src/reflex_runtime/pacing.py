@@ -1,4 +1,4 @@
-"""How long to wait before trying again, when to give up waiting, and how often to say what goes wrong.
+"""Back-off between attempts, time limits on silence, and limits on how often a failure is reported.
 
 Pure: times are passed in.
 """
@@ -67,7 +67,7 @@ class Pulse:
         return self._delay
 
     def tick(self, answered: bool, now: float) -> bool:
-        """The tick came; answered: whether the question that was asked is. Returns whether to go on waiting."""
+        """Call it at each tick. answered: whether the last question was. Returns whether to go on waiting."""
         if answered:
             self.silent = 0.0
         elif now - self._due <= self.every:

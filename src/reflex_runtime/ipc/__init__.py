@@ -45,7 +45,7 @@ __all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are asked for: a runtime process needs nothing of the front."""
+    """Names are imported on first use: a runtime process does not import the front's modules."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -22,7 +22,7 @@ from reflex_runtime.core.events import (
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.telemetry import series
 
-MOST_PARTITIONS = 256  # remembered; the least recently used goes
+MOST_PARTITIONS = 256  # kept; the least recently used is dropped
 FALLBACKS = ("capability", "disabled", "environment", "options", "oversize")
 UNSENT: Final = "unsent"  # notes of a batch: the runtime was gone when it was formed
 FALLBACK: Final = "fallback"  # why each of its requests went by itself although they were to share a message
@@ -195,7 +195,7 @@ class BatcherStats:
 
 
 def alone(partition: Hashable) -> str:
-    """Why requests of a partition go by themselves; "" where they share messages."""
+    """Why each request of a partition is sent alone; "" if they share messages."""
     return str(partition[3]) if isinstance(partition, tuple) and len(partition) == 4 else ""
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("reflex.ipc")
 
 State = Literal["starting", "ready", "restarting", "open", "stopped"]
 
-GRACE = 1.0  # seconds that a process has to end by itself once its connection did: its exit status says why
+GRACE = 1.0  # seconds for a process to exit after its connection has ended, so that its exit status is known
 SOON = 1.0  # seconds until a retry while a start is under way
 _DAY = 86400.0
 _COUNTED = frozenset({CHUNK, STATS, EVENT})  # by name; other names come from outside and may be many
@@ -359,7 +359,7 @@ class RuntimeClient:
             self._await_tick(peer, pulse, answer)
         else:
             if answer.exception() is None:
-                with contextlib.suppress(ProtocolError):  # any answer says that it is alive
+                with contextlib.suppress(ProtocolError):  # any answer shows that it is alive
                     self.info = _reader(Info).read(answer.result().raw, answer.result().codec)
             self._ask(peer, pulse)
 

@@ -186,7 +186,7 @@ class FrameDecoder:
 
     @property
     def pending(self) -> int:
-        """Bytes of a frame whose end has not come."""
+        """Bytes of an incomplete frame."""
         return len(self._data) - self._at
 
     def __iter__(self) -> Iterator[tuple[Codec, list[Message]]]:
@@ -219,7 +219,7 @@ class FrameDecoder:
 
 
 def _read(codec: Codec, body: bytes) -> tuple[list[Message], ProtocolError | None]:
-    """The messages of a body, and what is wrong with it."""
+    """The messages of a body, and the error in it."""
     try:
         found = _DECODE[codec](body)
         several = found if isinstance(found, list) else [found]
@@ -239,7 +239,7 @@ def _read(codec: Codec, body: bytes) -> tuple[list[Message], ProtocolError | Non
 
 
 def _sorted(several: list[Any], codec: Codec) -> tuple[list[Message], ProtocolError | None]:
-    """The valid messages, and what is wrong with the others."""
+    """The valid messages, and the errors of the others."""
     messages: list[Message] = []
     first, wrong = "", 0
     for one in several:

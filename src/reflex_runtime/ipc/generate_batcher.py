@@ -149,7 +149,7 @@ class GenerateBatcher:
             del answer  # its error has this frame in its traceback: this breaks the circle
 
     def get_stats(self) -> dict[str, Any]:
-        """Counts so far and what waits; JSON-safe."""
+        """Counters and waiting requests; JSON-safe."""
         stats, active = self._stats, self._registry.active_count()
         group = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
         return {

@@ -60,7 +60,7 @@ class Call:
 
 
 class SentBatch:
-    """A batch that is out. alone: whether each of its calls goes by itself. sent: answers that are awaited."""
+    """A batch that was sent. alone: each of its requests is a call of its own. sent: answers that are awaited."""
 
     __slots__ = ("alone", "batch", "calls", "sent")
 
@@ -70,7 +70,7 @@ class SentBatch:
         self.calls: list[Call] = [ticket.request.payload for ticket in batch.grants]
 
     def fall_back(self, reason: str) -> None:
-        """Each of its requests goes by itself although they were to share a message."""
+        """Send each of its requests as a call of its own, although they should share a message."""
         self.batch.notes[FALLBACK] = reason
         self.alone = True
 
@@ -102,7 +102,7 @@ class RuntimeMessages:
             message.sent = [self._client.call(BATCH_GENERATE, {"requests": params})]
 
     async def read(self, message: SentBatch) -> list[Outcome]:
-        """The outcome of each of its requests. Raises what failed the message as a whole."""
+        """The outcome of each of its requests. Raises the error of the whole message."""
         try:
             async with asyncio.timeout(self._limit):
                 return await (self._each(message) if message.alone else self._all(message))

@@ -46,7 +46,7 @@ class RawAnswer:
 
 
 class Handler(Protocol):
-    """Receives what a peer reads, on the loop. What its methods raise is logged and, for a call, answered."""
+    """Receives a peer's messages, on the loop. An exception of its methods is logged and, for a call, answered."""
 
     def called(self, peer: Peer, request: RpcRequest, codec: Codec) -> None:
         """A call came: answer with `peer.respond` or `peer.refuse`, now or later."""

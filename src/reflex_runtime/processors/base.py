@@ -43,7 +43,7 @@ class Processor(Protocol[V_co]):
         """
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
-        """These residents are gone and no next batch will say so."""
+        """Drop the state of these residents; no next batch will list them."""
 
     def stop(self) -> None:
         """Called once after the last batch."""
@@ -63,7 +63,7 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
 
 
 def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
-    """One outcome per ticket from what a call returned; see `run_batch`."""
+    """One outcome per ticket from the results of a call; see `run_batch`."""
     if len(results) != len(batch.grants):
         wrong = f"the processor returned {len(results)} results for {len(batch.grants)} requests"
         return [Failed(ResultCountMismatch(wrong))] * len(batch)
@@ -71,7 +71,7 @@ def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
 
 
 def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
-    """One outcome per ticket from what a call raised; see `run_batch`."""
+    """One outcome per ticket from the error of a call; see `run_batch`."""
     known = error if isinstance(error, ReflexError) else _wrapped(error)
     apart = len(batch) > 1 and repeatable and not isinstance(known, ResultCountMismatch | ProcessorHung)
     return [Apart(known) if apart else Failed(known)] * len(batch)

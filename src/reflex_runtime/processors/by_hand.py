@@ -72,6 +72,6 @@ def _run(
 
 
 def advance(ticket: Ticket, more: More) -> None:
-    """Move a ticket to what it does next."""
+    """Move a ticket to its next stage."""
     ticket.wants = more.wants
     ticket.stage = ticket.stage if more.stage is None else more.stage

@@ -44,7 +44,7 @@ def payloads_of(batch: Batch) -> list[Any]:
 
 
 def checked_results(function: Any, results: Any) -> Sequence[Any]:
-    """What the function returned. Raises ResultCountMismatch for what is no list: a dict, a text, None, an iterator."""
+    """The function's results. Raises ResultCountMismatch for a dict, a text, None, an iterator."""
     ordered = hasattr(results, "__len__") and hasattr(results, "__getitem__")
     if not ordered or isinstance(results, (Mapping, str, bytes)):
         if inspect.iscoroutine(results):
@@ -67,9 +67,9 @@ def is_method(function: Any) -> bool:
 
 
 def check_function(function: Any, *before: Any) -> None:
-    """Raise TypeError for what cannot be called with a list of payloads and answer with a list of results.
+    """Raise TypeError unless it can be called with a list of payloads and return a list of results.
 
-    before: what it is called with before the list, such as the object of a method.
+    before: arguments before the list, such as the object of a method.
     """
     name = name_of(function)
     if isinstance(function, classmethod):
@@ -97,5 +97,5 @@ def name_of(function: Any) -> str:
 
 
 def _called(function: Any) -> tuple[Any, Any]:
-    """The function, and what runs when it is called: they differ for an object of a class with `__call__`."""
+    """The callable and its function: they differ for an object of a class with `__call__`."""
     return function, function if inspect.isroutine(function) else type(function).__call__

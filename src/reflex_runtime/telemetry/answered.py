@@ -82,7 +82,7 @@ Facts = tuple[Hashable, Priority, float | None, Hashable, Hashable, Hashable, st
 
 
 def facts_of(request: Request) -> Facts:
-    """What the scheduler was asked, without the payload."""
+    """The request as the scheduler got it, without the payload."""
     r = request
     return r.client, r.priority, r.time_limit, r.partition, r.shape, r.cost_class, r.stage, r.weight, r.wants
 
@@ -141,7 +141,7 @@ def request_line(taken: Taken, seq: int, origin: float, began: float) -> Request
 
 
 def add_payload(line: RequestLine, a: Answered, images: ImageMode) -> None:
-    """What was asked and answered."""
+    """Add the contents of the request and the answer."""
     if a.actions is not None:
         line.response = Given(short(a.actions), a.actions.shape[0], a.actions.shape[1])
     asked = line.request
@@ -162,7 +162,7 @@ _WORDS = {inf: "Infinity", -inf: "-Infinity"}
 
 
 def finite(values: list[float]) -> list[float | str]:
-    """Numbers as JSON can carry them: what is not finite becomes text."""
+    """Numbers for JSON: those that are not finite become text."""
     if isfinite(sum(values)):
         return values  # type: ignore[return-value]
     return [v if isfinite(v) else _WORDS.get(v, "NaN") for v in values]
@@ -178,7 +178,7 @@ def short(array: NDArray[Any]) -> list[list[float | str]]:
 def _few_digits(array: NDArray[np.float32]) -> NDArray[np.float64]:
     """Each value rounded to as few decimals as give the same float32 again: half the text of the usual digits."""
     wide = array.astype(np.float64)
-    with np.errstate(all="ignore"):  # what is not finite stays as it is
+    with np.errstate(all="ignore"):  # values that are not finite stay
         found = wide * 1e9
         np.rint(found, out=found)
         found /= 1e9

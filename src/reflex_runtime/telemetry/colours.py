@@ -50,7 +50,7 @@ class Colours:
         return self._index[member.client if self.by == "client" else member.seq]
 
     def knows(self, member: Member) -> bool:
-        """Whether it has a colour: it is in what is shown."""
+        """Whether it has a colour, because it is in the shown part."""
         return (member.client if self.by == "client" else member.seq) in self._index
 
     def hex(self, member: Member) -> str:
@@ -70,11 +70,11 @@ def client_name(member: Member) -> str:
         return plain(member.client or "no client")
     host, port = connection.group(2, 3)
     name = plain(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", 99)
-    return name if len(name) <= 21 else "…" + name[-20:]  # the port is what tells two of them apart
+    return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the port
 
 
 def plain(text: str, width: int = 18) -> str:
-    """Callers' text on one line: what cannot be printed becomes a dot, what is too long an ellipsis."""
+    """A caller's text on one line: unprintable characters become dots, and a long text is cut with an ellipsis."""
     shown = "".join(c if c.isprintable() else "·" for c in text)
     return shown if len(shown) <= width else shown[: width - 1] + "…"
 
@@ -86,7 +86,7 @@ def ink(face: str) -> str:
 
 
 def pale(face: str, share: float = 0.62) -> str:
-    """A colour mixed with white: of what takes part with one token."""
+    """A colour mixed with white: for requests that get one token."""
     parts = (int(face[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(255 * share + part * (1 - share)):02X}" for part in parts)
 

@@ -34,12 +34,12 @@ def create(path: str | os.PathLike[str], private: bool = False) -> FileIO:
 
 
 def append(path: str | os.PathLike[str], private: bool = False) -> FileIO:
-    """Open for appending; made when missing. Refuses what `create` refuses."""
+    """Open for appending; creates a missing file. Refuses the same files as `create`."""
     return _open(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE if private else _SHARED)
 
 
 def check(path: str | os.PathLike[str]) -> None:
-    """Raises what `create` would. Leaves an empty file where there was none."""
+    """Raises the errors of `create`. Creates an empty file if there was none."""
     append(path).close()
 
 

@@ -113,7 +113,7 @@ class Warm(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
 
 
 class Asked(msgspec.Struct):
-    """What was asked. Only with payloads: instruction, state, executed, images.
+    """A request. Only with payloads: instruction, state, executed, images.
 
     image_sha256, image_b64: one text when the only image is `image`, else by name.
     """

@@ -1,4 +1,4 @@
-"""What the first lines of a journal say of a run: how groups are scheduled, what warm-up taught, on which machine."""
+"""The first lines of a journal: the settings of groups, the cost models after warm-up, the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reflex_runtime.telemetry.journal import GroupInfo, Warm
 
 
 def info_of(group: GroupConfig) -> GroupInfo:
-    """What the numbers of a group mean, and what a schedule replay needs to build it again."""
+    """The units of a group's numbers, and the settings from which a replay builds it again."""
     model, budget = group.cost(), group.flush.max_batch_cost
     return GroupInfo(
         unit=model.unit,
@@ -47,7 +47,7 @@ def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable
 
 
 def hardware() -> dict[str, Any]:
-    """This machine, as far as it decides how fast a model runs here; a server adds its accelerator."""
+    """The facts of this machine that decide a model's speed; a server adds its accelerator."""
     model = ""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:

@@ -34,7 +34,7 @@ _BREATH = 0.0001  # seconds for which it does
 
 
 class LineFile:
-    """A new file that lines are appended to, compressed or not; what was flushed can be read although it is not closed.
+    """A new file to which lines are appended, compressed or not; flushed lines can be read before it is closed.
 
     path, private: see `files.create`. size: bytes written. Raises OSError where the disk does.
     """
@@ -49,7 +49,7 @@ class LineFile:
         self._write(lines if self._deflate is None else self._deflate.compress(lines))
 
     def flush(self) -> None:
-        """Let readers see what was written, compressed files too (a few bytes are spent on it)."""
+        """Make the written lines readable, also in compressed files (it costs a few bytes)."""
         if self._deflate is not None:
             self._write(self._deflate.flush(zlib.Z_SYNC_FLUSH))
 
@@ -137,13 +137,13 @@ class LineWriter(Generic[T]):
         return True
 
     def turn(self) -> None:
-        """Write what is queued, finish the file, and write what comes after into another."""
+        """Write the queued lines, finish the file, and continue in another."""
         self._turned = True
         self._hurry.set()
         self._some.set()
 
     def close(self, timeout: float) -> bool:
-        """Write what is queued and the end. Returns whether all of it reached the file within `timeout` seconds."""
+        """Write the queued lines and the end. Returns whether all of it reached the file within `timeout` seconds."""
         self.closed = True
         self._hurry.set()
         self._some.set()

@@ -1,4 +1,4 @@
-"""What follows from the batches of a journal: who waited at each step and why, what was prefill, how requests went.
+"""Derived from a journal of tokens: which requests waited at each step and why, prefill, the course of requests.
 
 Folds over the batches as read, so that a table, a picture and a test see the same.
 """
@@ -22,7 +22,7 @@ _SAME = 1.5e-6  # seconds; times in a trace are rounded to microseconds
 
 
 def why_waiting(batch: BatchLine) -> str:
-    """In words, what kept the others out of the batch; empty when the journal does not say."""
+    """In words, the limit that kept the others out of the batch; empty if the journal does not have it."""
     return WHY_WAITING.get(batch.short_of, batch.short_of)
 
 
@@ -45,7 +45,7 @@ def samples(member: Member) -> bool:
     return member.computed + member.units >= member.known
 
 
-# -- who waited --------------------------------------------------------------------------------------------------------
+# -- waiting requests --------------------------------------------------------------------------------------------------
 
 
 class Waiter(NamedTuple):
