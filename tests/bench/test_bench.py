@@ -87,7 +87,13 @@ def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.Ca
 
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--inject-latency-ms", "60") as server:
-        for wire in ("act-json", "act-msgpack", "openpi", "json-numpy"):  # the server refuses what cannot be in time
+        for wire in (
+            "act-json",
+            "act-msgpack",
+            "openpi",
+            "json-numpy",
+            "oip",
+        ):  # the server refuses what cannot be in time
             words = url(server), "--wire", wire, "--robots", "2", "--think-ms", "10", "--deadline-ms", "40"
             status, found = measured(capsys, *words, *QUICK)
             told = found["servers"][0]

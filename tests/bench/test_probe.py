@@ -116,8 +116,8 @@ class _Pages(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def pages() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Pages) as plain:
+def pages(kind: type[http.server.BaseHTTPRequestHandler] = _Pages) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as plain:
         threading.Thread(target=plain.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{plain.server_port}"
         plain.shutdown()
@@ -250,3 +250,42 @@ def test_a_listener_that_is_not_there_is_told(tiny: Path, capsys: pytest.Capture
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     status, found = probed(capsys, address, "--timeout-s", "0.3")
     assert (status, found["wires"][0]["error"]) == (1, "timed_out")
+
+
+class _Triton(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        found = self.path == "/v2/models/arm"
+        tensors = [
+            {"name": "state", "datatype": "FP32", "shape": [-1, 3]},
+            {"name": "seen", "datatype": "UINT8", "shape": [-1, -1, -1, 3]},
+        ]
+        self._answer(200 if found else 404, {"name": "arm", "inputs": tensors} if found else {})
+
+    def do_POST(self) -> None:
+        sent = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/v2/repository/index":
+            return self._answer(200, [{"name": "arm", "state": "READY"}])
+        if len(sent) < 224 * 224 * 3:
+            return self._answer(400, {"error": "[request id: <id_unknown>] unexpected shape for input 'seen'"})
+        return self._answer(200, {"model_name": "arm", "outputs": [{"name": "actions", "shape": [1, 5, 7]}]})
+
+    def _answer(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+def test_another_server_of_oip_is_asked_by_its_own_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pages(_Triton) as address:
+        status, found = probed(capsys, address, "--wire", "oip")
+        (wire,) = found["wires"]
+        assert (status, wire["known"], wire["actions"]) == (0, "the model's metadata", [1, 5, 7]), wire
+        assert wire["sent"] == {"seen": "uint8 [224, 224, 3]", "state": "float32 [3]"}
+        np.savez(tmp_path / "small.npz", seen=np.zeros((2, 2, 3), np.uint8))
+        status, found = probed(capsys, address, "--wire", "oip", "--observation", str(tmp_path / "small.npz"))
+        assert (status, found["wires"][0]["error"]) == (1, "http_400")
+        assert "unexpected shape" in found["wires"][0]["message"]

@@ -11,6 +11,7 @@ from typing import Final
 from reflex_runtime.bench.caller import WireCaller
 from reflex_runtime.bench.groot_caller import GrootCaller
 from reflex_runtime.bench.http_callers import ActCaller, ActMsgpackCaller, JsonNumpyCaller
+from reflex_runtime.bench.oip_caller import OipCaller
 from reflex_runtime.bench.websocket_callers import OpenpiCaller, VlaEvalCaller
 
 CALLERS: Final[dict[str, type[WireCaller]]] = {
@@ -18,6 +19,7 @@ CALLERS: Final[dict[str, type[WireCaller]]] = {
     "act-msgpack": ActMsgpackCaller,
     "openpi": OpenpiCaller,
     "json-numpy": JsonNumpyCaller,
+    "oip": OipCaller,
     "vla-eval": VlaEvalCaller,
     "gr00t": GrootCaller,
 }

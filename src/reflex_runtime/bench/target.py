@@ -21,13 +21,15 @@ ZMQ: Final = "tcp"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is and how it is asked. key: "" for none. timeout: seconds for each step."""
+    """Where a server is and how it is asked. key: "" for none. timeout: seconds for each step. model: what it serves;
+    "" where that is not known."""
 
     url: str
     scheme: str
     address: Address
     key: str = ""
     timeout: float = 10.0
+    model: str = ""
 
     @classmethod
     def of(cls, url: str, key: str = "", timeout: float = 10.0) -> Target:

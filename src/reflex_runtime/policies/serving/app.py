@@ -19,7 +19,7 @@ from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
 from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
-from reflex_runtime.policies.serving.ask import ACT, WIRES
+from reflex_runtime.policies.serving.ask import ACT, OIP, WIRES
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
@@ -124,7 +124,7 @@ def _websocket_only(exchange: Exchange, _: bytes) -> None:
 
 
 def _map_of(name: str, export: Export) -> WireMap | None:
-    return WireMap(prompt="instruction") if name == ACT else export.wires.get(name)
+    return WireMap(prompt="instruction") if name in (ACT, OIP) else export.wires.get(name)
 
 
 def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:
