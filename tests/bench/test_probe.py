@@ -180,6 +180,10 @@ def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, caps
     status, found = probed(capsys, *words, str(tmp_path / "half.npz"))
     assert (status, found["wires"][0]["error"]) == (1, "invalid_request")
     assert "observation/wrist_image: missing" in found["wires"][0]["message"]
+    for wire in ("vla-eval", "gr00t", "oip", "json-numpy"):  # each has its own form of errors
+        status, found = probed(capsys, url(server), "--wire", wire, "--observation", str(tmp_path / "half.npz"))
+        assert (status, found["wires"][0]["error"]) == (1, "invalid_request"), found
+        assert found["wires"][0]["message"]
 
 
 def test_the_dialect_of_roboarena_is_known_from_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         help="time added to every call, to stand for a larger model; not with --ab (default 8, range 0 to 1000)",
     )  # fmt: skip
     parser.add_argument(
+        "--wire", choices=("msgpack", "openpi"), default="msgpack",
+        help="how robots ask: POST /act, or openpi's websocket with its stock client; not with --ab (default msgpack)",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="trace and pictures (default demo-out)"
     )
     parser.add_argument(
@@ -72,12 +76,17 @@ def run(args: argparse.Namespace) -> int:
 
     from reflex_runtime.cli.demo_ab import run_ab
     from reflex_runtime.demo.gain import draw_gain
+    from reflex_runtime.demo.openpi_robot import need_client
     from reflex_runtime.telemetry.journal_reader import read_journal
 
     if args.ab and args.variant:
         raise ConfigError(f"--variant={args.variant}: --ab runs both")
     if args.ab and args.call_ms is not None:
         raise ConfigError(f"--call-ms={args.call_ms:g}: not with --ab")
+    if args.wire == "openpi":
+        if args.ab:
+            raise ConfigError("--wire=openpi: not with --ab: openpi has no word for how an episode ended")
+        need_client()
     args.call_ms = 8.0 if args.call_ms is None else args.call_ms
     if not 0.0 <= args.call_ms <= 1000.0:
         raise ConfigError(f"--call-ms={args.call_ms:g}: must be in [0, 1000]")
@@ -117,7 +126,9 @@ def _play(args: argparse.Namespace, trace: Path, name: str, options: list[str]) 
 
     server = partial(serving, export_dir(args.variant, args.kind), trace, trace.with_suffix(".log"), options)
     with progress(Console(stderr=True), args.robots * args.episodes, name) as on_progress:
-        return run_demo(server, args.robots, args.episodes, control_hz=CONTROL_HZ, on_progress=on_progress)
+        return run_demo(
+            server, args.robots, args.episodes, control_hz=CONTROL_HZ, wire=args.wire, on_progress=on_progress
+        )
 
 
 def show(console: Console, alone: DemoResult, batched: DemoResult, args: argparse.Namespace) -> None:

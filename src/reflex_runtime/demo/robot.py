@@ -256,7 +256,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, kind: type[HttpPolicy] = HttpPolicy) -> int:
     began = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m reflex_runtime.demo.robot", description="One simulated robot.")
     parser.add_argument("--url", required=True, help="server, e.g. http://127.0.0.1:8000")
@@ -282,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
     from reflex_runtime.demo.world import World
 
     world = World(args.task, args.seed)
-    policy = HttpPolicy(
+    policy = kind(
         args.url,
         args.robot_id,
         args.run,

@@ -169,15 +169,15 @@ def run_demo(
             "--execute": execute,
             "--max-steps": max_steps,
             "--control-hz": control_hz,
-            "--wire": wire,
             "--run": run or new_run(),
             "--again": again,
-        }
+        } | ({} if wire == "openpi" else {"--wire": wire})
+        program = "openpi_robot" if wire == "openpi" else "robot"
         fleet = []
         for i in range(robots):
             task, first = _part(i, episodes, tasks)
             mine = {"--robot-id": f"r{i}", "--task": task, "--first-episode": first}
-            fleet.append(stack.enter_context(_spawn(options | mine)))
+            fleet.append(stack.enter_context(_spawn(program, options | mine)))
         calls = _follow(fleet, began + time_limit, on_progress)
         asked = [call for call in calls if call["event"] == "act"]
         answered = [call for call in asked if call["status"] == 200]
@@ -217,10 +217,10 @@ def _part(robot: int, episodes: int, tasks: Sequence[str]) -> tuple[str, int]:
 
 
 @contextmanager
-def _spawn(options: Mapping[str, Any]) -> Iterator[_Robot]:
+def _spawn(program: str, options: Mapping[str, Any]) -> Iterator[_Robot]:
     """A robot process that cannot outlive this one: it ends when its standard input closes."""
     words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", "reflex_runtime.demo.robot", "--end-with-stdin", *words]
+    command = [sys.executable, "-m", f"reflex_runtime.demo.{program}", "--end-with-stdin", *words]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         process = subprocess.Popen(
             command,
