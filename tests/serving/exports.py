@@ -18,13 +18,13 @@ WEIGHTS = np.array([[0.5, -0.25], [0.125, 1.0]], np.float32)
 
 def write_tiny(
     root: Path, batch: str | int = "batch", weight: int = 0, fails: bool = False,
-    weights: NDArray[np.float32] = WEIGHTS, cameras: Sequence[str] = (), **settings: Any,
+    weights: NDArray[np.float32] = WEIGHTS, cameras: Sequence[str] = (), noise: bool = True, **settings: Any,
 ) -> Path:
     """A policy of state alone: actions = tanh(noise + state · weights), CHUNK times.
 
     batch: the leading axis. weight: how many times each row is multiplied with a matrix of 4 MB for nothing; 64 take a
     few milliseconds. fails: it loads, and raises in every call. cameras: pictures of 6 × 8 that it asks for and
-    ignores. settings: further keys of its configuration.
+    ignores. noise: whether it asks for it; else it is zero. settings: further keys of its configuration.
     """
     root.mkdir(parents=True, exist_ok=True)
     nodes = [
@@ -55,13 +55,15 @@ def write_tiny(
             helper.make_node("Add", [term, "mean"], ["off"]),
         ]
         term = "off"
+    if not noise:
+        constants.append(numpy_helper.from_array(np.zeros((1, CHUNK, ACTIONS), np.float32), "x"))
     nodes += [helper.make_node("Add", ["x", term], ["y"]), helper.make_node("Tanh", ["y"], ["chunk"])]
 
     def port(name: str, *dims: int) -> Any:
         return helper.make_tensor_value_info(name, TensorProto.FLOAT, [batch, *dims])
 
     pictures = [helper.make_tensor_value_info(name, TensorProto.UINT8, [batch, 6, 8, 3]) for name in cameras]
-    asked = [port("pose", STATE), port("x", CHUNK, ACTIONS), *pictures]
+    asked = [port("pose", STATE), *([port("x", CHUNK, ACTIONS)] if noise else []), *pictures]
     graph = helper.make_graph(nodes, "tiny", asked, [port("chunk", CHUNK, ACTIONS)], constants)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     onnx.checker.check_model(model)
@@ -74,7 +76,7 @@ def write_tiny(
         "action_dim": ACTIONS,
         "chunk_size": CHUNK,
         "num_denoising_steps": 1,
-        "inputs": {"state": "pose", "noise": "x", **{name: name for name in cameras}},
+        "inputs": {"state": "pose", **({"noise": "x"} if noise else {}), **{name: name for name in cameras}},
         "outputs": {"actions": "chunk"},
     }
     if cameras:

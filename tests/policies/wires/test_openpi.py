@@ -325,47 +325,6 @@ def test_w12_latest_only_does_not_take_the_rows_of_a_batch_for_one_robot(tiny: P
         assert all(right(item, i) for i, item in enumerate(found))
 
 
-def test_w13_who_leaves_while_queued_is_never_computed(tiny: Path) -> None:
-    with Server(tiny, held=True) as server, busy(server) as plug:
-        with robot(server) as client:
-            client._ws.send(msgpack_numpy.packb(seen()))
-            server.reach(lambda m: m(WAITING) == 1)
-        server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
-        server.release()
-        assert plug.answers()[0].status == 200
-        assert server.reach(lambda m: m("reflex_requests_total", outcome="ok") == 1)
-        assert calm(server)
-
-
-def test_w13_who_leaves_while_it_runs_is_no_fault(tiny: Path) -> None:
-    with Server(tiny, held=True) as server:
-        with robot(server) as client:
-            client._ws.send(msgpack_numpy.packb(seen(request_id="plug")))
-            server.reach(lambda m: (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
-        assert server.get("/health").status == 200
-        server.release()
-        metrics = server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
-        assert metrics("reflex_requests_total", outcome="failed") == 0
-        with robot(server) as client:
-            assert right(client.infer(seen(1)), 1)
-
-
-def test_w15_sixteen_robots_share_a_batch(tiny: Path) -> None:
-    with Server(tiny, held=True, takes="0.001 * len(batch)") as server, busy(server):
-        sockets = [WebsocketClientPolicy(f"ws://127.0.0.1:{server.port}/") for _ in range(16)]
-        for i, client in enumerate(sockets):
-            client._ws.send(msgpack_numpy.packb(seen(i)))
-        server.reach(lambda m: m(WAITING) == 16)
-        server.release()
-        answers = [msgpack_numpy.unpackb(client._ws.recv()) for client in sockets]
-        for client in sockets:
-            client._ws.close()
-        assert all(right(answer, i) for i, answer in enumerate(answers))
-        assert {(answer["batch"]["size"], answer["batch"]["id"]) for answer in answers} == {
-            (16, answers[0]["batch"]["id"])
-        }
-
-
 def test_w5_a_server_that_ends_answers_what_it_took_and_then_closes(tiny: Path) -> None:
     with Server(tiny, held=True) as server, robot(server) as busy_one, robot(server) as idle:
         busy_one._ws.send(msgpack_numpy.packb(seen(1, request_id="plug")))

@@ -334,31 +334,6 @@ def test_w22_a_model_that_fails_is_an_error_of_its_request_alone(portal: Blockin
         assert right(client.act(seen(1, request_id=fine)), 1)
 
 
-def test_w22_who_leaves_while_queued_is_never_computed(portal: BlockingPortal, tiny: Path) -> None:
-    with Server(tiny, held=True) as server, busy(server) as plug:
-        with robot(portal, server) as client:
-            portal.call(client.connection.send, MessageType.OBSERVATION, seen())
-            server.reach(lambda m: m(WAITING) == 1)
-        server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
-        server.release()
-        assert plug.answers()[0].status == 200
-        assert server.reach(lambda m: m("reflex_requests_total", outcome="ok") == 1)
-        assert calm(server)
-
-
-def test_w22_who_leaves_while_it_runs_is_no_fault(portal: BlockingPortal, tiny: Path) -> None:
-    with Server(tiny, held=True) as server:
-        with robot(portal, server) as client:
-            portal.call(client.connection.send, MessageType.OBSERVATION, seen(request_id="plug"))
-            server.reach(lambda m: (m("reflex_in_flight_requests"), m(WAITING)) == (1, 0))
-        assert server.get("/health").status == 200  # so that the server has seen the end of the connection
-        server.release()
-        metrics = server.reach(lambda m: m("reflex_requests_total", outcome="cancelled") == 1)
-        assert metrics("reflex_requests_total", outcome="failed") == 0
-        with robot(portal, server) as client:
-            assert right(client.act(seen(1)), 1)
-
-
 def test_w22_a_server_that_ends_answers_what_it_took_and_then_closes(portal: BlockingPortal, tiny: Path) -> None:
     with Server(tiny, held=True) as server, robot(portal, server) as taken, robot(portal, server) as idle:
         waiting = taken.asks(seen(1, request_id="plug"))
@@ -375,17 +350,3 @@ def test_w22_a_server_that_ends_answers_what_it_took_and_then_closes(portal: Blo
             assert info.value.rcvd is not None
             assert info.value.rcvd.code == 1001
         assert server.wait() == 0
-
-
-def test_w20_sixteen_robots_share_a_batch(portal: BlockingPortal, tiny: Path, tmp_path: Path) -> None:
-    with Server(tiny, "--record", str(tmp_path), held=True, takes="0.001 * len(batch)") as server, busy(server):
-        robots = [Robot(portal, server) for _ in range(16)]
-        waiting = [client.asks(seen(i)) for i, client in enumerate(robots)]
-        server.reach(lambda m: m(WAITING) == 16)
-        server.release()
-        assert all(right(answer.result()["actions"], i) for i, answer in enumerate(waiting))
-        for client in robots:
-            client.close()
-        server.stop()
-        (file,) = tmp_path.iterdir()
-        assert [batch.size for batch in read_journal(file).batches] == [1, 16]
