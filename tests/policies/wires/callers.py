@@ -17,8 +17,10 @@ from unittest import mock
 import grpc
 import json_numpy
 import msgpack
+import msgpack_numpy as lab_arrays
 import numpy as np
 from openpi_client import msgpack_numpy
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 from vla_eval.protocol.messages import Message, MessageType, make_hello_payload, pack_message, unpack_message
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -240,6 +242,44 @@ class VlaEval(_Socket):
         self._say(MessageType.EPISODE_START, {"task": {"name": "t"}})
 
 
+class XPolicyLab(_Socket):
+    """The state in two groups, and an action as a map of them."""
+
+    wire = "xpolicylab"
+    path = "/xpolicylab"
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._say("hello", {})
+        assert self._hear()["message_type"] == "hello_ack"
+
+    def _say(self, kind: str, payload: dict[str, Any]) -> None:
+        envelope = {"message_type": kind, "message_id": "m", "evaluation_id": "e", "trial_id": "t"}
+        self._socket.send(msgpack.packb(envelope | {"payload": payload}, default=lab_arrays.encode))
+
+    def _hear(self) -> Any:
+        return msgpack.unpackb(self._receive(), object_hook=lab_arrays.decode)
+
+    def send(self, state: list[float], **fields: Any) -> None:
+        more = {"more": fields.pop("more", b"")}
+        own = {f"reflex/{name}": value for name, value in fields.items()}
+        groups = {"arm_joint_state": np.array(state[:1]), "ee_joint_state": np.array(state[1:])}
+        self._say("infer", {"observation": {"state": groups, "instruction": "go"} | more | own})
+
+    def answer(self) -> Any:
+        message = self._hear()
+        if message["message_type"] == "error":
+            error = message["payload"]["details"]
+            raise Refused(error["error"], error["message"])
+        steps = message["payload"]["actions"]
+        return np.stack([np.concatenate([step["arm_joint_state"], step["ee_joint_state"]]) for step in steps])
+
+    def reset(self) -> None:
+        for _ in range(2):  # the first is that of the trial's own beginning
+            self._say("reset", {})
+            assert self._hear()["message_type"] == "reset_result"
+
+
 class Groot(Caller):
     """As clients of N1.6."""
 
@@ -306,6 +346,57 @@ class OipHttp(_Http):
         self._starts = True
 
 
+def refused_by_grpc(error: Any) -> Refused:
+    told = dict(error.trailing_metadata()).get("reflex-error")
+    if told is None:  # gRPC's own answer
+        return Refused(error.code().name, error.details())
+    found = json.loads(told)
+    return Refused(found["error"], found["message"])
+
+
+class OipGrpc(Caller):
+    wire = "oip"
+    options = ("--oip-grpc", "127.0.0.1:0")
+    too_large = "RESOURCE_EXHAUSTED"
+
+    def __init__(self, server: Server) -> None:
+        address = server.wait_log("clients of OIP over gRPC: ").rpartition(" ")[2]
+        self._channel = grpc.insecure_channel(address, (("grpc.use_local_subchannel_pool", 1),))
+        self._infer = service_pb2_grpc.GRPCInferenceServiceStub(self._channel).ModelInfer
+        self._waiting: Any = None
+        self._starts = False
+
+    def send(self, state: list[float], **fields: Any) -> None:
+        sent = service_pb2.ModelInferRequest(model_name="tiny")
+        sent.inputs.add(name="state", datatype="FP32", shape=[1, len(state)])
+        sent.raw_input_contents.append(np.array(state, "<f4").tobytes())
+        for name in {"nonsense", "more"} & set(fields):
+            sent.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            data = fields[name] if name == "more" else b"1"
+            sent.raw_input_contents.append(len(data).to_bytes(4, "little") + data)
+        if "deadline_ms" in fields:
+            sent.parameters["timeout"].int64_param = 1000 * fields["deadline_ms"]
+        sent.parameters["sequence_id"].int64_param = 6
+        sent.parameters["sequence_start"].bool_param = self._starts
+        self._starts = False
+        self._waiting = self._infer.future(sent)
+
+    def answer(self) -> Any:
+        try:
+            found = self._waiting.result(PATIENCE)
+        except grpc.RpcError as error:
+            raise refused_by_grpc(error) from None
+        return np.frombuffer(found.raw_output_contents[0], "<f4").reshape(found.outputs[0].shape)[0]
+
+    def leave(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._channel.close()
+
+    def reset(self) -> None:
+        self._starts = True
+
+
 class Lerobot(Caller):
     """The asynchronous client: observations and actions are calls of their own."""
 
@@ -328,7 +419,7 @@ class Lerobot(Caller):
         try:
             self._robot.see(state, self._step, **fields, **more)
         except grpc.RpcError as error:
-            raise self._refused(error) from None
+            raise refused_by_grpc(error) from None
         self._waiting = self._robot.begin("GetActions")
 
     def answer(self) -> Any:
@@ -338,15 +429,7 @@ class Lerobot(Caller):
             with mock.patch.dict(sys.modules, {"torch": torch}):
                 return np.stack([step.action for step in load(self._waiting.result(PATIENCE))])
         except grpc.RpcError as error:
-            raise self._refused(error) from None
-
-    @staticmethod
-    def _refused(error: Any) -> Refused:
-        told = dict(error.trailing_metadata()).get("reflex-error")
-        if told is None:  # gRPC's own answer
-            return Refused(error.code().name, error.details())
-        found = json.loads(told)
-        return Refused(found["error"], found["message"])
+            raise refused_by_grpc(error) from None
 
     def leave(self) -> None:
         if self._waiting is not None:
@@ -363,7 +446,9 @@ CALLERS: dict[str, type[Caller]] = {
     "json-numpy": JsonNumpyCaller,
     "openpi": Openpi,
     "vla-eval": VlaEval,
+    "XPolicyLab": XPolicyLab,
     "GR00T": Groot,
     "OIP HTTP": OipHttp,
+    "OIP gRPC": OipGrpc,
     "LeRobot": Lerobot,
 }
