@@ -200,6 +200,15 @@ class App:
             if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
                 raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
 
+    def may_change(self, exchange: Exchange) -> bool:
+        """Whether who asks may change state, on a path that is not for changes."""
+        if not self._key:
+            try:
+                check_direct(exchange.client, exchange.headers)
+            except Unauthorized:
+                return False
+        return True
+
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

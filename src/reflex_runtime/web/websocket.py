@@ -76,7 +76,8 @@ MakeSession = Callable[["WebSocket"], SocketSession]
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """One websocket. id: made by the server, unique. query: of the URL. phase, heard: see `Connections`."""
+    """One websocket. id: made by the server, unique. query: of the URL. may_change: whether the peer may
+    change state. phase, heard: see `Connections`."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._parts = bytearray()  # of a message that comes in several frames
         self._text = False
         self._arrived = self._arrived_last = 0.0  # the first bytes of the message that is coming; the last ones
-        self._paused = self._rests = self._ends = self._owes = False
+        self._paused = self._rests = self._ends = self._owes = self.may_change = False
 
     def begin(self, session: SocketSession, data: bytes) -> None:
         """Take over the connection. data: what came behind the handshake."""

@@ -421,3 +421,8 @@ def test_w30_without_a_block_names_decide(tmp_path: Path) -> None:
         actions = robot.act_flat(sent)
         np.testing.assert_allclose(actions["action.actions"], want(1, 5), atol=1e-5)
         assert actions["action.actions"].shape == (CHUNK, ACTIONS)
+
+
+@pytest.mark.parametrize("named", ["robot_id", "episode_id", "env_id"])
+def test_w36_names_are_not_kept_without_a_bound(robot: GrootRobot, named: str) -> None:
+    assert f"{named}: longer than 256 bytes" in robot.call("reset", {"options": {named: "n" * 257}})["error"]

@@ -158,6 +158,17 @@ def test_w19_broken_bodies_raise_nothing_but_our_errors() -> None:
     assert kept > 1_000
 
 
+def test_w18_large_arrays_are_decoded_in_pieces_so_that_the_loop_runs_in_between(monkeypatch: Any) -> None:
+    sizes: list[int] = []
+    one = base64.b64decode
+    monkeypatch.setattr(base64, "b64decode", lambda text, **how: sizes.append(len(text)) or one(text, **how))
+    big = np.random.Generator(np.random.PCG64(1)).integers(0, 256, (1500, 1500, 3), np.uint8)
+    found = decode(json_numpy.dumps({"image": big}).encode())
+    assert found is not None
+    assert np.array_equal(found.observation["image"], big)
+    assert max(sizes) <= 1 << 20
+
+
 def test_w19_no_more_is_made_than_was_sent() -> None:
     many = b'{"encoded": "' + b"[],".replace(b'"', b'\\"') * 100_000 + b'"}'
     with pytest.raises(ClientError, match="over 40000 values"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export, InvalidRequest, load_policy
 from reflex_runtime.policies.policy.observation import resize_image
 from reflex_runtime.policies.serving.images import pixels_in
+from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
 from serving.exports import write_tiny
@@ -122,6 +124,29 @@ def test_w8_what_is_missing_or_wrong_is_named(tmp_path: Path, change: dict[str, 
     with pytest.raises(InvalidRequest, match=message) as info:
         read({name: value for name, value in sent.items() if value is not None})
     assert info.value.details["field"] == field
+
+
+def test_w8_names_in_maps_are_not_written_out_without_a_bound(tmp_path: Path) -> None:
+    read = reading(tmp_path, cameras=("image",)).read
+    for observation in ({"A" * 100_000: {str(i): i for i in range(9000)}}, {"a" * 200: {"b" * 50: {"c" * 10: 1}}}):
+        tracemalloc.start()
+        with pytest.raises(InvalidRequest, match="a name in it has more than 256 characters"):
+            read(observation)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+        tracemalloc.stop()
+    deep: dict[str, Any] = {}
+    for _ in range(900):
+        deep = {"": deep}
+    with pytest.raises(InvalidRequest, match="256 characters"):
+        read(deep)
+
+
+@pytest.mark.parametrize("instruction", ["x" * 16_385, b"x" * 70_000, b"x" * 16_385])
+def test_w8_an_instruction_is_bounded_on_every_wire(tmp_path: Path, instruction: Any) -> None:
+    read = reading(tmp_path, cameras=("image",)).read
+    seen = decode(encode({"image": PICTURE, "state": [1.0, 2.0], "prompt": instruction}))
+    with pytest.raises(InvalidRequest, match=r"instruction: has more than 16384|prompt: must be a text"):
+        Question(instruction=read(seen)[2])
 
 
 @pytest.mark.parametrize(

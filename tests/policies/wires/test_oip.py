@@ -79,6 +79,12 @@ def test_w45_values_of_another_kind_are_refused_by_name(datatype: str, values: A
     assert info.value.details["field"] == "it"
 
 
+def test_w45_a_tensor_of_a_million_texts_is_not_taken_apart() -> None:
+    for read, data in ((tensor_of_bytes, bytes(4 * 5000)), (tensor_of_values, [""] * 5000)):
+        with pytest.raises(InvalidRequest, match="has 5000 BYTES, at most 4096 are read"):
+            read("it", "BYTES", [5000], data)
+
+
 def test_w45_no_values_make_no_huge_array() -> None:
     with pytest.raises(InvalidRequest):
         tensor_of_values("it", "FP32", [0, 2**30, 2**30, 2**30], [])

@@ -21,8 +21,10 @@ from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.requests import WAITING, busy, calm, marked
@@ -284,6 +286,15 @@ def test_w10_a_socket_is_a_robot_and_another_instruction_or_a_reset_an_episode(t
 def _recorded(folder: Path) -> list[Asked]:
     (file,) = folder.iterdir()
     return [recorded.request for recorded in read_journal(file).requests]
+
+
+def test_w10_names_and_instructions_of_episodes_are_bounded_and_not_kept() -> None:
+    episodes = Episodes("own")
+    with pytest.raises(InvalidRequest, match="episode_id: longer than 256 bytes"):
+        episodes.of("e" * 257, "go")
+    long = "walk " * 3000
+    assert (episodes.of(None, long), episodes.of(None, long), episodes.of(None, "stop")) == ("own", "own", "own#1")
+    assert long not in vars(episodes).values()
 
 
 def test_w9_pictures_of_floats_with_channels_first_are_recorded_as_they_were_seen(seeing: Path, tmp_path: Path) -> None:

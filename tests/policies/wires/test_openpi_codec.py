@@ -107,6 +107,7 @@ def array(dtype: Any, data: Any = b"", shape: Any = (0,)) -> bytes:
         (b"\x81\xa1a", "breaks off"),
         (b"\x81\xa1a\xc6\xff\xff\xff\xff", "breaks off"),
         (b"\x81\xa1a\xa1\xff", "UTF-8"),
+        (stock.packb({"a": "é" * 40_000}), "text of over 65536 bytes"),
         (b"\x81\xa1a\xc1", "extension"),
         (b"\x81\xa1a\xd6\xff\0\0\0\0", "extension"),
         (b"\x80\x80", "left behind"),

@@ -24,7 +24,10 @@ from vla_eval.protocol.messages import MessageType
 from vla_eval.protocol.numpy_codec import set_image_format
 from vla_eval.runners import SyncEpisodeRunner
 from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
+from reflex_runtime.policies.wires.vla_eval import PATH
+from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
@@ -269,6 +272,20 @@ def test_w23_episodes_of_the_stock_runner_count_for_a_against_b(portal: Blocking
         assert min(outcomes[slot]["episodes"] for slot in "ab") > 0
         assert sum(outcomes[slot]["episodes"] for slot in "ab") == 12
         assert sum(outcomes[slot]["successes"] for slot in "ab") == 4
+
+
+def test_w23_without_a_key_only_programs_on_this_machine_say_how_an_episode_ended(pair: Pair) -> None:
+    with two(pair) as server:
+        for i, headers in enumerate(({}, {"X-Forwarded-For": "192.0.2.1"})):
+            with connect(f"ws://127.0.0.1:{server.port}{PATH}", additional_headers=headers) as client:
+                for said, told in (
+                    ("episode_start", {"recording": {"eid": f"e{i}"}}), ("observation", seen()),
+                    ("episode_end", {"success": True}), ("hello", {}),
+                ):  # fmt: skip
+                    client.send(encode(EvalMessage(said, told)))
+                assert (decode(client.recv()).type, decode(client.recv()).type) == ("action", "hello")
+        outcomes = rollout(server)["outcomes"]
+        assert sum(outcomes[slot]["episodes"] for slot in "ab") == 1
 
 
 def test_w22_every_error_keeps_the_session(portal: BlockingPortal, tiny: Path) -> None:

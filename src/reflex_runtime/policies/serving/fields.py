@@ -14,12 +14,11 @@ import msgspec
 import numpy as np
 
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.policies.serving.question import ActAnswer, Array, Image, Question
+from reflex_runtime.policies.serving.question import MAX_INSTRUCTION, ActAnswer, Array, Image, Question
 from reflex_runtime.web.errors import ClientError, InvalidJson, InvalidRequest
 from reflex_runtime.web.fields import Whole, invalid, invalid_field, whole
 from reflex_runtime.web.json import MAX_VALUES, encode, is_json, printable
 
-MAX_INSTRUCTION = 16_384  # characters
 MAX_STATE = 16_384  # numbers
 MAX_IMAGES = 64
 MAX_ESCAPES = 500_000  # backslashes in a body; some encoders write each / of 16 MB of base64 as \/

@@ -16,7 +16,7 @@ from reflex_runtime.policies.policy.faults import FaultKind
 from reflex_runtime.policies.serving import admin
 from reflex_runtime.policies.serving import fields as act
 from reflex_runtime.policies.serving.images import cameras_of
-from reflex_runtime.policies.serving.question import LARGEST
+from reflex_runtime.policies.serving.question import LARGEST, MAX_INSTRUCTION
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.policies.wires.oip import VERSION, model_name
 from reflex_runtime.web.fields import MAX_ID_BYTES
@@ -98,7 +98,7 @@ def act_request(exports: Sequence[Export]) -> dict[str, Any]:
     fields["executed"] = _or_null({"type": "integer", "minimum": 0, "maximum": 1_000_000}, fields["executed"])
     limit = {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000}
     fields["deadline_ms"] = _or_null(limit, fields["deadline_ms"])
-    text: dict[str, Any] = {"type": "string", "maxLength": act.MAX_INSTRUCTION}
+    text: dict[str, Any] = {"type": "string", "maxLength": MAX_INSTRUCTION}
     reads = any(export.takes_text for export in exports)
     numbers = {"type": "number", "minimum": -LARGEST, "maximum": LARGEST}
     dim = exports[0].state_dim

@@ -17,6 +17,7 @@ from reflex_runtime.core.request import Priority
 from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import is_unicode, printable
 
+MAX_INSTRUCTION = 16_384  # characters
 LARGEST = 1e30  # of a number of the state: larger ones need not be finite in the model's units
 _DTYPES = {"<f4", "<f8", "<f2", "|u1", "<u1", "u1", "<i4", "<i8", "<i2", "|i1"}
 
@@ -62,6 +63,8 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
             check_id("robot_id", self.robot_id)
         if self.instruction is not None and not is_unicode(self.instruction):
             raise invalid("instruction", "instruction: holds text that is not Unicode (a lone surrogate)")
+        if self.instruction is not None and len(self.instruction) > MAX_INSTRUCTION:
+            raise invalid("instruction", f"instruction: has more than {MAX_INSTRUCTION} characters")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             raise invalid("seed", f"seed={self.seed}: must be in [0, 2^64)")
         if self.executed is not None and not 0 <= self.executed <= 1_000_000:

@@ -25,7 +25,7 @@ from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, li
 from reflex_runtime.policies.wires.observations import Reading, Readings, text_of
 from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.web.errors import ClientError, NotFound, Unauthorized, describe_error
-from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.zeromq import ZmqMessage
 
@@ -54,6 +54,8 @@ class GrootClient:
         """Begin new episodes: those of the environments that are named, else all."""
         said = {name: options[name] for name in ("robot_id", "episode_id") if options.get(name) is not None}
         limits_of(said)
+        for name, value in said.items():
+            check_id(name, value)
         environments = options.get("env_id")
         named = [self.episodes(part) for part in _parts(environments)] if environments is not None else None
         self.said = said
@@ -213,4 +215,6 @@ def _parts(environments: Any, rows: int = 1) -> list[str]:
     named = environments if isinstance(environments, list) else [environments]
     if any(type(name) not in (int, str) for name in named) or len(named) > MAX_ROWS or rows not in (1, len(named)):
         raise invalid("env_id", "env_id: must be a number or a text, or a list of them, one for each row")
+    for name in named:
+        check_id("env_id", str(name))
     return [f"/{name}" for name in named]

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.policies.serving.ask import GROOT, JSON_NUMPY
+from reflex_runtime.policies.serving.images import decoded_base64
 from reflex_runtime.policies.serving.question import Question
 from reflex_runtime.policies.wires.arrays import array_in
 from reflex_runtime.policies.wires.groot_observation import GROUPS, GrootObservation
@@ -125,8 +126,8 @@ def _read(name: str, value: Any) -> Any:
     if not key:
         return value
     try:
-        data = base64.b64decode(value[key], validate=True)
-    except (binascii.Error, ValueError, TypeError):
+        data = decoded_base64(value[key])
+    except (binascii.Error, ValueError, TypeError, AttributeError):
         raise ClientError(printable(f"{name}: {key} is not base64")) from None
     dtype = value.get("dtype")
     return array_in(data, _TYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype, value.get("shape"))

@@ -13,6 +13,7 @@ from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving.question import Image
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.wires.packed import MAX_TEXT
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
@@ -22,6 +23,7 @@ PREFIXES: Final = ("observation/", "observation.images.", "observation.", "image
 PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
 STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
+MAX_NAME: Final = 256  # characters, with the names of the maps it is in: each name of a map is written out
 
 Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
 
@@ -128,7 +130,7 @@ def text_of(value: Any) -> Any:
     """Text for bytes that are text; anything else as it is."""
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if isinstance(value, memoryview):
+    if isinstance(value, memoryview) and len(value) <= MAX_TEXT:
         value = bytes(value)
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "US":
         value = value.item()
@@ -143,6 +145,8 @@ def text_of(value: Any) -> Any:
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """A map within a map as names with a slash."""
     for name, value in values.items():
+        if len(before) + len(name) > MAX_NAME:
+            raise invalid("observation", f"observation: a name in it has more than {MAX_NAME} characters")
         if isinstance(value, dict):
             yield from _flat(value, f"{before}{name}/")
         else:

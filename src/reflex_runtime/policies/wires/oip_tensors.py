@@ -20,6 +20,8 @@ _DTYPES: Final = {
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 
+MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES, each of which is a value of its own
+
 Values = NDArray[Any] | list[bytes]
 
 
@@ -37,6 +39,7 @@ def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes 
     """A tensor as raw little-endian bytes; of BYTES each element has its length before it."""
     size = _size(name, shape)
     if datatype == "BYTES":
+        _check_texts(name, size)
         return Tensor(name, datatype, tuple(shape), _texts(name, size, memoryview(data)))
     try:
         values = array_in(data, _dtype(name, datatype), list(shape))
@@ -52,6 +55,7 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
     if len(flat) != size:
         raise invalid(printable(name), printable(f"{name}: {len(flat)} values do not make shape {list(shape)}"))
     if datatype == "BYTES":
+        _check_texts(name, size)
         if not all(isinstance(value, (str, bytes, memoryview)) for value in flat):
             raise invalid(printable(name), printable(f"{name}: BYTES must be texts"))
         return Tensor(name, datatype, tuple(shape), [_bytes(value) for value in flat])
@@ -96,6 +100,11 @@ def _size(name: str, shape: Sequence[int]) -> int:
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**31 for n in shape):
         raise invalid(printable(name), printable(f"{name}: shape must have at most {MAX_DIMENSIONS} whole numbers"))
     return prod(shape)
+
+
+def _check_texts(name: str, size: int) -> None:
+    if size > MAX_TEXTS:
+        raise invalid(printable(name), printable(f"{name}: has {size} BYTES, at most {MAX_TEXTS} are read"))
 
 
 def _dtype(name: str, datatype: str) -> str:

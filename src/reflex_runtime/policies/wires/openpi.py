@@ -17,6 +17,7 @@ from reflex_runtime.policies.wires.limits import limits_in, limits_of, question_
 from reflex_runtime.policies.wires.observations import Readings, text_of
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
+from reflex_runtime.web.fields import check_id
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
@@ -33,7 +34,7 @@ class Episodes:
         """own: the name where none is given."""
         self._own = self._name = own
         self._epoch = 0
-        self._prompt: str | None = None
+        self._prompt: int | None = None
 
     def reset(self) -> None:
         """The next observation begins another episode."""
@@ -41,11 +42,14 @@ class Episodes:
 
     def of(self, name: str | None, prompt: str | None) -> str:
         """The episode of an observation. name: where the caller gave one."""
+        if name is not None:
+            check_id("episode_id", name)
+        seen = None if prompt is None else hash(prompt)  # a text of thousands of characters would be kept
         if (name or self._own) != self._name:
             self._name, self._epoch = name or self._own, 0
-        elif name is None and self._prompt is not None and prompt != self._prompt:
+        elif name is None and self._prompt is not None and seen != self._prompt:
             self._epoch += 1
-        self._prompt = prompt
+        self._prompt = seen
         return f"{self._name}#{self._epoch}" if self._epoch else self._name
 
 

@@ -14,6 +14,7 @@ from reflex_runtime.web.errors import ClientError
 
 MAX_VALUES: Final = 20_000  # in a frame, keys included
 MAX_DEPTH: Final = 16
+MAX_TEXT: Final = 64 * 1024  # bytes
 
 Hook = Callable[[dict[str, Any]], Any]
 
@@ -60,7 +61,7 @@ class _Reader:
         if tag <= 0x9F:
             return self._list(tag & 0x0F, depth)
         if tag <= 0xBF:
-            return self._bytes(tag & 0x1F).decode()
+            return self._text(tag & 0x1F)
         if tag >= 0xE0:
             return tag - 0x100
         if tag in _BINS:
@@ -74,12 +75,17 @@ class _Reader:
         if tag in _CONSTANTS:
             return _CONSTANTS[tag]
         if tag in _TEXTS:
-            return self._bytes(self._length(_TEXTS[tag])).decode()
+            return self._text(self._length(_TEXTS[tag]))
         if tag in _LISTS:
             return self._list(self._length(_LISTS[tag]), depth)
         if tag in _MAPS:
             return self._map(self._length(_MAPS[tag]), depth)
         raise ClientError("the frame holds a msgpack extension, and none is known here")
+
+    def _text(self, size: int) -> str:
+        if size > MAX_TEXT:
+            raise ClientError(f"the frame holds a text of over {MAX_TEXT} bytes")
+        return self._bytes(size).decode()
 
     def _length(self, width: int) -> int:
         return int.from_bytes(self._bytes(width), "big")

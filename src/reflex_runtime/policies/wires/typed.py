@@ -30,7 +30,7 @@ class TypedSession(ABC):
         self.readings = Readings(asking.runtime, wire)
         self._wire = wire
         self._ask: Ask | None = None
-        self._read: SocketMessage | None = None
+        self._read = ""  # the id of the message that was read last
 
     @abstractmethod
     def read(self, frame: bytes) -> None:
@@ -63,13 +63,13 @@ class TypedSession(ABC):
             self.socket.close(UNSUPPORTED, "messages are binary frames")
             self.socket.answer()
             return
-        self._read = message
+        self._read = message.id
         self.read(message.data)
         self.take(message)
 
     def failed(self, message: SocketMessage, error: ReflexError) -> bytes:
         """Count an error, and make a frame of it."""
-        if self._read is not message and isinstance(message.data, bytes):  # refused before it was looked at
+        if self._read != message.id and isinstance(message.data, bytes):  # refused before it was looked at
             with suppress(ReflexError):
                 self.read(message.data)
         self.asking.fail(Ask(self._wire, message.id, self.robot, lambda result: None, message.started), error)
@@ -97,7 +97,7 @@ class TypedSession(ABC):
     def report(self, episode: str, result: dict[str, Any]) -> None:
         """An episode has ended: count its success, where the result says so and the policy answered in it."""
         success = _success_in(result)
-        if success is not None:
+        if success is not None and self.socket.may_change:
             with suppress(NotFound):
                 self.asking.runtime.ended(episode, success)
 
@@ -109,9 +109,10 @@ class TypedSession(ABC):
         self.socket.send(self.hello())
 
     def _settled(self, result: ActAnswer | ReflexError) -> None:
-        assert self._ask is not None
+        ask, self._ask = self._ask, None  # it holds the pictures
+        assert ask is not None
         if isinstance(result, ReflexError):
-            self.socket.answer(self.error(result, self._ask.request_id))
+            self.socket.answer(self.error(result, ask.request_id))
         else:
             self.socket.answer(self.answered(result))
 

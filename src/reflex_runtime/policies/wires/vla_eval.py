@@ -7,6 +7,7 @@ asking the policy. A new episode drops it. docs/wires.md has what a benchmark ma
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -46,6 +47,7 @@ class VlaEvalSession(TypedSession):
 
     def take(self, message: SocketMessage) -> None:
         sent = self._sent
+        self._sent = replace(sent, payload={})  # which has the pictures
         if sent.type not in TYPES:
             raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
         if sent.type == "observation":

@@ -63,6 +63,7 @@ class XPolicyLabSession(TypedSession):
 
     def take(self, message: SocketMessage) -> None:
         sent = self._sent
+        self._sent = replace(sent, payload={})  # which has the pictures
         if sent.type == "infer":
             self.ask(message, partial(self._question, sent))
         elif sent.type == "hello":
