@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 
 from reflex_runtime.policies.policy.base import seed_of
+from reflex_runtime.policies.wires.lerobot import LerobotSetup
 from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, Server
 from serving.requests import busy, queued, traced
@@ -129,6 +131,19 @@ def test_w41_the_instructions_are_checked_and_nothing_is_loaded(tmp_path: Path) 
         chunk = one.act()
         assert [(step.timestamp, step.timestep) for step in chunk] == [(1007.0 + i / 10, 7 + i) for i in range(CHUNK)]
         assert server.metrics()("reflex_requests_total", outcome="client_error", wire="lerobot") == 8
+
+
+def test_w41_what_a_setup_names_is_bounded_however_often_a_pickle_repeats_it() -> None:
+    def sent(names: list[str], n: int) -> dict[str, Any]:
+        shared = {"dtype": "float32", "names": names}
+        return {
+            "policy_type": "act", "actions_per_chunk": 5, "lerobot_features": {f"f{i}": shared for i in range(n)},
+        }  # fmt: skip
+
+    assert len(LerobotSetup(sent(["a.pos", "b.pos"], 512)).motors) == 512
+    for names, n in ((["a.pos", "b.pos"], 513), (["a"] * 2000, 1), (["a" * 257], 1)):
+        with pytest.raises(InvalidRequest, match="at most 1024 motors may be named, each in 256 characters"):
+            LerobotSetup(sent(names, n))
 
 
 def test_w42_the_newest_observation_wins_and_nothing_yet_is_empty(tiny: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -38,6 +38,8 @@ SERVICE: Final = "transport.AsyncInference"
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
 STALE: Final = 10.0  # seconds after which an observation that nothing asked for is dropped
 MAX_ROBOTS: Final = 4096  # that are kept: the one that was silent for longest is forgotten
+MAX_MOTORS: Final = 1024  # of a robot: a pickle may name one list of them in every feature
+MAX_NAME: Final = 256  # characters of a motor's name
 RATE_HZ: Final = 30.0  # of actions, where the export does not say
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
 _BEGIN, _MIDDLE, _END = 1, 2, 3
@@ -66,7 +68,7 @@ class LerobotSetup:
             if dtype in ("image", "video"):
                 self.cameras[own] = name.removeprefix(_IMAGES)
             elif isinstance(names, (list, tuple)) and all(isinstance(motor, str) for motor in names):
-                self.motors[own] = list(names)
+                self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
 
     def check(self, reading: Reading) -> None:
         """422 for what differs from the export."""
@@ -287,6 +289,13 @@ def _of(values: Any, name: str, kind: type[Any], where: str = "") -> Any:
     if type(found) is not kind:
         raise invalid(name, printable(f"{where and where + '.'}{name}: must be a {kind.__name__}"))
     return found
+
+
+def _bounded(motors: Sequence[str], most: int) -> list[str]:
+    if len(motors) > most or any(len(motor) > MAX_NAME for motor in motors):
+        wrong = f"lerobot_features: at most {MAX_MOTORS} motors may be named, each in {MAX_NAME} characters"
+        raise invalid("lerobot_features", wrong)
+    return list(motors)
 
 
 def _seen(raw: Mapping[str, Any], name: str) -> Any:
