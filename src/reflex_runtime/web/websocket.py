@@ -69,7 +69,7 @@ class SocketSession(Protocol):
         """The message failed. Returns the frame with the error."""
 
     def left(self) -> None:
-        """The connection is closed. Later answers are dropped."""
+        """The connection is closed or is being closed. Later answers are dropped."""
 
 
 MakeSession = Callable[["WebSocket"], SocketSession]
@@ -101,7 +101,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._parts = bytearray()  # of a message that comes in several frames
         self._text = False
         self._arrived = self._arrived_last = 0.0  # the first bytes of the message that is coming; the last ones
-        self._paused = self._rests = self._ends = self._owes = self.may_change = False
+        self._paused = self._rests = self._ends = self._left = self._owes = self.may_change = False
 
     def begin(self, session: SocketSession, data: bytes) -> None:
         """Take over the connection. data: what came behind the handshake."""
@@ -235,9 +235,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._protocol.receive_eof()
         self.app.connections.leave(self)
         self.app.bodies.release(self)
-        self._forget_waiting()
-        if self._session is not None:
-            self._session.left()
+        self._leave()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -273,7 +271,7 @@ class WebSocket(asyncio.BufferedProtocol):
     def _take_time(self) -> None:
         """Set the phase of the connection, for its time limit."""
         if not self.open:
-            self._forget_waiting()
+            self._leave()
         if self._paused:
             phase = Phase.SLOW
         elif not self.open:
@@ -322,10 +320,14 @@ class WebSocket(asyncio.BufferedProtocol):
             self.fail(error)
         self._read_on()
 
-    def _forget_waiting(self) -> None:
+    def _leave(self) -> None:
+        """Nothing can be sent any more: what waits and what is asked need no answer."""
         for message in self._waiting:
             self.app.bodies.release(message)
         self._waiting.clear()
+        if self._session is not None and not self._left:
+            self._left = True
+            self._session.left()
 
     def _take_turns(self) -> None:
         """Read no more of it in this turn of the loop, which would otherwise read megabytes."""
