@@ -12,7 +12,8 @@ import PIL.Image
 import pytest
 
 from policies.tiny import picture, write_export
-from reflex_runtime.policies import InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
+from reflex_runtime.policies import Export, InvalidRequest, Policy, decode_image, load_policy, noise_of, seed_of
+from serving.exports import write_tiny
 
 FINE: dict[str, Any] = {"images": {"front": picture(0)}, "instruction": "open the door", "state": [0.0, 1.0]}
 
@@ -66,6 +67,17 @@ def test_h1_what_is_missing_or_wrong_is_named(policy: Policy, change: dict[str, 
     assert (error.retry_safe, error.outcome) == (False, "client_error")
     assert str(error).startswith(field)
     assert said in str(error)
+
+
+def test_h1_one_camera_does_not_stand_in_for_another(tmp_path: Path) -> None:
+    both, alone = (
+        load_policy(Export.load(write_tiny(tmp_path / str(len(names)), cameras=names)))
+        for names in (("image", "image_wrist"), ("wrist",))
+    )
+    sent: Any = {"images": {"image": np.full((6, 8, 3), 7, np.uint8)}, "state": [0.0, 0.0]}
+    with pytest.raises(InvalidRequest, match="image_wrist: missing"):
+        both.prepare(**sent)
+    assert (alone.prepare(**sent).images["wrist"] == 7).all()
 
 
 def test_h1_images_of_another_size_are_resized(policy: Policy) -> None:

@@ -297,6 +297,31 @@ def test_w10_names_and_instructions_of_episodes_are_bounded_and_not_kept() -> No
     assert long not in vars(episodes).values()
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_w8_versions_with_other_cameras_get_theirs(tmp_path: Path, turned: bool) -> None:
+    one = write_tiny(tmp_path / "one", cameras=("image",), wires="openpi/libero")
+    two = write_tiny(tmp_path / "two", cameras=("image", "image_wrist"), wires="openpi/libero", num_denoising_steps=2)
+    a, b = (two, one) if turned else (one, two)
+    record = tmp_path / "record"
+    both = ("--policy-a", str(a), "--policy-b", str(b), "--no-rtc", "--split", "0", "--record", str(record))
+    with Server(a, *both) as server:  # b answers
+        with robot(server) as client:
+            state = {"observation/state": np.array(STATE)}
+            client.infer(MORE | state)
+            wanting = dict(MORE, **state)
+            del wanting["observation/wrist_image"]
+            if turned:
+                with pytest.raises(RuntimeError, match="observation/wrist_image: missing"):
+                    client.infer(wanting)  # a says what an observation holds
+            else:
+                with pytest.raises(RuntimeError, match="image_wrist: missing"):
+                    client.infer(wanting)
+        server.stop()
+    (file,) = record.iterdir()
+    first = read_journal(file).requests[0]
+    assert (first.slot, first.outcome, sorted(first.request.hashes())) == ("b", "ok", ["image", "image_wrist"])
+
+
 def test_w9_pictures_of_floats_with_channels_first_are_recorded_as_they_were_seen(seeing: Path, tmp_path: Path) -> None:
     with Server(seeing, "--record", str(tmp_path), "--record-images", "full") as server, robot(server) as client:
         wrist = np.arange(6 * 8 * 3, dtype=np.float32).reshape(3, 6, 8) / 255

@@ -134,7 +134,7 @@ class Policy(BaseProcessor):
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent = images.get(name)
-        if sent is None and "image" in images and self.reads("image"):
+        if sent is None and "image" in images and len(self.export.images) == 1:
             sent, field = images["image"], "image"
         if sent is None:
             raise InvalidRequest(f"{field}: missing, and this policy needs it", field)

@@ -106,6 +106,13 @@ class PolicyRuntime:
         return self.slots[self.served[0]].policy.export if self.slots else self.exports[self.served[0]]
 
     @property
+    def all_exports(self) -> list[Export]:
+        """Those of all slots, the first slot's first."""
+        if not self.slots:
+            return list(self.exports.values())
+        return [slot.policy.export for slot in self.slots.values()]
+
+    @property
     def batcher(self) -> Batcher:
         """The driver of the device."""
         assert self._batcher is not None

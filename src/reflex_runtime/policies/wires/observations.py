@@ -3,7 +3,8 @@ the instruction. The export's block `wires` says so; what it does not say is fou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
@@ -29,17 +30,24 @@ Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None,
 
 
 class Reading:
-    """Reads the observations of one wire for one export."""
+    """Reads the observations of one wire for one export.
 
-    def __init__(self, export: Export, wire: WireMap | None) -> None:
-        self.export, self.wire = export, wire or WireMap()
+    others: of exports that may answer instead. Pictures that only they use are read where they came.
+    """
+
+    def __init__(self, export: Export, wire: WireMap | None, others: Sequence[Reading] = ()) -> None:
+        self.export, self.wire, self._others = export, wire or WireMap(), others
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
-        images = tuple(self._image(camera, came, plain) for camera in self.export.images)
-        return images, self._state(came, plain), self._prompt(came, plain)
+        images = {camera: self._image(camera, came, plain) for camera in self.export.images}
+        for other in self._others:
+            for camera in [camera for camera in other.export.images if camera not in images]:
+                with suppress(InvalidRequest):  # the version that needs it says so
+                    images[camera] = other._image(camera, came, plain)
+        return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def describe(self) -> dict[str, Any]:
         """What an observation is expected to hold, JSON-safe."""
@@ -106,11 +114,11 @@ class Reading:
 
 
 class Readings:
-    """The `Reading` of one wire for the policy that is served now."""
+    """The `Reading` of one wire for the policies that are served now."""
 
     def __init__(self, runtime: PolicyRuntime, wire: str) -> None:
         self._runtime, self._wire = runtime, wire
-        self._reading: Reading | None = None
+        self._exports: list[Export] = []
 
     @property
     def map(self) -> WireMap:
@@ -120,9 +128,10 @@ class Readings:
     @property
     def now(self) -> Reading:
         """A policy may be exchanged while its server runs."""
-        export = self._runtime.export
-        if self._reading is None or self._reading.export is not export:
-            self._reading = Reading(export, self.map)
+        exports = self._runtime.all_exports
+        if exports != self._exports:
+            first, *others = (Reading(export, export.wires.get(self._wire)) for export in exports)
+            self._exports, self._reading = exports, Reading(first.export, first.wire, others)
         return self._reading
 
 
