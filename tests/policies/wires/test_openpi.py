@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
 import os
 import signal
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -21,12 +24,17 @@ from openpi_client import action_chunk_broker, msgpack_numpy
 from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from reflex_runtime.policies.wires.openpi import Episodes
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.wires.openpi import ROWS, Episodes, OpenpiSession
 from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
+from reflex_runtime.web.websocket import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
+from serving.in_process import with_app
 from serving.requests import WAITING, busy, calm, marked
 
 # The stock client was written for an earlier version of websockets.
@@ -353,6 +361,26 @@ def test_w12_its_rows_share_a_batch_of_the_scheduler(tiny: Path) -> None:
         found = msgpack_numpy.unpackb(client._ws.recv())["batch"]
         assert all(right(item, i) for i, item in enumerate(found))
         assert {item["batch"]["size"] for item in found} == {8}
+
+
+def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> None:
+    """The rows of one message: a neighbour is read in between, and a shutdown takes none of them back."""
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        frames: asyncio.Queue[bytes] = asyncio.Queue()
+        socket: Any = types.SimpleNamespace(id="s", query={}, answer=frames.put_nowait)
+        asking = Asking(runtime)
+        session = OpenpiSession(asking, socket)
+        message = SocketMessage(msgpack_numpy.packb({"batch": [seen(i) for i in range(100)]}), 0, time.monotonic())
+        message.id = "m"
+        session.asked(message)
+        assert asking.active == 100
+        assert sum(ask.question is not None for ask in session._asks) == ROWS
+        runtime.drain()
+        answers = msgpack_numpy.unpackb(await frames.get())["batch"]
+        assert all(right(answer, i) for i, answer in enumerate(answers))
+
+    with_app(tiny, check)
 
 
 def test_w12_latest_only_does_not_take_the_rows_of_a_batch_for_one_robot(tiny: Path) -> None:

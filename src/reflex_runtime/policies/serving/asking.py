@@ -71,7 +71,12 @@ class Asking:
 
     def take(self, ask: Ask, read: Callable[[], Question], received: float | None = None) -> None:
         """Enter, read and ask at once, where all of the request has come. What `read` raises fails it."""
-        if not self.enter(ask):
+        if self.enter(ask):
+            self.read(ask, read, received)
+
+    def read(self, ask: Ask, read: Callable[[], Question], received: float | None = None) -> None:
+        """Read and ask a request that has entered."""
+        if ask.ended:
             return
         try:
             question = read()
