@@ -125,6 +125,15 @@ def test_w40_memo_bombs_are_bounded() -> None:
         tracemalloc.stop()
 
 
+def test_w40_what_is_large_or_no_number_is_refused() -> None:
+    for more, why in (
+        ({str(i): 1.0 for i in range(6000)}, "over 5000 opcodes"), ({"text": np.str_("x")}, "no pickle"),
+        ({"many": 2**100}, "64 bits"), ({"map": {1: 2}}, "keys are not texts"),
+    ):  # fmt: skip
+        with pytest.raises(ClientError, match=why):
+            read_pickle(pickle.dumps(seen(**more)), OBSERVATION)
+
+
 def test_w40_a_hundred_thousand_broken_pickles_raise_nothing_but_ours() -> None:
     rng = random.Random(1)
     whole = [pickle.dumps(seen(front=PICTURE, small=np.float32(1)), protocol) for protocol in (3, 4, 5)]

@@ -25,7 +25,7 @@ from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
-from serving.requests import busy, marked, queued
+from serving.requests import busy, queued
 
 PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(1, 6, 8, 3)
 
@@ -185,13 +185,11 @@ def test_w51_every_refusal_is_a_status(tiny: Path) -> None:
 
 
 def test_w51_a_row_that_fails_is_the_error_of_all_and_the_others_are_taken_back(tiny: Path) -> None:
-    ids = [f"request-{i}/0" for i in range(100)]
-    bad = min(marked("raise", 0.05, ids)).removesuffix("/0")
-    with serving(tiny, "--inject-fault", "prod:raise:0.05") as (_, client):
-        with pytest.raises(InferenceServerException) as info:
-            client.infer("tiny", [state([0.0, 0.0], [0.1, 0.0])], request_id=bad)
-        assert info.value.status() == "StatusCode.INTERNAL"
-        assert client.infer("tiny", [state()], request_id="fine").as_numpy("actions").shape == (1, CHUNK, ACTIONS)
+    with serving(tiny, "--max-queue", "1", held=True) as (server, client), busy(server):
+        with refused("RESOURCE_EXHAUSTED"):
+            client.infer("tiny", [state([0.0, 0.0], [0.1, 0.0])])
+        server.reach(lambda m: m("reflex_requests_total", outcome="cancelled", wire="oip") == 1)
+        server.release()
 
 
 def test_w51_full_and_late_have_their_status(tiny: Path) -> None:
@@ -205,6 +203,15 @@ def test_w51_full_and_late_have_their_status(tiny: Path) -> None:
             assert found.get(timeout=PATIENCE).status() == "StatusCode.DEADLINE_EXCEEDED"
         server.reach(queued(0))
         server.release()
+
+
+def test_w51_the_deadline_of_the_call_is_that_of_the_request(tiny: Path) -> None:
+    with serving(tiny, takes="0.5 * len(batch)") as (server, client):
+        for _ in range(4):
+            client.infer("tiny", [state()])
+        with refused("DEADLINE_EXCEEDED"):
+            client.infer("tiny", [state()], client_timeout=0.3)
+        server.reach(lambda m: m("reflex_requests_total", outcome="rejected", wire="oip") == 1)
 
 
 def test_w51_who_cancels_while_queued_is_never_computed(tiny: Path) -> None:

@@ -74,7 +74,7 @@ def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
         found = _Machine(data).run()
     except ClientError:
         raise
-    except (IndexError, KeyError, ValueError, TypeError, struct.error, UnicodeDecodeError):
+    except (IndexError, KeyError, ValueError, TypeError, UnicodeDecodeError):
         wrong = "the message is no pickle of LeRobot's: it breaks off, or has something else where an array is expected"
         raise ClientError(wrong) from None
     if not isinstance(found, Pickled) or found.kind != kind:
