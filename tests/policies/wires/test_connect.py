@@ -1,0 +1,55 @@
+"""The page "Connect your robot": each of its programs is run as it stands there, where its client is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from serving.exports import ACTIONS, CHUNK, write_tiny
+from serving.harness import PATIENCE, Server
+
+PAGE = Path(__file__).parents[3] / "docs" / "connect.md"
+PROGRAMS = re.findall(r"^```python\n(.+?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+SHAPES = {
+    "openpi_client": ("actions", (CHUNK, ACTIONS)),
+    "json_numpy": ("action", (ACTIONS,)),
+    "tritonclient.http": ("actions", (1, CHUNK, ACTIONS)),
+    "tritonclient.grpc": ("actions", (1, CHUNK, ACTIONS)),
+}
+BEFORE = """
+import numpy as np
+image, state = np.full((6, 8, 3), 7, np.uint8), np.array([0.1, -0.2])
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    export = write_tiny(tmp_path_factory.mktemp("seeing") / "export", cameras=("image",), model_id="lab/my_policy")
+    with Server(export, "--oip-grpc", "127.0.0.1:0") as server:
+        yield server
+
+
+@pytest.mark.parametrize("client", SHAPES)
+def test_a_program_of_the_page_gets_its_actions(server: Server, client: str) -> None:
+    (program,) = (text for text in PROGRAMS if client in text)
+    assert program.count("\n") < 10
+    grpc = server.wait_log("clients of OIP over gRPC: ").rpartition(":")[2]
+    for port, here in (("8000", str(server.port)), ("8001", grpc)):
+        program = program.replace(port, here)
+    name, shape = SHAPES[client]
+    run = [sys.executable, "-c", f"{BEFORE}{program}\nprint(np.shape({name}))"]
+    told = subprocess.run(run, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert told.stdout == f"{shape}\n", told.stderr
+
+
+def test_what_is_not_run_is_not_installed() -> None:
+    others = [text for text in PROGRAMS if not any(client in text for client in SHAPES)]
+    modules = [re.findall(r"^from (\w+)", text, re.MULTILINE)[0] for text in others]
+    assert modules == ["gr00t"]
+    assert find_spec("gr00t") is None
