@@ -24,7 +24,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(seeing: Path) -> Iterator[Server]:
     """On all wires."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with Server(seeing, "--gr00t", f"tcp://127.0.0.1:{port}") as server:
+    frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    one, two, three = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
+    for free in frees:
+        free.close()
+    with Server(seeing, "--gr00t", f"tcp://{one}", "--oip-grpc", two, "--lerobot", three) as server:
         yield server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from reflex_runtime.cli import main
 from reflex_runtime.policies.wires.openpi_codec import decode
 from serving.harness import Server
 
-SILENT = ("json-numpy", "vla-eval")  # answers say nothing of batches
+SILENT = ("json-numpy", "vla-eval", "lerobot")  # answers say nothing of batches
+SENT = ("act-json", "act-msgpack", "openpi", "json-numpy", "oip", "oip-grpc", "gr00t")  # deadlines are
 MAIN = [name for name, kind in CALLERS.items() if not kind.setting]  # those of the main port
 QUICK = ("--rounds", "1", "--round-s", "0.3", "--warmup-s", "0")
 
@@ -86,14 +88,12 @@ def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.Ca
 
 
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Server(tiny, "--inject-latency-ms", "60") as server:
-        for wire in (
-            "act-json",
-            "act-msgpack",
-            "openpi",
-            "json-numpy",
-            "oip",
-        ):  # the server refuses what cannot be in time
+    frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    one, two = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
+    for free in frees:
+        free.close()
+    with Server(tiny, "--inject-latency-ms", "60", "--gr00t", f"tcp://{one}", "--oip-grpc", two) as server:
+        for wire in SENT:  # the server refuses what cannot be in time
             words = url(server), "--wire", wire, "--robots", "2", "--think-ms", "10", "--deadline-ms", "40"
             status, found = measured(capsys, *words, *QUICK)
             told = found["servers"][0]

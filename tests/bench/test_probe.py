@@ -51,7 +51,7 @@ def test_every_wire_of_a_server_answers(server: Server, capsys: pytest.CaptureFi
     assert list(wires) == list(CALLERS)
     for name, wire in wires.items():
         assert (wire["works"], wire["error"]) == (True, ""), wire
-        assert wire["actions"][-2:] == ([ACTIONS] if name in ONE else [CHUNK, ACTIONS])
+        assert wire["actions"][-2:] == {"lerobot": [CHUNK]}.get(name, [ACTIONS] if name in ONE else [CHUNK, ACTIONS])
         assert wire["answer_ms"] > 0.0
     assert wires["openpi"]["sent"] == CAMERAS | {"observation/state": "float32 [2]"}
     assert wires["openpi"]["announced"]["reflex"]["actions"] == [CHUNK, ACTIONS]
@@ -180,7 +180,7 @@ def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, caps
     status, found = probed(capsys, *words, str(tmp_path / "half.npz"))
     assert (status, found["wires"][0]["error"]) == (1, "invalid_request")
     assert "observation/wrist_image: missing" in found["wires"][0]["message"]
-    for wire in ("vla-eval", "gr00t", "oip", "json-numpy"):  # each has its own form of errors
+    for wire in ("vla-eval", "gr00t", "oip", "oip-grpc", "lerobot", "json-numpy"):  # each has its own form of errors
         status, found = probed(capsys, url(server), "--wire", wire, "--observation", str(tmp_path / "half.npz"))
         assert (status, found["wires"][0]["error"]) == (1, "invalid_request"), found
         assert found["wires"][0]["message"]
@@ -293,3 +293,21 @@ def test_another_server_of_oip_is_asked_by_its_own_metadata(tmp_path: Path, caps
         status, found = probed(capsys, address, "--wire", "oip", "--observation", str(tmp_path / "small.npz"))
         assert (status, found["wires"][0]["error"]) == (1, "http_400")
         assert "unexpected shape" in found["wires"][0]["message"]
+
+
+def test_listeners_over_grpc_want_the_key_and_are_found_by_their_own_address(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with Server(tiny, "--lerobot", address, "--api-key", "s3cret") as server:
+        status, found = probed(capsys, url(server), "--wire", "lerobot", "--api-key", "s3cret")
+        assert (status, found["wires"][0]["actions"], found["wires"][0]["known"]) == (0, [CHUNK], "/config")
+        status, found = probed(capsys, f"grpc://{address}")
+        wires = by_wire(found)
+        assert (status, wires["lerobot"]["error"], wires["oip-grpc"]["error"]) == (1, "unauthorized", "not_found")
+        np.savez(tiny.parent / "state.npz", state=np.zeros(2))
+        words = f"grpc://{address}", "--wire", "lerobot", "--observation", str(tiny.parent / "state.npz")
+        assert probed(capsys, *words, "--api-key", "s3cret")[0] == 0
+    status, found = probed(capsys, f"grpc://{address}", "--wire", "lerobot", "--timeout-s", "2")
+    assert (status, found["wires"][0]["error"]) in ((1, "unreachable"), (1, "timed_out"))

@@ -10,6 +10,7 @@ from typing import Final
 
 from reflex_runtime.bench.caller import WireCaller
 from reflex_runtime.bench.groot_caller import GrootCaller
+from reflex_runtime.bench.grpc_callers import LerobotCaller, OipGrpcCaller
 from reflex_runtime.bench.http_callers import ActCaller, ActMsgpackCaller, JsonNumpyCaller
 from reflex_runtime.bench.oip_caller import OipCaller
 from reflex_runtime.bench.websocket_callers import OpenpiCaller, VlaEvalCaller
@@ -22,5 +23,7 @@ CALLERS: Final[dict[str, type[WireCaller]]] = {
     "oip": OipCaller,
     "vla-eval": VlaEvalCaller,
     "gr00t": GrootCaller,
+    "oip-grpc": OipGrpcCaller,
+    "lerobot": LerobotCaller,
 }
 """Every wire that can be asked, by the name that `--wire` takes."""

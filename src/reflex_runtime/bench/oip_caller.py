@@ -17,7 +17,7 @@ from reflex_runtime.client.streams import Streams
 
 _HEAD: Final = "Inference-Header-Content-Length"
 _LENGTH: Final = struct.Struct("<I")  # of the JSON, in front of a frame
-_TYPES: Final = {"float32": "FP32", "float64": "FP64", "int64": "INT64", "uint8": "UINT8"}
+TYPES: Final = {"float32": "FP32", "float64": "FP64", "int64": "INT64", "uint8": "UINT8"}
 
 
 class OipCaller:
@@ -62,7 +62,7 @@ class OipCaller:
                 text = value.encode()
                 data, kind, shape = struct.pack("<I", len(text)) + text, "BYTES", [1, 1]
             else:
-                data, kind, shape = value.tobytes(), _TYPES[str(value.dtype)], [1, *value.shape]
+                data, kind, shape = value.tobytes(), TYPES[str(value.dtype)], [1, *value.shape]
             inputs.append(
                 {"name": name, "datatype": kind, "shape": shape, "parameters": {"binary_data_size": len(data)}}
             )

@@ -109,8 +109,9 @@ async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | No
 
 def at(target: Target, kind: type[WireCaller], seen: ServerLook) -> Target:
     """Where the wire is: the server itself, or the listener that it says it has. NotFound where it has none."""
+    target = replace(target, model=seen.model.rpartition("@")[0].rpartition("/")[2])
     if not kind.setting or target.scheme not in HTTP:
-        return replace(target, model=seen.model.rpartition("@")[0].rpartition("/")[2])
+        return target
     if not _is_on(kind, seen):
         raise NotFound(f"the server says of no --{kind.setting.replace('_', '-')}")
     return target.listener(str(seen.settings[kind.setting]))

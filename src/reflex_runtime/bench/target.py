@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from reflex_runtime.options import one_line
 HTTP: Final = ("http", "https")
 WEBSOCKET: Final = ("ws", "wss")
 ZMQ: Final = "tcp"
+GRPC: Final = "grpc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,12 @@ class Target:
             port = parts.port
         except ValueError:
             port = 0
-        if parts.scheme not in (*HTTP, *WEBSOCKET, ZMQ) or not parts.hostname or parts.hostname.isdigit() or port == 0:
+        if (
+            parts.scheme not in (*HTTP, *WEBSOCKET, ZMQ, GRPC)
+            or not parts.hostname
+            or parts.hostname.isdigit()
+            or port == 0
+        ):
             raise ConfigError(f"URL={one_line(url)}: must be as http://127.0.0.1:8000 or ws://127.0.0.1:8000/path")
         if key and not (key.isascii() and key.isprintable()):
             raise ConfigError("--api-key: must be printable ASCII")
@@ -63,11 +69,10 @@ class Target:
 
     def listener(self, url: str) -> Target:
         """A listener of the same server. url: as its settings say, so its host may be any."""
-        parts = urlsplit(url)
+        parts = urlsplit(url if "//" in url else f"{GRPC}://{url}")
         host = self.address.host if parts.hostname in ("*", "0.0.0.0", "::") else parts.hostname
-        return Target.of(
-            f"{parts.scheme}://{f'[{host}]' if ':' in str(host) else host}:{parts.port}", self.key, self.timeout
-        )
+        known = f"{parts.scheme}://{f'[{host}]' if ':' in str(host) else host}:{parts.port}"
+        return replace(Target.of(known, self.key, self.timeout), model=self.model)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("url", metavar="URL", help="where the server is: http, https, ws, wss or tcp (GR00T)")
+    parser.add_argument("url", metavar="URL", help="where the server is: http, https, ws, wss, tcp (GR00T) or grpc")
     parser.add_argument("--wire", metavar="NAME", action="append", help="only this one; may be given again")
     parser.add_argument("--api-key", metavar="KEY", help="of the server; also from the environment, REFLEX_API_KEY")
     parser.add_argument(

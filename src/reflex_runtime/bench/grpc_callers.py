@@ -1,0 +1,202 @@
+"""The wires over gRPC: OIP as Triton's client speaks it, and LeRobot's asynchronous inference."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import pickletools
+import struct
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from reflex_runtime.bench.caller import WireAnswer
+from reflex_runtime.bench.expected import Expected, Observed
+from reflex_runtime.bench.oip_caller import TYPES, OipCaller
+from reflex_runtime.bench.target import GRPC, HTTP, Target
+from reflex_runtime.client.answers import refused
+from reflex_runtime.client.errors import BadAnswer, ClientError, NotFound, ServerError, TimedOut, Unreachable
+from reflex_runtime.client.exchange import Reply
+from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
+
+_PARAMETER: Final[Message] = {
+    1: Field("key", "text"), 2: Field("value", {2: Field("int", "int"), 3: Field("text", "text")}),
+}  # fmt: skip
+_PARAMETERS: Final = Field("parameters", _PARAMETER, many=True)
+_TENSOR: Final[Message] = {1: Field("name", "text"), 2: Field("datatype", "text"), 3: Field("shape", "int", many=True)}
+_NAMED: Final[Message] = {1: Field("name", "text")}
+_MODEL: Final[Message] = {1: Field("name", "text"), 4: Field("inputs", _TENSOR, many=True)}
+_INFER: Final[Message] = {
+    1: Field("model_name", "text"), 4: _PARAMETERS, 5: Field("inputs", _TENSOR, many=True),
+    7: Field("raw", "bytes", many=True),
+}  # fmt: skip
+_INFERRED: Final[Message] = {4: _PARAMETERS, 5: Field("outputs", _TENSOR, many=True)}
+_BYTES: Final[Message] = {1: Field("data", "bytes")}
+_PART: Final[Message] = {1: Field("state", "uint"), 2: Field("data", "bytes")}
+_BEGIN, _MIDDLE, _END = 1, 2, 3
+_SIZE: Final = 2 << 20  # bytes of a part
+_HELPERS: Final = "lerobot.async_inference.helpers"
+_NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "unreachable", 16: "unauthorized"}
+
+
+class _GrpcCaller:
+    """A channel of its own, as a robot's program has."""
+
+    schemes: ClassVar[tuple[str, ...]] = (*HTTP, GRPC)
+    service: ClassVar[str]
+
+    def __init__(self, target: Target) -> None:
+        self.announced: Mapping[str, Any] = {}
+        self._target = target
+        self._channel: Any = None
+
+    async def close(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+    async def _call(self, method: str, sent: bytes | list[bytes]) -> bytes:
+        """One call; parts go out as a stream."""
+        try:
+            import grpc.aio
+        except ImportError:
+            raise BadAnswer("grpcio is not installed: in a clone, pip install '.[grpc]'") from None
+        target = self._target
+        if self._channel is None:
+            options = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1))
+            self._channel = grpc.aio.insecure_channel(target.address.netloc, options)
+        path = f"/{self.service}/{method}"
+        key = (("authorization", f"Bearer {target.key}"),) if target.key else ()
+        try:
+            if isinstance(sent, bytes):
+                return bytes(await self._channel.unary_unary(path)(sent, metadata=key, timeout=target.timeout))
+            return bytes(await self._channel.stream_unary(path)(iter(sent), metadata=key, timeout=target.timeout))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Any) -> ClientError:
+        for name, told in error.trailing_metadata() or ():
+            if name == "reflex-error":
+                return refused(Reply(0, {}, told if isinstance(told, bytes) else told.encode()))
+        number, where = error.code().value[0], self._target.address.netloc
+        if number == 4:
+            return TimedOut(f"no answer from grpc://{where} within {self._target.timeout:g} s")
+        message = f"{error.code().name}: {error.details()}"[:300]
+        if number == 14:
+            return Unreachable(f"cannot ask grpc://{where}: {message}")
+        return (NotFound if number in (5, 12) else ServerError)(message, code=_NAMES.get(number, "server_error"))
+
+
+class OipGrpcCaller(_GrpcCaller):
+    """OIP: the model's metadata, then its ModelInfer."""
+
+    config: ClassVar[str] = "oip"
+    setting: ClassVar[str] = "oip_grpc"
+    service: ClassVar[str] = "inference.GRPCInferenceService"
+    expected = OipCaller.expected
+
+    async def connect(self) -> None:
+        """Read what inputs the model has."""
+        if not self._target.model:
+            raise NotFound("the model's name is not known: give the server's http:// URL", code="not_found")
+        model = parse(await self._call("ModelMetadata", serialize({"name": self._target.model}, _NAMED)), _MODEL)
+        self.announced = model | {"inputs": [item | {"shape": item["shape"].tolist()} for item in model["inputs"]]}
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """One row, with raw contents."""
+        inputs, raw = [], []
+        for name, value in observed.items():
+            if isinstance(value, str):
+                data, kind, shape = struct.pack("<I", len(value.encode())) + value.encode(), "BYTES", [1, 1]
+            else:
+                data, kind, shape = value.tobytes(), TYPES[str(value.dtype)], [1, *value.shape]
+            inputs.append({"name": name, "datatype": kind, "shape": shape})
+            raw.append(data)
+        limit = [{"key": "timeout", "value": {"int": round(1e3 * deadline_ms)}}] if deadline_ms else []
+        sent = {"model_name": self._target.model, "parameters": limit, "inputs": inputs, "raw": raw}
+        return serialize(sent, _INFER)
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """One request."""
+        answer = parse(await self._call("ModelInfer", frame), _INFERRED)
+        told = {entry.get("key"): entry.get("value", {}).get("text") for entry in answer["parameters"]}
+        try:
+            batch = json.loads(told.get("reflex") or "[{}]")[0].get("batch", {})
+            return WireAnswer(tuple(answer["outputs"][0]["shape"].tolist()), int(batch.get("size", 0)))
+        except (ValueError, IndexError, AttributeError) as error:
+            raise BadAnswer(f"no outputs in the answer: {error!r}") from None
+
+
+class LerobotCaller(_GrpcCaller):
+    """LeRobot: its setup, then an observation in one call and its actions in another. Its pickles are written without
+    its package, and those that come are not loaded."""
+
+    config: ClassVar[str] = "lerobot"
+    setting: ClassVar[str] = "lerobot"
+    service: ClassVar[str] = "transport.AsyncInference"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._set = b""  # the last setup
+
+    async def connect(self) -> None:
+        """A new episode. The server announces nothing."""
+        await self._call("Ready", b"")
+        if self._set:
+            await self._call("SendPolicyInstructions", self._set)
+
+    def expected(self) -> Expected | None:
+        return None
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """The setup that describes an observation, and the observation: motors are m0, m1 … of each state."""
+        features: dict[str, Any] = {}
+        seen: dict[str, Any] = {}
+        for name, value in observed.items():
+            plain = name.removeprefix("observation.images.").removeprefix("observation.")
+            if isinstance(value, str):
+                seen["task"] = value
+            elif value.ndim == 3:
+                features[f"observation.images.{plain}"] = {"dtype": "image", "shape": value.shape, "names": None}
+                seen[plain] = value
+            else:
+                motors = [f"{plain}.m{i}" for i in range(value.size)]
+                features[f"observation.{plain}"] = {"dtype": "float32", "shape": value.shape, "names": motors}
+                seen |= dict(zip(motors, value.tolist(), strict=True))
+        policy: dict[str, Any] = {
+            "policy_type": "act",
+            "pretrained_name_or_path": "reflex",
+            "lerobot_features": features,
+        }
+        policy |= {"actions_per_chunk": 1000, "device": "cpu", "rename_map": {}}
+        setup = serialize({"data": _pickled("RemotePolicyConfig", policy)}, _BYTES)
+        observation = {"timestamp": 0.0, "timestep": 0, "observation": seen, "must_go": True}
+        return struct.pack("<I", len(setup)) + setup + _pickled("TimedObservation", observation)
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """Send what is seen, and wait for the actions."""
+        (length,) = struct.unpack_from("<I", frame)
+        setup, data = frame[4 : 4 + length], frame[4 + length :]
+        if setup != self._set:
+            await self._call("SendPolicyInstructions", setup)
+            self._set = setup
+        await self._call("SendObservations", _parts(data))
+        answer = parse(await self._call("GetActions", b""), _BYTES).get("data", b"")
+        steps = [opcode.name for opcode, _, _ in pickletools.genops(bytes(answer))] if answer else []
+        count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # of LeRobot's own servers, or of ours
+        if not count:
+            raise BadAnswer("no actions came for the observation")
+        return WireAnswer((count,))
+
+
+def _pickled(name: str, fields: Mapping[str, Any]) -> bytes:
+    """An object of LeRobot's with these fields."""
+    state = pickle.dumps(dict(fields), 3)
+    return b"\x80\x03c" + f"{_HELPERS}\n{name}\n".encode() + b")\x81" + state[2:-1] + b"b."
+
+
+def _parts(data: bytes) -> list[bytes]:
+    found = []
+    for at in range(0, len(data), _SIZE):
+        state = _END if at + _SIZE >= len(data) else _BEGIN if at == 0 else _MIDDLE
+        found.append(serialize({"state": state, "data": data[at : at + _SIZE]}, _PART))
+    return found
