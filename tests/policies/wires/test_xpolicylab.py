@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.policies import Export
+from reflex_runtime.policies import Export, InvalidRequest
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.wires.xpolicylab import read
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
@@ -114,9 +115,18 @@ def test_w27_actions_that_are_no_joints_need_a_block(tmp_path: Path) -> None:
     export = write_tiny(tmp_path / "export", wires={"xpolicylab": {"state": [["a", 1], ["b", 1]]}})
     with Server(export) as server, robot(server) as client:
         assert [set(s) for s in infer(client, {"state": {"a": 0.0, "b": [0.1]}})["actions"]] == [{"a", "b"}] * CHUNK
-    for wrong in ({"state": [["a", 3]]}, {"actions": [["a", 1]]}, {"actions": [["a", 1], ["a", 1]]}, {"prompts": "x"}):
-        with pytest.raises(ConfigError, match="xpolicylab"):
+    for wrong, why in (
+        ({"state": [["a", 3]]}, "2 numbers together"), ({"actions": [["a", 1]]}, "2 numbers together"),
+        ({"actions": [["a", 1], ["a", 1]]}, "different names"), ({"prompts": "x"}, "prompts"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"xpolicylab.*{why}"):
             Export.load(write_tiny(tmp_path / "wrong", wires={"xpolicylab": wrong}))
+    wider = replace(Export.load(export), action_dim=3)
+    sent = {"state": {"arm_joint_state": np.zeros(1), "ee_joint_state": [0.0]}, "instructions": ["go", "do go"]}
+    with pytest.raises(InvalidRequest, match=r"\(arm_joint_state 1, ee_joint_state 1\) do not make the 3 numbers"):
+        read(wider, WireMap(), sent)
+    observed, groups = read(wider, WireMap(actions=(("a", 3),)), sent)
+    assert (observed[2], groups) == ("go", (("a", 3),))
 
 
 def test_w28_every_message_has_its_answer(tiny: Path) -> None:
@@ -217,7 +227,8 @@ def test_w29_every_error_keeps_the_session(tiny: Path) -> None:
         answer = stock.decode_frame(client._ws.recv())
         assert (answer.request_id, answer.payload["code"]) == ("m7", "invalid_frame")
         client._ws.send(b"\xc1")
-        assert stock.decode_frame(client._ws.recv()).payload["code"] == "invalid_frame"
+        answer = stock.decode_frame(client._ws.recv())
+        assert (answer.request_id, answer.payload["code"]) == ("", "invalid_frame")
         with pytest.raises(ConnectionError, match="1009"):
             infer(client, seen() | {"more": bytes(5000)})
         assert calm(server)
@@ -316,6 +327,8 @@ def test_w29_frames_are_read_and_written_as_the_stock_client_does() -> None:
         "message_id": "m", "evaluation_id": "e", "action_case_id": None, "trial_id": "t", "repeat_index": 2, "step": 5,
     }  # fmt: skip
     assert found.payload["state"]["arm_joint_state"].tolist() == [pytest.approx(0.3)]
+    assert decode(msgpack.packb(frame())).envelope["step"] == 0
+    assert encode(LabFrame("x", {}, {"a": np.float32([1])})).endswith(stock.encode_frame({"a": np.float32([1])}))
     back = stock.decode_frame(encode(LabFrame("infer_result", found.envelope, {"a": np.array([1, 2], np.float32)})))
     assert (back.message_type, back.request_id, back.step) == (stock.MessageType.INFER_RESULT, "m", 5)
     assert back.payload["a"].dtype == np.float32
