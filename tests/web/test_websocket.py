@@ -257,6 +257,23 @@ def test_w2_a_page_of_another_site_gets_no_websocket() -> None:
     running(check)
 
 
+def test_w2_a_refused_handshake_is_one_warning_for_each_status(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(run: Running) -> None:
+        for path, key in (("/echo", "wrong"), ("/echo?name=arm", "wrong"), ("/other", "secret")):
+            with pytest.raises(InvalidStatus):
+                async with run.connected(path, additional_headers={"Authorization": f"Bearer {key}"}):
+                    pass
+        async with run.connected(additional_headers={"Authorization": "Bearer secret"}) as client:
+            await client.recv()
+
+    running(check, api_key="secret")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "reflex.server"] == [
+        ("WARNING", "a websocket was refused: 401 unauthorized: send the key as Authorization: Bearer KEY or as "
+         "X-Reflex-Key (repeats are not logged)"),
+        ("WARNING", "a websocket was refused: 404 not_found: no such path: /other (repeats are not logged)"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("frames", "code"),
     [

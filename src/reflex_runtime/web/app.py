@@ -12,12 +12,13 @@ import hmac
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
 from reflex_runtime.core.errors import Closed
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.connections import ConnectionSettings, connections_of
+from reflex_runtime.web.connections import ConnectionSettings, Seldom, connections_of
 from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
 from reflex_runtime.web.exchange import Exchange, Route, too_large
 from reflex_runtime.web.form import ErrorForm
@@ -81,6 +82,7 @@ class App:
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
+        self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
         self._all_entered, self._all_answered = asyncio.Event(), asyncio.Event()  # called once it is closing
 
     @property
@@ -163,6 +165,9 @@ class App:
         if exchange.done:
             return
         told = known(error, exchange.request_id)
+        if exchange.upgrades and self._refused[told.http_status].first():  # its client may show the status only
+            why = printable(told.message)
+            log.warning("a websocket was refused: %d %s: %s (repeats are not logged)", told.http_status, told.code, why)
         if exchange.route is not None and exchange.route.fail is not None:
             exchange.route.fail(exchange, told)
         else:

@@ -269,6 +269,8 @@ def test_w10_identity_and_limits_come_from_the_query_and_from_the_observation(ti
         assert info.value.response.status_code == 422
         assert json.loads(info.value.response.body or b"")["field"] == "robot"
         server.stop()
+    (line,) = [line for line in server.log if "a websocket was refused: 422" in line]
+    assert "unknown field `robot`" in line
     found = _recorded(tmp_path)
     assert [(f.robot_id, f.episode_id, f.seed) for f in found] == [
         ("arm 1", "e1", 1), ("arm 2", "e2", 2), ("arm 1", "e3", 3), ("arm 1", "e1", 4),
