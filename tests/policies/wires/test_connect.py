@@ -1,4 +1,4 @@
-"""The page "Connect your robot": each of its programs is run as it stands there, where its client is installed."""
+"""The page "Connect your robot": each of its programs asks the bundled export, where its client is installed."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from serving.exports import ACTIONS, CHUNK, write_tiny
+from reflex_runtime.demo.exports import export_dir
 from serving.harness import PATIENCE, Server
 
 PAGE = Path(__file__).parents[3] / "docs" / "connect.md"
-PROGRAMS = re.findall(r"^```python\n(.+?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+TEXT = PAGE.read_text(encoding="utf-8")
+PROGRAMS = re.findall(r"^```python\n(.+?)^```", TEXT, re.MULTILINE | re.DOTALL)
+GIVEN = re.findall(r"`(image|state)` is\s`(np\..+?)`", TEXT)
+CHUNK, ACTIONS = 16, 4
 SHAPES = {
     "openpi_client": ("actions", (CHUNK, ACTIONS)),
     "json_numpy": ("action", (ACTIONS,)),
     "tritonclient.http": ("actions", (1, CHUNK, ACTIONS)),
     "tritonclient.grpc": ("actions", (1, CHUNK, ACTIONS)),
 }
-BEFORE = """
-import numpy as np
-image, state = np.full((6, 8, 3), 7, np.uint8), np.array([0.1, -0.2])
-"""
+BEFORE = "\n".join(["import numpy as np", *(f"{name} = {value}" for name, value in GIVEN), ""])
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    export = write_tiny(tmp_path_factory.mktemp("seeing") / "export", cameras=("image",), model_id="lab/my_policy")
-    with Server(export, "--oip-grpc", "127.0.0.1:0") as server:
+def server() -> Iterator[Server]:
+    with Server(export_dir(), "--oip-grpc", "127.0.0.1:0") as server:
         yield server
 
 
