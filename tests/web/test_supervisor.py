@@ -185,7 +185,12 @@ def test_b2_what_is_wrong_ends_both_with_2_and_one_line(tmp_path: Path, tiny: Pa
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert "cannot be bound" in refusal(tiny, "--port", str(taken.getsockname()[1]))
+        port = str(taken.getsockname()[1])
+        line = refusal(tiny, "--port", port)
+        assert line.endswith("cannot be bound: Address already in use; use --port N, or --port 0 for a free one")
+        assert "not found, expected an export" in refusal(tmp_path / "nothing", "--port", port)
+        assert "--provider=NoSuch: " in refusal(tiny, "--port", port, "--provider", "NoSuch")
+        assert "--max-model-len=999999: " in refusal("scribe", "--port", port, "--max-model-len", "999999")
 
 
 def test_b2_an_export_that_turns_out_wrong_ends_both_with_2(tmp_path: Path) -> None:

@@ -74,7 +74,11 @@ def run(args: argparse.Namespace) -> int:
     serve = partial(_serve, config, places, paths)
     if not config.supervise:
         return serve()
-    sock = listen.bind(config.host, config.port)
+    try:
+        sock = listen.bind(config.host, config.port)
+    except ConfigError:
+        _checked(config, places, paths)  # what is wrong besides is said first: another port would not mend it
+        raise
     told = ("reflex", "serve")
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), PLAIN)
 
@@ -87,16 +91,11 @@ def _serve(
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.policies import Export
     from reflex_runtime.policies.serving.app import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    _check_memory(config, paths)
-    exports = {slot: Export.load(path) for slot, path in paths.items()}
-    check_needs(config, places, _missing(exports))
-    _check(config)
-    _check_exports(config, exports)
+    exports = _checked(config, places, paths)
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
     _announce(config, ", ".join(dict.fromkeys(export.model_id for export in exports.values())), address)
@@ -140,6 +139,18 @@ def slots_of(config: ServeConfig, export: Path | None) -> dict[str, Path]:
         raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
     found = {"a": Path(a), "b": Path(b)} if b else {"prod": export or Path()}
     return found | ({"shadow": Path(shadow)} if shadow else {})
+
+
+def _checked(config: ServeConfig, places: Mapping[str, str], paths: Mapping[str, Path]) -> dict[str, Export]:
+    """The exports, by slot. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.policies import Export
+
+    _check_memory(config, paths)
+    exports = {slot: Export.load(path) for slot, path in paths.items()}
+    check_needs(config, places, _missing(exports))
+    _check(config)
+    _check_exports(config, exports)
+    return exports
 
 
 def _missing(exports: Mapping[str, Export]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
 from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, one_line
 from reflex_runtime.sources import environment, load
@@ -88,9 +88,25 @@ def run(args: argparse.Namespace) -> int:
     serve = partial(_serve, config, batcher, args.model)
     if not config.supervise:
         return serve()
-    sock, told = listen.bind(config.host, config.port), ("reflex", "serve")
+    try:
+        sock = listen.bind(config.host, config.port)
+    except ConfigError:
+        _checked(config, args.model)  # what is wrong besides is said first: another port would not mend it
+        raise
+    told = ("reflex", "serve")
     form = ErrorForm(_refuse, keeps_id=True)
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
+
+
+def _checked(config: LLMServeConfig, directory: Path) -> Tokenizer:
+    """The tokenizer. ConfigError for what can be found before the model is loaded."""
+    from reflex_runtime.llm.load import describe
+    from reflex_runtime.llm.tokenizer import HFTokenizer
+
+    for path in _traces(config):
+        check_trace(path)
+    check_model(config, describe(directory))
+    return HFTokenizer.load(directory)
 
 
 def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
@@ -111,17 +127,12 @@ def _serve(
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.llm.load import describe
     from reflex_runtime.llm.serving.local_model import opened
     from reflex_runtime.llm.serving.openai import serving
-    from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    for path in _traces(config):
-        check_trace(path)
-    check_model(config, describe(directory))
-    tokenizer = HFTokenizer.load(directory)
+    tokenizer = _checked(config, directory)
     if config.workers:
         config, batcher = _one_bound(config, batcher)
         open = _in_workers(directory, config, batcher, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Final
 
@@ -23,6 +24,9 @@ def bind(host: str, port: int) -> socket.socket:
         if sock is not None:
             sock.close()
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise ConfigError(f"--host={one_line(host)} --port={port}: cannot be bound: {why}") from error
+        told = f"--host={one_line(host)} --port={port}: cannot be bound: {why}"
+        if getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES):
+            told += "; use --port N, or --port 0 for a free one"
+        raise ConfigError(told) from error
     sock.set_inheritable(True)
     return sock
