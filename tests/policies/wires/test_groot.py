@@ -423,6 +423,18 @@ def test_w30_without_a_block_names_decide(tmp_path: Path) -> None:
         assert actions["action.actions"].shape == (CHUNK, ACTIONS)
 
 
+def test_w30_the_only_camera_is_the_only_video_under_any_name(tmp_path: Path) -> None:
+    root = write_tiny(tmp_path / "export", cameras=("front",))
+    with Server(root, *HERE) as server, GrootRobot(port_of(server)) as robot:
+        video = nested(0)["video"]["ego_view"]
+        sent = nested(1) | {"state": {"arm": np.array([[[0.1, -0.1]]])}}
+        actions, _ = robot.act(sent, seed=5)
+        np.testing.assert_allclose(actions["actions"][0], want(1, 5), atol=1e-5)
+        two = robot.act(sent | {"video": {"left": video, "right": video}})
+        assert two["error"].startswith("video.front: missing; came: video.left, video.right, ")
+        assert "expected: video.front, " in two["error"]
+
+
 @pytest.mark.parametrize("named", ["robot_id", "episode_id", "env_id"])
 def test_w36_names_are_not_kept_without_a_bound(robot: GrootRobot, named: str) -> None:
     assert f"{named}: longer than 256 bytes" in robot.call("reset", {"options": {named: "n" * 257}})["error"]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.serving.ask import GROOT
 from reflex_runtime.policies.serving.question import Image
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires.packed import MAX_TEXT
@@ -32,11 +33,12 @@ Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None,
 class Reading:
     """Reads the observations of one wire for one export.
 
-    others: of exports that may answer instead. Pictures that only they use are read where they came.
+    others: of exports that may answer instead. Pictures that only they use are read where they came. video: what the
+    wire puts in front of a camera's name.
     """
 
-    def __init__(self, export: Export, wire: WireMap | None, others: Sequence[Reading] = ()) -> None:
-        self.export, self.wire, self._others = export, wire or WireMap(), others
+    def __init__(self, export: Export, wire: WireMap | None, others: Sequence[Reading] = (), video: str = "") -> None:
+        self.export, self.wire, self._others, self._video = export, wire or WireMap(), others, video
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
@@ -52,7 +54,7 @@ class Reading:
     def describe(self) -> dict[str, Any]:
         """What an observation is expected to hold, JSON-safe."""
         export, wire = self.export, self.wire
-        images = {wire.images.get(name, name): list(size) for name, size in export.images.items()}
+        images = {wire.images.get(name, self._video + name): list(size) for name, size in export.images.items()}
         found: dict[str, Any] = {"images": images}
         if export.takes_state:
             found["state"] = {"names": list(wire.state or ("state",)), "dim": export.state_dim}
@@ -65,10 +67,10 @@ class Reading:
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self.wire.images.get(camera) or plain.get(camera)
         if name is None and len(self.export.images) == 1:
-            only = [name for name in came if name.startswith(("images/", "vision/"))]
+            only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
         if name is None or name not in came:
-            raise self._missing(name or camera, came)
+            raise self._missing(name or self._video + camera, came)
         image = came[name]
         if isinstance(image, memoryview):
             return camera, name, bytes(image)  # PNG or JPEG
@@ -131,7 +133,8 @@ class Readings:
         exports = self._runtime.all_exports
         if exports != self._exports:
             first, *others = (Reading(export, export.wires.get(self._wire)) for export in exports)
-            self._exports, self._reading = exports, Reading(first.export, first.wire, others)
+            video = "video." if self._wire == GROOT else ""
+            self._exports, self._reading = exports, Reading(first.export, first.wire, others, video)
         return self._reading
 
 
