@@ -56,6 +56,10 @@ def test_h7_a_policy_server_is_as_it_is_described(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)  # minutes on a busy machine
 def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path) -> None:
     with two(pair, "--api-key", "secret") as server:
+        for path, methods in described(server)["paths"].items():
+            (method,) = methods.keys() - {"parameters"}
+            refused = server.ask(method.upper(), path.replace("{", "").replace("}", "")).status == 401
+            assert ("401" in methods[method]["responses"], "security" in methods[method]) == (refused, refused), path
         header = ("-H", "Authorization: Bearer secret")
         tried(tmp_path, server.port, *header, "--exclude-path", "/admin/faults", examples=4)
 
@@ -80,7 +84,9 @@ def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) 
         assert (schema["properties"]["state"]["minItems"], schema["properties"]["state"]["maxItems"]) == (2, 2)
         (images,) = schema["allOf"]
         assert [way["required"] for way in images["anyOf"]] == [["image"], ["images"]]
+        assert "no policy served here has this camera" in schema["properties"]["image_wrist"]["description"]
         assert "security" not in document["paths"]["/act"]["post"]
+        assert "<td><code>slot</code><td>one of &quot;prod&quot;" in server.get("/docs").body.decode()
         assert set(_references(document)) <= {f"#/components/schemas/{n}" for n in document["components"]["schemas"]}
     with Server(write_tiny(tmp_path / "blind")) as server:
         schema = described(server)["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -24,10 +24,12 @@ def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguard
             "bearer": {"type": "http", "scheme": "bearer"},
             "key": {"type": "apiKey", "in": "header", "name": "X-Reflex-Key"},
         }
-        for path, methods in paths.items():
-            for method, operation in methods.items():
-                if path not in unguarded and method in ("get", "post"):
-                    operation["security"] = [{"bearer": []}, {"key": []}]
+    for path, methods in paths.items():
+        for method, operation in methods.items():
+            if unguarded is not None and path not in unguarded and method in ("get", "post"):
+                operation["security"] = [{"bearer": []}, {"key": []}]
+            elif method == "get":
+                operation["responses"].pop("401", None)
     return json.dumps(body, indent=1).encode()
 
 
@@ -74,7 +76,7 @@ def _type(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(_type(s) for s in schema["anyOf"] if s.get("type") != "null")
     if "enum" in schema:
-        return " | ".join(str(v) for v in schema["enum"])
+        return "one of " + ", ".join(json.dumps(v) for v in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     kind = str(schema.get("type", "any"))

@@ -116,9 +116,8 @@ def _cameras(schema: dict[str, Any], exports: Sequence[Export]) -> None:
     """Which images may be sent, and which must be."""
     fields, known = schema["properties"], cameras_of(exports)
     for name in ("image", "image_wrist"):
-        fields[name] = (_or_null(_IMAGE, fields[name]) if name in known else _NULL) | {
-            "description": fields[name]["description"]
-        }
+        unknown = _NULL | {"description": "leave it out: no policy served here has this camera"}
+        fields[name] = _or_null(_IMAGE, fields[name]) if name in known else unknown
     further = {name: _IMAGE for name in sorted(known) if name not in ("image", "image_wrist")}
     images = {"type": "object", "properties": further, "additionalProperties": False}
     fields["images"] = _or_null(images, fields["images"])
@@ -209,7 +208,7 @@ def _posts(slots: Sequence[str]) -> dict[str, tuple[str, dict[str, Any]]]:
     split = act.schema_of(admin.Split)
     split["properties"]["split"] = {"type": "integer", "minimum": 0, "maximum": 100}
     name, load = act.schema_of(admin.SlotName), act.schema_of(admin.Load)
-    name["properties"]["slot"] = load["properties"]["slot"] = {"enum": list(slots)}
+    name["properties"]["slot"] = load["properties"]["slot"] = {"type": "string", "enum": list(slots)}
     load["properties"]["path"] |= {"minLength": 1, "pattern": r"^[^\u0000]*$"}
     faults = act.schema_of(admin.Faults)
     rate, kinds = r"(0(\.[0-9]{1,6})?|1(\.0{1,6})?)", "|".join(get_args(FaultKind))
