@@ -21,6 +21,12 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("seeing") / "e", cameras=("image", "image_wrist"), wires="openpi/libero")
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as they need: a test run in several processes is given 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="module")
 def server(seeing: Path) -> Iterator[Server]:
     """On all wires."""
