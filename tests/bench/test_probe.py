@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
+import zmq.asyncio
 from openpi_client import msgpack_numpy
 from websockets.asyncio.server import ServerConnection, serve
 
@@ -22,8 +24,10 @@ from reflex_runtime.bench.expected import Expected
 from reflex_runtime.bench.probe import ServerProbe, probe
 from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
+from reflex_runtime.policies.wires.groot_codec import decode, encode, modality_config
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server
+from serving.openai_toy import Toy
 
 ONE = ("json-numpy", "vla-eval")  # their answers are one action
 CAMERAS = {"observation/image": "uint8 [6, 8, 3]", "observation/wrist_image": "uint8 [6, 8, 3]"}
@@ -78,6 +82,12 @@ def test_a_key_is_asked_for_and_taken(tiny: Path, capsys: pytest.CaptureFixture[
             assert wire["advice"].startswith("give the server's key: --api-key")
         status, found = probed(capsys, url(server), "--api-key", "wrong")
         assert {wire["advice"] for wire in found["wires"]} == {"the server has another key than this one"}
+        for words, told in (((), "needs a key: --api-key"), (("--api-key", "wrong"), "has another key than this one")):
+            assert main(["probe", url(server), *words]) == 1
+            shown = capsys.readouterr().out
+            assert shown.startswith(f"{url(server)}: reflex: ready, {told}\n")
+            assert shown.count("send the key as Authorization") == 1
+            assert "act-json, act-msgpack, openpi, json-numpy, oip, vla-eval: unauthorized: " in shown
         status, found = probed(capsys, url(server), "--api-key", "s3cret")
         assert (status, all(wire["works"] for wire in found["wires"])) == (0, True)
 
@@ -104,6 +114,20 @@ def test_where_nothing_listens_it_is_one_line(capsys: pytest.CaptureFixture[str]
     assert told.err.count("\n") == 1
     status, found = probed(capsys, f"127.0.0.1:{port}")
     assert (status, found["works"], found["error"]) == (1, False, "unreachable")
+
+
+@pytest.mark.parametrize("key", ["", "s3cret"])
+def test_the_server_of_a_language_model_is_one_line(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Toy(api_key=key) as toy:
+        address = f"http://127.0.0.1:{toy.port}"
+        assert main(["probe", address]) == 1
+        told = capsys.readouterr()
+        line = f"{address}: serves a language model; probe and bench ask robot policies\n"
+        assert (told.out, told.err) == ("", f"reflex probe: {line}")
+        status, found = probed(capsys, address)
+        assert (status, found["works"], found["error"]) == (1, False, "language_model")
+        assert main(["bench", address, "--wire", "openpi"]) == 2
+        assert "serves a language model; probe and bench ask robot policies" in capsys.readouterr().err
 
 
 class _Pages(http.server.BaseHTTPRequestHandler):
@@ -235,12 +259,54 @@ def test_gr00t_is_found_by_its_own_address_too(tmp_path: Path, capsys: pytest.Ca
     with Server(export, "--gr00t", address, "--api-key", "s3cret") as server:
         status, found = probed(capsys, address, "--api-key", "s3cret")
         (wire,) = found["wires"]
-        assert (status, wire["known"], wire["actions"]) == (0, "the modalities", [1, CHUNK, ACTIONS])
+        assert (status, wire["known"], wire["actions"]) == (0, "ping", [1, CHUNK, ACTIONS])
+        assert wire["sent"]["video.ego_view"] == "uint8 [6, 8, 3]"
         assert list(wire["sent"]) == ["video.ego_view", "state.arm", "state.gripper"]
+        assert main(["probe", address, "--api-key", "s3cret"]) == 0
+        assert f"{address}: asked over tcp only" in capsys.readouterr().out
         status, found = probed(capsys, url(server), "--wire", "gr00t", "--api-key", "s3cret")
         assert (status, found["wires"][0]["known"], found["wires"][0]["works"]) == (0, "/config", True)
         status, found = probed(capsys, address, "--api-key", "wrong")
         assert (status, found["wires"][0]["error"]) == (1, "unauthorized")
+
+
+def test_gr00t_says_the_sizes_of_a_policy_whose_export_names_no_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with Server(write_tiny(tmp_path / "e"), "--gr00t", address):
+        status, found = probed(capsys, address)
+        (wire,) = found["wires"]
+        assert (status, wire["sent"]["state"], wire["actions"]) == (0, "float32 [2]", [1, CHUNK, ACTIONS]), wire
+
+
+@pytest.mark.parametrize("pong", [{"status": "ok"}, {"error": "Unknown endpoint: ping"}])
+def test_another_server_of_gr00t_is_asked_by_its_names(pong: dict[str, str]) -> None:
+    answers = {
+        "get_modality_config": {
+            "video": modality_config(["ego_view"], 1, False),
+            "state": modality_config(["arm"], 1, False),
+        },
+        "ping": pong,
+        "get_action": [{"arm": np.zeros((1, 5, 7), np.float32)}, {}],
+    }
+
+    async def serve_three(socket: Any) -> None:
+        for _ in answers:
+            await socket.send(encode(answers[decode(await socket.recv())[0]["endpoint"]]))
+
+    async def run() -> ServerProbe:
+        with zmq.asyncio.Context() as context, context.socket(zmq.REP) as socket:
+            port = socket.bind_to_random_port("tcp://127.0.0.1")
+            serving = asyncio.create_task(serve_three(socket))
+            found = await probe(Target.of(f"tcp://127.0.0.1:{port}"))
+            serving.cancel()
+            return found
+
+    (wire,) = asyncio.run(run()).wires
+    assert (wire.known, wire.actions) == ("the modalities", [1, 5, 7]), wire
+    assert wire.sent == {"video.ego_view": "uint8 [224, 224, 3]", "state.arm": "float32 [1]"}
 
 
 def test_a_listener_that_is_not_there_is_told(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,6 +372,10 @@ def test_listeners_over_grpc_want_the_key_and_are_found_by_their_own_address(
         status, found = probed(capsys, f"grpc://{address}")
         wires = by_wire(found)
         assert (status, wires["lerobot"]["error"], wires["oip-grpc"]["error"]) == (1, "unauthorized", "not_found")
+        assert wires["oip-grpc"]["advice"] == "give the server's http:// URL: it says what its listeners expect"
+        status, found = probed(capsys, f"grpc://{address}", "--wire", "lerobot", "--api-key", "s3cret")
+        assert (status, found["wires"][0]["error"]) == (1, "invalid_request")
+        assert found["wires"][0]["advice"].startswith("give the server's http:// URL: it says what its listeners")
         np.savez(tiny.parent / "state.npz", state=np.zeros(2))
         words = f"grpc://{address}", "--wire", "lerobot", "--observation", str(tiny.parent / "state.npz")
         assert probed(capsys, *words, "--api-key", "s3cret")[0] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import numpy as np
@@ -33,16 +34,22 @@ class GrootCaller:
         self.announced: Mapping[str, Any] = {}
         self._target = target
         self._socket: Any = None
+        self._expected: Expected | None = None
 
     async def connect(self) -> None:
-        """Ask what the policy's modalities are."""
+        """Ask what the policy's modalities are, and their sizes: our servers say them in the answer to ping."""
         announced = await self._exchange(encode(self._message("get_modality_config")))
         if not isinstance(announced, dict):
             raise BadAnswer(f"no modalities, but {str(announced)[:200]}")
         self.announced = announced
+        with suppress(ServerError):  # another server without ping
+            pong = await self._exchange(encode(self._message("ping")))
+            self._expected = Expected.of("ping", pong.get("reflex") if isinstance(pong, dict) else None)
 
     def expected(self) -> Expected | None:
-        """The names. How many numbers a group of the state has is not told: one is sent."""
+        """What ping says, else the names: of each picture 224 by 224 is sent, of each group of the state one number."""
+        if self._expected is not None:
+            return self._expected
         told = {name: _keys(config) for name, config in self.announced.items()}
         images = {f"video.{name}": (224, 224) for name in told.get("video", ())}
         state = {f"state.{name}": 1 for name in told.get("state", ())}

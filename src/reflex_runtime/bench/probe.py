@@ -12,7 +12,7 @@ import numpy as np
 from reflex_runtime.bench.caller import WireAnswer, WireCaller
 from reflex_runtime.bench.callers import CALLERS
 from reflex_runtime.bench.expected import GUESSES, Expected, Observed, shown
-from reflex_runtime.bench.target import HTTP, ServerLook, Target, look
+from reflex_runtime.bench.target import HTTP, LANGUAGE_MODEL, ServerLook, Target, look
 from reflex_runtime.client.errors import (
     BadAnswer,
     ClientError,
@@ -76,7 +76,7 @@ class ServerProbe:
 async def probe(target: Target, wires: Sequence[str] = (), own: Observed | None = None) -> ServerProbe:
     """Ask on these wires, on all that the URL may have without any. own: what to send, see `read_observation`.
 
-    Raises Unreachable where nothing listens.
+    Raises Unreachable where nothing listens, NotFound where a language model is served.
     """
     seen = await look(target)
     there = [name for name, kind in CALLERS.items() if target.scheme in kind.schemes]
@@ -98,9 +98,12 @@ async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | No
     except ClientError as error:
         found.error, found.message = error.code, error.message
         found.advice = advice(error, seen, target.key)
-        if isinstance(error, NotFound) and CALLERS[name].setting:
-            flag = CALLERS[name].setting.replace("_", "-")
-            found.advice = f"start the server with --{flag}, or give the listener's own URL"
+        setting = CALLERS[name].setting.replace("_", "-")
+        if setting and target.scheme in HTTP and isinstance(error, NotFound):
+            found.advice = f"start the server with --{setting}, or give the listener's own URL"
+        elif setting and target.scheme not in HTTP and isinstance(error, (NotFound, InvalidRequest)):
+            found.advice = "give the server's http:// URL: it says what its listeners expect"
+            found.advice += "" if isinstance(error, NotFound) else "; or --wire NAME --observation FILE.npz"
     finally:
         if caller is not None:
             await caller.close()
@@ -154,6 +157,8 @@ def advice(error: ClientError, seen: ServerLook, key: str) -> str:
     """What to do about an error."""
     if isinstance(error, Unauthorized) and key:
         return "the server has another key than this one"
+    if error.code == LANGUAGE_MODEL:
+        return "probe and bench ask robot policies"
     if error.code in ("http_404", "http_405", "http_501") or (isinstance(error, BadAnswer) and not seen.ours):
         return "no server of this protocol is there; is it another port?"
     return next((told for kind, told in _ADVICE if isinstance(error, kind)), "docs/errors.md has what to do")

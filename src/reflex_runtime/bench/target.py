@@ -8,7 +8,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from reflex_runtime.client.answers import decoded
-from reflex_runtime.client.errors import BadAnswer
+from reflex_runtime.client.errors import BadAnswer, NotFound
 from reflex_runtime.client.exchange import Address, Reply, Send
 from reflex_runtime.client.streams import Streams
 from reflex_runtime.core.errors import ConfigError
@@ -18,6 +18,7 @@ HTTP: Final = ("http", "https")
 WEBSOCKET: Final = ("ws", "wss")
 ZMQ: Final = "tcp"
 GRPC: Final = "grpc"
+LANGUAGE_MODEL: Final = "language_model"  # code of the error where one is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class ServerLook:
     """What a server says over HTTP before it is asked anything. All is empty where it is no server of reflex.
 
     wires: what an observation must hold, by wire. settings: of `reflex serve`. Both are empty also without the right
-    key. locked: it wants another key.
+    key. locked: it wants a key, or another one.
     """
 
     state: str = ""
@@ -97,7 +98,7 @@ class ServerLook:
 
 
 async def look(target: Target) -> ServerLook:
-    """Read /health and /config. Raises Unreachable where nothing answers."""
+    """Read /health and /config. Raises Unreachable where nothing answers, NotFound at a language model's server."""
     if target.scheme not in HTTP:
         return ServerLook()
     streams = Streams(target.address)
@@ -106,6 +107,8 @@ async def look(target: Target) -> ServerLook:
         state = health.get("state")
         if not isinstance(state, str):
             return ServerLook()
+        if "model" in health:  # a policy's server names it in /config, which may need a key
+            raise NotFound(f"{target.url}: serves a language model", code=LANGUAGE_MODEL)
         reply = await streams.exchange(target.send("GET", "/config", "application/json"))
     except BadAnswer:
         return ServerLook()

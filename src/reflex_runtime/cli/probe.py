@@ -15,6 +15,7 @@ from reflex_runtime.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from reflex_runtime.bench.probe import ServerProbe, WireProbe
+    from reflex_runtime.bench.target import ServerLook, Target
 
 WIDE = 140  # columns where the output is no terminal and COLUMNS does not say
 
@@ -25,7 +26,7 @@ examples:
   reflex probe http://10.0.0.7:8000 --wire openpi --observation seen.npz
 
 Without --observation it sends what the server says it expects, or what LIBERO, DROID, ALOHA and OpenVLA send.
-The policy runs once for each wire. docs/measure.md explains the table.
+The policy runs once for each wire; XPolicyLab's is not asked. docs/measure.md explains the table.
 
 Exit status: 0 when at least one wire answered with actions, 1 when none did, 2 for a wrong command line.
 """
@@ -57,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
     """Probe and print; returns the exit status."""
     from reflex_runtime.bench.callers import CALLERS
     from reflex_runtime.bench.expected import read_observation
-    from reflex_runtime.bench.probe import probe
-    from reflex_runtime.bench.target import Target
-    from reflex_runtime.client.errors import Unreachable
+    from reflex_runtime.bench.probe import advice, probe
+    from reflex_runtime.bench.target import ServerLook, Target
+    from reflex_runtime.client.errors import NotFound, Unreachable
     from reflex_runtime.options import did_you_mean, one_line
 
     if not 0.1 <= args.timeout_s <= 600.0:
@@ -77,18 +78,18 @@ def run(args: argparse.Namespace) -> int:
     own = None if args.observation is None else read_observation(args.observation)
     try:
         found = asyncio.run(probe(target, args.wire or (), own))
-    except Unreachable as error:
+    except (Unreachable, NotFound) as error:
         if args.json:
             print(
                 json.dumps({"url": args.url, "works": False, "error": error.code, "message": error.message}, indent=1)
             )
         else:
-            print(f"reflex probe: {error.message}; is the server running, and is this its port?", file=sys.stderr)
+            print(f"reflex probe: {error.message}; {advice(error, ServerLook(), target.key)}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(as_json(found), indent=1))
     else:
-        show(found)
+        show(found, target)
     return 0 if found.works else 1
 
 
@@ -98,30 +99,36 @@ def as_json(found: ServerProbe) -> dict[str, Any]:
     return {"url": found.url, "works": found.works, "server": server, "wires": [asdict(wire) for wire in found.wires]}
 
 
-def show(found: ServerProbe) -> None:
-    """A line on the server, a table of the wires, and below it what to do about those that failed."""
+def show(found: ServerProbe, target: Target) -> None:
+    """A line on the server, a table of the wires, and below it each error with its wires and what to do."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
-    server = found.server
-    told = f"reflex {server.version} {server.model}: {server.state}" if server.ours else "no server of reflex"
-    if not server.ours and found.url.startswith("ws"):
-        told = "asked as a websocket only"
-    console.print(Text(f"{found.url}: {told}"))
-    if server.locked:
-        console.print(Text("/config wants another key: what the wires expect is not known from there", "yellow"))
+    console.print(Text(f"{found.url}: {_server(found.server, target)}"))
     table = Table(box=None, pad_edge=False)
     for title in ("wire", "connect", "answer", "actions", "sent", "known from"):
         table.add_column(title, justify="right" if title in ("connect", "answer") else "left", overflow="fold")
     for wire in found.wires:
         table.add_row(*_row(wire))
     console.print(table)
+    failed: dict[tuple[str, str], list[str]] = {}
     for wire in found.wires:
         if not wire.works:
-            console.print(Text(f"{wire.wire}: {wire.error}: {wire.message}", "red"))
-            console.print(Text(f"  {wire.advice}"))
+            failed.setdefault((f"{wire.error}: {wire.message}", wire.advice), []).append(wire.wire)
+    for (error, what), names in failed.items():
+        console.print(Text(f"{', '.join(names)}: {error}", "red"))
+        console.print(Text(f"  {what}"))
+
+
+def _server(server: ServerLook, target: Target) -> str:
+    """What is known of the server, in a line."""
+    if not server.ours:
+        return "no server of reflex" if target.scheme.startswith("http") else f"asked over {target.scheme} only"
+    name = " ".join(part for part in ("reflex", server.version, server.model) if part)
+    locked = "has another key than this one" if target.key else "needs a key: --api-key"
+    return f"{name}: {server.state}" + (f", {locked}" if server.locked else "")
 
 
 def _row(wire: WireProbe) -> list[Any]:

@@ -104,7 +104,8 @@ def test_w30_the_sim_wrapper_has_flat_names_and_a_batch_axis(robot: GrootRobot) 
 
 
 def test_w31_ping_and_modality_config(server: Server, robot: GrootRobot, seeing: Path) -> None:
-    assert robot.call("ping")["status"] == "ok"
+    pong = robot.call("ping")
+    assert (pong["status"], pong["reflex"]) == ("ok", json.loads(server.get("/config").body)["wires"]["gr00t"])
     told = robot.call("get_modality_config")
     assert told == {
         name: {"__ModalityConfig_class__": True, "as_json": {"delta_indices": steps, "modality_keys": keys}}

@@ -83,7 +83,8 @@ class GrootSession:
             message.answer(encode({}))
         elif endpoint == "ping":
             self._asking.runtime.need_policy()
-            message.answer(encode({"status": "ok", "message": "Server is running"}))
+            expects = self._readings.now.describe()  # stock clients do not read the answer to ping
+            message.answer(encode({"status": "ok", "message": "Server is running", "reflex": expects}))
         elif endpoint == "get_modality_config":
             self._asking.runtime.need_policy()
             message.answer(encode(modalities(self._readings.now, self._form == "n1.5")))
