@@ -6,9 +6,10 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from reflex_runtime.core.errors import ReflexError
@@ -37,11 +38,14 @@ VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors are one line and exit status 2. anywhere: a list of words that may also stand behind options."""
+    """Usage errors are one line and exit status 2. anywhere: a list of words that may also stand behind options.
+    elsewhere: options that are not known here, with what an error says of them."""
 
-    def __init__(self, *args: Any, anywhere: str = "", **more: Any) -> None:
+    def __init__(
+        self, *args: Any, anywhere: str = "", elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
+    ) -> None:
         super().__init__(*args, **more)
-        self._anywhere = anywhere
+        self._anywhere, self._elsewhere = anywhere, elsewhere
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -55,7 +59,8 @@ class Parser(argparse.ArgumentParser):
             rest = [word for word in rest if word.startswith("-")]
         unknown = next((word.partition("=")[0] for word in rest if word.startswith("-")), None)
         if unknown is not None:
-            self.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(unknown, self._option_string_actions)}")
+            hint = self._elsewhere.get(unknown) or did_you_mean(unknown, self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
 
 

@@ -74,10 +74,10 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print them; returns the exit code."""
     from reflex_runtime.policies.doctor.doctor import examine
+    from reflex_runtime.policies.export.directory import check_directory
     from reflex_runtime.processors.onnx import CPU, CUDA
 
-    if not args.directory.is_dir():
-        raise ConfigError(f"{args.directory}: not found, expected an export directory")
+    check_directory(args.directory)
     threads = whole("--threads", args.threads, 1, 256)
     horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():

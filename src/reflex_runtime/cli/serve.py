@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
+from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import add_options, check_needs, one_line
@@ -48,6 +48,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Serve a robot policy over HTTP. Concurrent requests share forward passes, within a cost budget.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        elsewhere=options_of(LLMServeConfig, "language models"),
     )
     parser.add_argument(
         "export",

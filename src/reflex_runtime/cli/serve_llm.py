@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reflex_runtime.cli.serving import check_trace, show_settings, url, warn_if_open
+from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
 from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
-from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, one_line
@@ -60,6 +60,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Serve a language model over HTTP with the OpenAI API, by continuous batching.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        elsewhere=options_of(ServeConfig, "policies"),
     )
     parser.add_argument(
         "model", type=model_directory, metavar="MODEL_DIR",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.scribe import model_directory
-from reflex_runtime.options import one_line, table
+from reflex_runtime.options import flag, one_line, table
 from reflex_runtime.telemetry import files
 
 
@@ -21,14 +22,19 @@ def names_model(args: Sequence[str]) -> bool:
     return any(os.path.isfile(os.path.join(model_directory(word), "config.json")) for word in words)
 
 
+def options_of(kind: type[Any], served: str) -> dict[str, str]:
+    """What to say of each option where it is not known. served: what has these options."""
+    return {flag(field.name): f"; {flag(field.name)} is an option of {served}" for field in fields(kind)}
+
+
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
     """The effective configuration as one table. name: of what is served. more: further rows."""
     from rich.console import Console
     from rich.table import Table
 
     shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
-    for flag, value in (*table(config), *more):
-        shown.add_row(flag, value)
+    for setting, value in (*table(config), *more):
+        shown.add_row(setting, value)
     Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
 
 

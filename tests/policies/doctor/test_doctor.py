@@ -101,7 +101,8 @@ FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not JSON": (lambda root: (root / "reflex_config.json").write_text("{"), "not JSON"),
     "no object": (lambda root: (root / "reflex_config.json").write_text("[]"), "found list"),
     "a link to nothing": (
-        lambda root: ((root / "model.onnx").unlink(), (root / "model.onnx").symlink_to("blobs/7")), "link to nothing",
+        lambda root: ((root / "model.onnx").unlink(), (root / "model.onnx").symlink_to("blobs/7")),
+        "link to nothing",
     ),
     "no graph": (lambda root: (root / "model.onnx").unlink(), "no *.onnx"),
     "a graph cut off": (lambda root: _truncate(root / "model.onnx"), "model.onnx"),
@@ -258,7 +259,8 @@ INPUTS: dict[str, tuple[Change, str]] = {
     "rank": (lambda c: c["inputs"].update(state="x", noise="pose"), "expected [batch, 2]"),
     "type": (lambda c: c["inputs"].update(tokens="rgb", front="ids"), "'rgb' uint8[batch, 4, 6, 3], expected int32"),
     "an unknown input": (
-        lambda c: (c["inputs"].pop("tokens"), c.pop("tokenizer"), c.pop("max_tokens")), "input 'ids' int64[batch, 3]",
+        lambda c: (c["inputs"].pop("tokens"), c.pop("tokenizer"), c.pop("max_tokens")),
+        "input 'ids' int64[batch, 3]",
     ),
 }
 
@@ -549,7 +551,9 @@ CLOCKS: dict[str, tuple[Callable[[], Clocks], str, str]] = {
     "never set": (lambda: ticking(1e-3, wall=lambda: 86_400.0), "warn", "says 1970-01-02"),
     "before its files": (lambda: ticking(1e-3, wall=lambda: 1_740_000_000.0), "warn", "before the export's own files"),
     "set meanwhile": (
-        lambda: ticking(1e-3, wall=chain([1.9e9] * 5, repeat(1.9e9 + 3600.0)).__next__), "warn", "moved +35",
+        lambda: ticking(1e-3, wall=chain([1.9e9] * 5, repeat(1.9e9 + 3600.0)).__next__),
+        "warn",
+        "moved +35",
     ),
 }
 
@@ -645,6 +649,9 @@ def test_t7_bad_calls_are_one_line_and_exit_2(
 def test_t7_no_directory_is_a_bad_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: not found, expected an export directory" in capsys.readouterr().err
+    (tmp_path / "reflex_config.json").touch()
+    assert main(["doctor", str(tmp_path / "reflex_config.json")]) == 2
+    assert f"is a file; name its directory, {tmp_path}\n" in capsys.readouterr().err
 
 
 def test_state_of_the_samples_stays_near_the_mean(mono: Path) -> None:

@@ -312,6 +312,9 @@ def test_export_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reflex_config\.json: not found"):
         Export.load(tmp_path)
     write_export(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        Export.load(tmp_path / "reflex_config.json")
+    assert str(caught.value) == f"{tmp_path / 'reflex_config.json'}: is a file; name its directory, {tmp_path}"
     (tmp_path / "model.onnx").unlink()
     with pytest.raises(ConfigError, match=r"model\.onnx: not found, expected the model of a monolithic export"):
         Export.load(tmp_path)

@@ -80,8 +80,7 @@ class Export:
     def load(path: str | Path) -> Export:
         """Read and check the directory. The graphs themselves are opened, and checked against it, by the policy."""
         root = Path(path)
-        if not root.is_dir():
-            raise ConfigError(f"{root}: not found, expected an export directory{_hint(root)}")
+        check_directory(root, _hint(root))
         return _load(root)
 
     @property
@@ -93,6 +92,14 @@ class Export:
     def takes_text(self) -> bool:
         """Whether the model reads an instruction."""
         return any("tokens" in graph.inputs for graph in self.graphs.values())
+
+
+def check_directory(path: Path, hint: str = "") -> None:
+    """ConfigError for what is no directory. hint: for a path that does not exist."""
+    if path.is_file():
+        raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: not found, expected an export directory{hint}")
 
 
 def _hint(path: Path) -> str:
