@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,3 +24,9 @@ def test_every_name_of_the_package_is_there(file: Path) -> None:
                 inside = hasattr(module, "__path__") and find_spec(f"{node.module}.{alias.name}") is not None
                 there = hasattr(module, alias.name) or inside
                 assert there, f"line {node.lineno}: {node.module} has no {alias.name}"
+
+
+def test_the_benchmarks_start() -> None:
+    command = [sys.executable, "-m", "bench", "--help"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=60).stdout
+    assert "wires" in told

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from policies.tiny import write_export
+from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.serving.openapi import document
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -109,3 +111,10 @@ def test_whole_numbers_may_come_as_floats(tmp_path: Path) -> None:
         assert as_float.json["actions"] == as_int.json["actions"]
         answer = server.act(seed=3.5)
         assert (answer.status, answer.json["field"]) == (422, "seed")
+
+
+def test_a_key_in_one_document_is_in_no_other(tmp_path: Path) -> None:
+    export = Export.load(write_tiny(tmp_path / "tiny"))
+    open_before = json.loads(document({"prod": export}, False))
+    assert "security" in json.dumps(json.loads(document({"prod": export}, True)))
+    assert json.loads(document({"prod": export}, False)) == open_before

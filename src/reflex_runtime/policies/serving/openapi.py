@@ -69,7 +69,7 @@ def document(exports: Mapping[str, Export], key: bool) -> bytes:
         more = failures(ERRORS, "401", "403", "405", "408", *found, "503", but=codes)
         paths[path] = {"get": {"summary": summary, "responses": done | more}}
     for path in (f"{_MODEL}/infer", f"{_MODEL}{_VERSION}/infer"):
-        paths[path] = {"post": _INFER}
+        paths[path] = {"post": dict(_INFER)}  # what is done to it later is of this document
     named = {"model": {"enum": [model_name(served[0])]}, "version": {"enum": [VERSION]}}
     for path, methods in paths.items():
         given = [name for name in named if f"{{{name}}}" in path]
