@@ -89,7 +89,8 @@ def verdict(folder: Path, kind: str, name: str, test: str) -> str:
     if done.returncode != 1:
         return f"SURVIVED (status {done.returncode})"
     lines = re.findall(r"^E +(\S.*)", done.stdout, re.MULTILINE) or ["?"]
-    return re.sub(r"/tmp/\S*/", "", lines[0])[:100].replace("|", "\\|").replace("`", "'")
+    line = re.sub(r"/tmp/\S*/", "", lines[0].replace(sys.executable, "python"))
+    return line[:100].replace("|", "\\|").replace("`", "'")
 
 
 def rows() -> dict[str, str]:
