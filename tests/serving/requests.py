@@ -62,6 +62,20 @@ def check_error(answer: Answer, status: int, code: str, field: str | None = None
     return body
 
 
+def loads_after(gate: Path, fails: bool = False) -> str:
+    """For `Server(before=…)`: the policy is loaded once the FIFO `gate` is opened for writing and closed. fails: it is
+    not loaded then."""
+    return f"""
+import reflex_runtime.policies.serving.runtime as runtime
+_load = runtime.PolicyRuntime._load
+def _late(self):
+    with open({str(gate)!r}) as gate:
+        gate.read()
+    return 1 / 0 if {fails} else _load(self)
+runtime.PolicyRuntime._load = _late
+"""
+
+
 def busy(server: Server, **fields: Any) -> Burst:
     """One request that has the device: until `release` on a server that is `held`, else for `--inject-latency-ms`."""
     while True:

@@ -24,7 +24,7 @@ from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server, refusal
-from serving.requests import WAITING, busy, marked
+from serving.requests import WAITING, busy, loads_after, marked
 
 HERE = ("--gr00t", "tcp://127.0.0.1:0")
 
@@ -388,18 +388,9 @@ def test_w39_a_server_that_ends_answers_what_it_took(tiny: Path) -> None:
 
 
 def test_w39_what_comes_before_the_policy_is_ready_waits_for_it(tiny: Path, tmp_path: Path) -> None:
-    wait = """
-import reflex_runtime.policies.serving.runtime as runtime
-_load = runtime.PolicyRuntime._load
-def _late(self):
-    with open({gate!r}) as gate:
-        gate.read()
-    return _load(self)
-runtime.PolicyRuntime._load = _late
-"""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    with Server(tiny, *HERE, before=wait.format(gate=str(gate)), until="http://") as server:
+    with Server(tiny, *HERE, before=loads_after(gate), until="http://") as server:
         with GrootRobot(port_of(server)) as robot, ThreadPoolExecutor(1) as pool:
             answer = pool.submit(robot.act, tiny_state(1), seed=5)
             assert server.get("/health").json["state"] in ("initializing", "loading")

@@ -25,7 +25,7 @@ from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, Server
-from serving.requests import busy, queued, traced
+from serving.requests import busy, loads_after, queued, traced
 
 from . import lerobot_robot
 from .lerobot_robot import Robot, features, lerobot, load, message
@@ -307,15 +307,7 @@ def test_w44_an_address_in_use_is_one_line(tiny: Path) -> None:
 def test_w44_a_robot_that_comes_early_waits_for_the_policy(tiny: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    wait = f"""
-import reflex_runtime.policies.serving.runtime as runtime
-_load = runtime.PolicyRuntime._load
-def _late(self):
-    with open({str(gate)!r}) as gate:
-        gate.read()
-    return _load(self)
-runtime.PolicyRuntime._load = _late
-"""
+    wait = loads_after(gate)
     with serving(tiny, before=wait, until="http://") as (server, robot):
         one = robot(started=False)
         one.call("Ready")

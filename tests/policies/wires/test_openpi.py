@@ -35,7 +35,7 @@ from reflex_runtime.web.websocket import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.in_process import with_app
-from serving.requests import WAITING, busy, calm, marked
+from serving.requests import WAITING, busy, calm, loads_after, marked
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -113,15 +113,7 @@ def test_w7_the_broker_of_the_stock_client_hands_out_every_step(tiny: Path) -> N
 def test_w7_a_client_that_comes_early_waits_for_the_policy(tiny: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    wait = f"""
-import reflex_runtime.policies.serving.runtime as runtime
-_load = runtime.PolicyRuntime._load
-def _late(self):
-    with open({str(gate)!r}) as gate:
-        gate.read()
-    return _load(self)
-runtime.PolicyRuntime._load = _late
-"""
+    wait = loads_after(gate)
     with ThreadPoolExecutor(1) as pool, Server(tiny, before=wait, until="http://") as server:
         met = threading.Event()
 

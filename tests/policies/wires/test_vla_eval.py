@@ -32,7 +32,7 @@ from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, rollout, two
-from serving.requests import WAITING, busy, calm, marked
+from serving.requests import WAITING, busy, calm, loads_after, marked
 
 PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
 
@@ -200,15 +200,7 @@ def test_w20_hello_is_answered_when_the_policy_is_ready(portal: BlockingPortal, 
         for fails in (False, True):
             gate = tmp_path / f"gate{fails}"
             os.mkfifo(gate)
-            wait = f"""
-import reflex_runtime.policies.serving.runtime as runtime
-_load = runtime.PolicyRuntime._load
-def _late(self):
-    with open({str(gate)!r}) as gate:
-        gate.read()
-    return 1 / 0 if {fails} else _load(self)
-runtime.PolicyRuntime._load = _late
-"""
+            wait = loads_after(gate, fails)
             with Server(tiny, before=wait, until="http://") as server:
 
                 def meet(server: Server = server) -> Any:

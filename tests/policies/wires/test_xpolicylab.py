@@ -31,7 +31,7 @@ from reflex_runtime.web.errors import ClientError
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, rollout, two
-from serving.requests import WAITING, busy, calm, marked
+from serving.requests import WAITING, busy, calm, loads_after, marked
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -149,15 +149,7 @@ def test_w28_every_message_has_its_answer(tiny: Path) -> None:
 def test_w28_hello_is_answered_when_the_policy_is_ready(tiny: Path, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    wait = f"""
-import reflex_runtime.policies.serving.runtime as runtime
-_load = runtime.PolicyRuntime._load
-def _late(self):
-    with open({str(gate)!r}) as gate:
-        gate.read()
-    return _load(self)
-runtime.PolicyRuntime._load = _late
-"""
+    wait = loads_after(gate)
     with ThreadPoolExecutor(1) as pool, Server(tiny, before=wait, until="http://") as server:
 
         def meet() -> Any:
