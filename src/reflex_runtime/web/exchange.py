@@ -7,16 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 from urllib.parse import quote
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.errors import BodyTooLarge, MethodNotAllowed, Unauthorized
 from reflex_runtime.web.form import JSON, ErrorForm, Headers
-
-if TYPE_CHECKING:
-    from reflex_runtime.web.websocket import MakeSession
+from reflex_runtime.web.websocket import MakeSession
 
 OPERATOR_BODY: Final = 64 * 1024  # bytes, for routes that change state
 CLOSE: Final = (b"connection", b"close")  # always the last header

@@ -18,7 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import Final, Protocol, cast
 from urllib.parse import parse_qsl
 
 import httptools
@@ -27,12 +27,10 @@ from websockets.protocol import State
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.arrival import arrived, file_of
-from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.bodies import Bodies
+from reflex_runtime.web.connections import Connections, Phase
 from reflex_runtime.web.errors import ClientError, Overloaded, known
 from reflex_runtime.web.incoming import SocketProtocol
-
-if TYPE_CHECKING:
-    from reflex_runtime.web.app import App
 
 MAX_AHEAD: Final = 16  # messages waiting behind the one being answered; with more of them nothing is read
 LARGE_MESSAGE: Final = 64 * 1024  # bytes; connections with a larger message are read in turns
@@ -75,13 +73,25 @@ class SocketSession(Protocol):
 MakeSession = Callable[["WebSocket"], SocketSession]
 
 
+class SocketApplication(Protocol):
+    """The application, as a websocket uses it; see `App`."""
+
+    bodies: Bodies
+    connections: Connections
+    scratch: memoryview
+    closing: bool
+
+    def asks(self) -> str: ...
+    def answered(self) -> None: ...
+
+
 class WebSocket(asyncio.BufferedProtocol):
     """One websocket. id: made by the server, unique. query: of the URL. may_change: whether the peer may
     change state. phase, heard: see `Connections`."""
 
     def __init__(
         self,
-        app: App,
+        app: SocketApplication,
         transport: asyncio.Transport,
         protocol: SocketProtocol,
         id: str,
