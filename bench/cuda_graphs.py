@@ -17,6 +17,7 @@ from typing import Any
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import KINDS, Kind, export_dir
 from reflex_runtime.policies import Policy, load_policy
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.processors.onnx import CUDA
 
 SIZES = (1, 8, 32)
@@ -29,8 +30,8 @@ Key = tuple[str, int, str]  # stage, batch size, way
 def rounds(kind: Kind) -> dict[Key, list[float]]:
     """Median seconds of every round."""
     root = export_dir("v2", kind)
-    plain = load_policy(root, provider=CUDA)
-    graphs = load_policy(root, provider=CUDA, captured_sizes=SIZES)
+    plain = load_policy(root, device=DeviceOptions(CUDA))
+    graphs = load_policy(root, device=DeviceOptions(CUDA, captured_sizes=SIZES))
     found: dict[Key, list[float]] = defaultdict(list)
     for i in range(ROUNDS + 1):
         took: dict[Key, list[float]] = defaultdict(list)

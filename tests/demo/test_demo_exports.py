@@ -66,8 +66,8 @@ def test_the_config_says_what_the_graphs_are(variant: Variant, kind: Kind) -> No
 @pytest.mark.parametrize(("variant", "kind"), BOTH)
 def test_the_runtime_loads_it(variant: Variant, kind: Kind) -> None:
     policy = load_policy(export_dir(variant, kind))
-    assert policy.export.model_id == f"demo-metaworld-{variant}"
-    assert policy.export.embodiment.name == "metaworld-sawyer"
+    assert policy.spec.model_id == f"demo-metaworld-{variant}"
+    assert policy.spec.embodiment.name == "metaworld-sawyer"
 
 
 def test_versions_and_forms_have_different_hashes() -> None:

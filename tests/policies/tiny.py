@@ -202,7 +202,7 @@ def asked(policy: Policy, i: int, **changes: Any) -> Request:
     fields: dict[str, Any] = {
         "images": {"image": picture(i)},
         "instruction": "open the door" if i % 2 else "close the drawer",
-        "state": [0.1 * i, -0.2 * i, 0.3, 0.4][: policy.export.state_dim],
+        "state": [0.1 * i, -0.2 * i, 0.3, 0.4][: policy.spec.state_dim],
         "episode_id": f"episode-{i}",
         "request_id": f"request-{i}",
     }

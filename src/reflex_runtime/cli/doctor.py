@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(console: Console, diagnosis: Diagnosis) -> None:
-    export = diagnosis.export
-    name = "" if export is None else f" {export.model_id} ({export.model_hash}),"
+    spec = diagnosis.spec
+    name = "" if spec is None else f" {spec.model_id} ({spec.model_hash}),"
     threads = f"{diagnosis.threads} thread{'s' if diagnosis.threads > 1 else ''}"
     console.print(Text(f"{diagnosis.path}:{name} {diagnosis.provider}, {threads}"), style="dim", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

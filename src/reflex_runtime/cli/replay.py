@@ -58,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("file", type=Path, metavar="FILE", help="the journal, .jsonl or .jsonl.gz")
     model = parser.add_argument_group("through a model")
     add = model.add_argument
-    add("--model", type=Path, metavar="DIR", help="the export to run")
+    add("--model", metavar="SOURCE", help="the policy to run: an export directory")
     add("--slot", metavar="SLOT", help="only requests that this slot answered (default: all, listed per slot)")
     add(
         "--recorded-by",
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> dict[str, Any]:
-    from reflex_runtime.policies import ActionGuard, Export, Policy, load_policy, served_by
+    from reflex_runtime.policies import ActionGuard, DeviceOptions, Policy, load_policy, read_source, served_by
     from reflex_runtime.policies.records.replay import replay_model
     from reflex_runtime.policies.records.replayed import DIFFS
     from reflex_runtime.processors.base import Processor
@@ -134,16 +134,16 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     limit = None if args.n is None else whole("--n", args.n, 1, 10**12)
     threads = whole("--threads", args.threads, 1, 256)
     _one_of("--compose", args.compose, ("alone", "recorded"), every=False)
-    export = Export.load(args.model)
+    spec = read_source(args.model)
     recording = read_journal(args.file)
     _need_slot(recording, args.slot)
-    _tell_other_model(recording, args.slot, export.model_hash, args.model)
+    _tell_other_model(recording, args.slot, spec.model_hash, args.model)
     guarded = any(line.guard is not None for line in recording.requests)
 
     def make(slot: str) -> tuple[Policy, Processor]:
         provider = {"cpu": CPU, "cuda": CUDA}.get(args.provider, args.provider)
-        policy = load_policy(export, slot, provider=provider, threads=threads)
-        return policy, served_by(policy, ActionGuard(export.embodiment, slot)) if guarded else policy
+        policy = load_policy(spec, slot, device=DeviceOptions(provider, threads))
+        return policy, served_by(policy, ActionGuard(spec.embodiment, slot)) if guarded else policy
 
     replay = replay_model(
         recording,
@@ -161,8 +161,8 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         print(f"reflex replay: different in {', '.join(failed)} (--fail-on {args.fail_on})", file=sys.stderr)
     return {
         "file": str(args.file),
-        "model": str(args.model),
-        "model_hash": export.model_hash,
+        "model": args.model,
+        "model_hash": spec.model_hash,
         "compose": args.compose,
         "same_hardware": same,
         "failed": failed,
@@ -219,7 +219,7 @@ def _tell_latency(told: dict[str, Any], same: bool, compose: str) -> None:
         print("reflex replay: warning: recorded on other hardware; its latency is not judged", file=sys.stderr)
 
 
-def _tell_other_model(recording: Journal, slot: str | None, found: str, model: Path) -> None:
+def _tell_other_model(recording: Journal, slot: str | None, found: str, model: str) -> None:
     asked = [slot] if slot is not None else recording.slots
     hashes = {line.model_hash for line in recording.requests if line.slot in asked} - {""}
     recorded = (hashes or {recording.header.hash_of(name) for name in asked}) - {""}

@@ -1,4 +1,4 @@
-"""`reflex serve EXPORT`: serve a robot policy over HTTP, batched by cost. Language models are in `serve_llm`."""
+"""`reflex serve SOURCE`: serve a robot policy over HTTP, batched by cost. Language models are in `serve_llm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reflex_runtime.options import add_options, check_needs, one_line
 from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies import Export
+    from reflex_runtime.policies import PolicySpec
     from reflex_runtime.web.supervisor import Parent
 
 _EPILOG = """\
@@ -51,10 +51,9 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         elsewhere=options_of(LLMServeConfig, "language models"),
     )
     parser.add_argument(
-        "export",
-        type=Path,
+        "source",
         nargs="?",
-        metavar="EXPORT",
+        metavar="SOURCE",
         help="export directory (see docs/exports.md); may be left out with --policy-a",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
@@ -71,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
-    paths = slots_of(config, args.export)
-    serve = partial(_serve, config, places, paths)
+    sources = slots_of(config, args.source)
+    serve = partial(_serve, config, places, sources)
     if not config.supervise:
         return serve()
     try:
         sock = listen.bind(config.host, config.port)
     except ConfigError:
-        _checked(config, places, paths)  # what is wrong besides is said first: another port would not mend it
+        _checked(config, places, sources)  # what is wrong besides is said first: another port would not mend it
         raise
     told = ("reflex", "serve")
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), PLAIN)
@@ -87,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _serve(
     config: ServeConfig,
     places: Mapping[str, str],
-    paths: Mapping[str, Path],
+    sources: Mapping[str, str],
     sock: socket.socket | None = None,
     parent: Parent | None = None,
 ) -> int:
@@ -96,15 +95,15 @@ def _serve(
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    exports = _checked(config, places, paths)
+    specs = _checked(config, places, sources)
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, ", ".join(dict.fromkeys(export.model_id for export in exports.values())), address)
+    _announce(config, ", ".join(dict.fromkeys(spec.model_id for spec in specs.values())), address)
     status, clean = serve(
-        serving(config, exports),
+        serving(config, specs),
         sock,
         config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(map(str, paths.values()))),
+        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources.values())),
         lambda runtime: _ready(runtime, address),
         parent,
     )
@@ -116,21 +115,23 @@ def _serve(
     return status
 
 
-def slots_of(config: ServeConfig, export: Path | None) -> dict[str, Path]:
-    """The export of every slot, served ones first; ConfigError when the options contradict each other."""
+def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
+    """The source of every slot, served ones first; ConfigError when the options contradict each other."""
+    from reflex_runtime.policies.source import directory_of
+
     a, b, shadow = config.policy_a, config.policy_b, config.shadow_policy
     if bool(a) != bool(b):
         missing, given = ("--policy-b", "--policy-a") if a else ("--policy-a", "--policy-b")
-        raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as EXPORT")
+        raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as SOURCE")
     if b and shadow:
         raise ConfigError("--shadow-policy does not go with --policy-b: serve a and b, or one policy and its shadow")
-    if not a and export is None:
-        raise ConfigError("EXPORT is missing: reflex serve EXPORT, or --policy-a DIR --policy-b DIR")
-    if a and export is not None and export.resolve() != Path(a).resolve():
-        raise ConfigError(f"EXPORT={export}: must be the path of --policy-a={a}, or left out")
-    for flag, path in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):
-        if path and not Path(path).is_dir():
-            raise ConfigError(f"{flag}={one_line(path)}: no such directory")
+    if not a and source is None:
+        raise ConfigError("SOURCE is missing: reflex serve DIR, or --policy-a DIR --policy-b DIR")
+    if a and source is not None and not _same(source, a):
+        raise ConfigError(f"SOURCE={source}: must be that of --policy-a={a}, or left out")
+    for flag, given in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):
+        if given and not os.path.isdir(directory_of(given)):
+            raise ConfigError(f"{flag}={one_line(given)}: no such directory")
     if b and config.rtc is None:
         raise ConfigError(
             "two policies need --no-rtc, or --rtc with --rtc-per-episode: a chunk carried over from one policy to the "
@@ -138,67 +139,58 @@ def slots_of(config: ServeConfig, export: Path | None) -> dict[str, Path]:
         )
     if b and config.rtc and not config.rtc_per_episode:
         raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
-    found = {"a": Path(a), "b": Path(b)} if b else {"prod": export or Path()}
-    return found | ({"shadow": Path(shadow)} if shadow else {})
+    found = {"a": a, "b": b} if b else {"prod": source or ""}
+    return found | ({"shadow": shadow} if shadow else {})
 
 
-def _checked(config: ServeConfig, places: Mapping[str, str], paths: Mapping[str, Path]) -> dict[str, Export]:
-    """The exports, by slot. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.policies import Export
+def _same(one: str, other: str) -> bool:
+    """Whether two sources are the same, however their directory is written."""
+    from reflex_runtime.policies.source import directory_of
 
-    _check_memory(config, paths)
-    exports = {slot: Export.load(path) for slot, path in paths.items()}
-    check_needs(config, places, _missing(exports))
+    return one == other or directory_of(one).resolve() == directory_of(other).resolve()
+
+
+def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, PolicySpec]:
+    """What is served, by slot. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.policies import read_source
+
+    _check_memory(config, sources)
+    specs = {slot: read_source(source) for slot, source in sources.items()}
+    check_needs(config, places, _missing(specs))
     _check(config)
-    _check_exports(config, exports)
-    return exports
+    _check_specs(config, specs)
+    return specs
 
 
-def _missing(exports: Mapping[str, Export]) -> dict[str, str]:
+def _missing(specs: Mapping[str, PolicySpec]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
-    if any(export.export_kind == "decomposed" for export in exports.values()):
+    if any(spec.staged for spec in specs.values()):
         return {}
-    return {"a decomposed export": f"{', '.join(str(export.path) for export in exports.values())} is monolithic"}
+    return {"a decomposed export": f"{', '.join(spec.source for spec in specs.values())} is monolithic"}
 
 
-def _check_memory(config: ServeConfig, paths: Mapping[str, Path]) -> None:
+def _check_memory(config: ServeConfig, sources: Mapping[str, str]) -> None:
     """Whether two policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.policies.export.memory import Weight, check_two_policies
+    from reflex_runtime.policies.export.memory import check_two_policies
     from reflex_runtime.policies.serving.slots import PROVIDERS
+    from reflex_runtime.policies.source import weight_of
 
-    if len(paths) > 1:
+    if len(sources) > 1:
         provider = PROVIDERS.get(config.provider, config.provider)
-        check_two_policies([Weight.of(path) for path in paths.values()], environment(), provider)
+        check_two_policies([weight_of(source) for source in sources.values()], environment(), provider)
 
 
-def _check_exports(config: ServeConfig, exports: Mapping[str, Export]) -> None:
-    """What the exports allow, before anything is loaded."""
+def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySpec]) -> None:
+    """What the sources allow, before anything is loaded."""
     from reflex_runtime.policies.serving.slots import check_alike, faults_of
 
-    faults_of(config.inject_fault, tuple(exports), "--inject-fault")
-    check_alike(exports)
-    for export in exports.values():
-        _check_files(export)
+    faults_of(config.inject_fault, tuple(specs), "--inject-fault")
+    check_alike(specs)
+    for spec in specs.values():
+        spec.check()
         for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
-            if given and export.export_kind == "monolithic":
-                raise ConfigError(f"{flag}: {export.path} is monolithic; only decomposed exports denoise step by step")
-
-
-def _check_files(export: Export) -> None:
-    """That every graph is whole, by its outline: a model file of gigabytes that was copied in part is found at once."""
-    from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
-
-    for graph in export.graphs.values():
-        try:
-            found = read_onnx(graph.file)
-        except (NotOnnx, OSError) as error:
-            raise ConfigError(f"{graph.file}: {error}") from None
-        for data in found.external:
-            file = graph.file.parent / data.location
-            size = file.stat().st_size if file.is_file() else 0
-            if size < data.end:
-                again = "copy it again (git lfs pull, where it was cloned)"
-                raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}; {again}")
+            if given and not spec.staged:
+                raise ConfigError(f"{flag}: {spec.source} is monolithic; only decomposed policies denoise step by step")
 
 
 def _check(config: ServeConfig) -> None:
@@ -270,6 +262,6 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
 def _ready(runtime: Any, address: Any) -> None:
     where = url(address)
     if runtime.state == "ready":
-        logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.inference_mode, where)
+        logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.spec.inference_mode, where)
     else:
         logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)

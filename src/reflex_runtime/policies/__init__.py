@@ -1,9 +1,9 @@
-"""Robot policies: an export directory becomes a processor that answers requests with chunks of actions.
+"""Robot policies: a source becomes a processor that answers requests with chunks of actions.
 
 Public names, and how a server uses them:
 
-    export  = Export.load("path/to/export")                      config, files, hashes; ConfigError names file and key
-    policy  = load_policy(export, slot="prod", cache_bytes=…)    MonolithicPolicy or DecomposedPolicy
+    spec    = read_source("path/to/export")                      what it expects; ConfigError names file and key
+    policy  = load_policy(spec, slot="prod", cache_bytes=…)      MonolithicPolicy or DecomposedPolicy
     served  = served_by(policy, guard=…, faults=…, latency=…)    the Processor for the driver: policy, faults, guard
 
     GroupConfig(name=policy.slot, cost=policy.cost_model)        the scheduler's group of this slot
@@ -14,8 +14,9 @@ Public names, and how a server uses them:
     request = policy.request(observation, client=…, time_limit=…)          on the event loop: a core Request to submit
     chunk: ActionChunk = the value of its Done                             actions, denoising_steps, cache, guard
 
-The layers under them: `export` (files → values), `observation` (what goes in and comes out), `policy` (what both kinds
-share), `monolithic` and `decomposed` (the two kinds), `prefix_cache`, `guard`, `faults`.
+The layers under them: `source` and `export` (files → a `PolicySpec`), `model` (what computes: ONNX graphs or anything
+else), `observation` (what goes in and comes out), `base` (what both kinds of policies share), `monolithic` and
+`decomposed` (the two kinds), `prefix_cache`, `guard`, `faults`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault
 from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.policies.policy.load import load_policy, served_by
+from reflex_runtime.policies.policy.model import PolicyModel, StagedModel, WholeModel
 from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.observation import (
     ActionChunk,
@@ -36,13 +38,16 @@ from reflex_runtime.policies.policy.observation import (
     noise_of,
     seed_of,
 )
-from reflex_runtime.policies.policy.prefix_cache import PrefixCache
+from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.source import read_source
 from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [
     "ActionChunk",
     "ActionGuard",
     "DecomposedPolicy",
+    "DeviceOptions",
     "Embodiment",
     "Export",
     "Fault",
@@ -53,12 +58,18 @@ __all__ = [
     "MonolithicPolicy",
     "Observation",
     "Policy",
+    "PolicyModel",
+    "PolicySpec",
+    "Prefix",
     "PrefixCache",
+    "StagedModel",
     "WarmUp",
+    "WholeModel",
     "decode_image",
     "load_policy",
     "noise_of",
     "parse_fault",
+    "read_source",
     "seed_of",
     "served_by",
 ]

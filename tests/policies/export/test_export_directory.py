@@ -29,6 +29,7 @@ from policies.tiny import (
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import DecomposedPolicy, Export, load_policy
 from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
+from reflex_runtime.policies.policy.spec import DeviceOptions
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -55,7 +56,7 @@ def drop(*path: str) -> Change:
 
 def test_export_monolithic_is_read_as_it_stands(tmp_path: Path) -> None:
     export = Export.load(write_export(tmp_path))
-    assert (export.model_id, export.model_type, export.export_kind) == ("tiny", "flow_matching", "monolithic")
+    assert (export.model_id, export.model_type, export.inference_mode) == ("tiny", "flow_matching", "monolithic")
     assert (export.state_dim, export.action_dim, export.chunk_size, export.opset) == (2, ACTIONS, CHUNK, 17)
     assert export.num_denoising_steps == STEPS
     assert export.images == {"front": (HEIGHT, WIDTH)}
@@ -369,8 +370,8 @@ def test_export_graphs_that_do_not_fit_each_other(tmp_path: Path) -> None:
 
 
 def test_export_of_the_other_kind_is_refused_by_a_policy_class(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="export_kind: found 'monolithic', DecomposedPolicy expects 'decomposed'"):
-        DecomposedPolicy(Export.load(write_export(tmp_path)))
+    with pytest.raises(ConfigError, match="found a monolithic model, DecomposedPolicy is for the other kind"):
+        DecomposedPolicy(Export.load(write_export(tmp_path)).open(DeviceOptions()))  # type: ignore[arg-type]
 
 
 # -- tokenizer.json ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def asked(policy: Policy, i: int) -> Request:
     sent: dict[str, Any] = {
         "images": {"image": rng.integers(0, 256, (64, 64, 3), np.uint8)},
         "instruction": ("open the door", "close the drawer", "press the button on the wall")[i % 3],
-        "state": rng.uniform(-0.5, 1.0, policy.export.state_dim),
+        "state": rng.uniform(-0.5, 1.0, policy.spec.state_dim),
     }
     return policy.request(policy.prepare(**sent, request_id=f"request-{i}"), client=i)
 
@@ -71,5 +71,5 @@ def test_bundled_decomposed_equals_monolithic(variant: Variant) -> None:
 
 def test_bundled_versions_differ() -> None:
     first, second = (load_policy(export_dir(v, "monolithic")) for v in VARIANTS)
-    assert first.export.model_hash != second.export.model_hash
+    assert first.spec.model_hash != second.spec.model_hash
     assert np.abs(alone(first, 1)[0] - alone(second, 1)[0]).max() > 1e-3

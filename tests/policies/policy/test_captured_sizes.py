@@ -9,6 +9,7 @@ import pytest
 from policies.tiny import STEPS, write_export
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import load_policy
+from reflex_runtime.policies.policy.spec import DeviceOptions
 
 KINDS = ["monolithic", "decomposed"]
 
@@ -16,7 +17,7 @@ KINDS = ["monolithic", "decomposed"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_b24_the_cpu_has_nothing_to_capture(tmp_path: Path, kind: str) -> None:
     with pytest.raises(ConfigError, match=r"captured_sizes=\(1, 2\): CPUExecutionProvider has no graphs to capture"):
-        load_policy(write_export(tmp_path, kind), captured_sizes=(1, 2))
+        load_policy(write_export(tmp_path, kind), device=DeviceOptions(captured_sizes=(1, 2)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,13 +13,17 @@ from policies.tiny import _POSE, CHUNK, STEPS, Bench, asked, value, write_export
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies import Export, load_policy, served_by
+from reflex_runtime.policies.models.onnx_models import OnnxStaged
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.processors.base import run_batch
 
 
-def _policy(root: Path, slot: str = "prod", rtc: Rtc | None = None, adaptive: bool = False) -> DecomposedPolicy:
-    return DecomposedPolicy(Export.load(root), slot, rtc=rtc, adaptive=adaptive, clock=lambda: 0.0)
+def _policy(root: Path, slot: str = "prod", rtc: Rtc | None = None, adaptive: bool = False) -> Any:
+    model = Export.load(root).open(DeviceOptions())
+    assert isinstance(model, OnnxStaged)
+    return DecomposedPolicy(model, slot, rtc=rtc, adaptive=adaptive, clock=lambda: 0.0)
 
 
 @pytest.fixture
@@ -198,7 +202,7 @@ def test_e2_every_step_is_drawn_to_the_path_of_the_old_chunk(tmp_path: Path) -> 
         made["chunk"] = anchor.pull(made["chunk"][0], noise, step["x"] / STEPS)[None]
         return made
 
-    run = other._expert.run
-    other._expert.run = one_step  # type: ignore[method-assign, assignment]
+    run = other.model._expert.run
+    other.model._expert.run = one_step  # type: ignore[method-assign, assignment]
     slow = plain.answer(asked(other, 1, request_id="next"))
     assert pulled.actions == pytest.approx(slow.actions, abs=1e-6)

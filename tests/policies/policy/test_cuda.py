@@ -13,6 +13,7 @@ from policies.tiny import Bench, run_alone, value, write_export
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import KINDS, Kind, export_dir
 from reflex_runtime.policies import DecomposedPolicy, Policy, load_policy
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.processors.onnx import CUDA
 
 from .test_bundled_exports import alone, asked
@@ -30,7 +31,7 @@ BOUND = 1e-5
 def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
     root = export_dir("v2", kind)
     singles = alone(load_policy(root), 16)
-    policy = load_policy(root, provider=CUDA)
+    policy = load_policy(root, device=DeviceOptions(CUDA))
     assert policy.describe()["provider"] == CUDA
     worst = max(np.abs(a - b).max() for a, b in zip(alone(policy, 16), singles, strict=True))
     assert worst <= BOUND
@@ -44,7 +45,7 @@ def test_cuda_equals_the_cpu_alone_and_in_a_batch(kind: Kind) -> None:
 
 
 def test_cuda_keys_and_values_are_uploaded_once_for_a_run_of_steps() -> None:
-    policy = load_policy(export_dir("v2", "decomposed"), provider=CUDA)
+    policy = load_policy(export_dir("v2", "decomposed"), device=DeviceOptions(CUDA))
     assert isinstance(policy, DecomposedPolicy)
     bench = Bench(policy)
     tickets = [bench.submit(asked(policy, i)) for i in range(2)]
@@ -63,7 +64,7 @@ def test_cuda_runs_static_graphs_row_by_row(tmp_path_factory: pytest.TempPathFac
     from policies.tiny import asked as ask
 
     root = write_export(tmp_path_factory.mktemp(kind), kind, batch=1)
-    cpu, policy = load_policy(root), load_policy(root, provider=CUDA)
+    cpu, policy = load_policy(root), load_policy(root, device=DeviceOptions(CUDA))
     bench = Bench(policy)
     tickets = [bench.submit(ask(policy, i)) for i in range(3)]
     bench.drain()
@@ -73,13 +74,13 @@ def test_cuda_runs_static_graphs_row_by_row(tmp_path_factory: pytest.TempPathFac
 
 
 def graphed(kind: Kind, sizes: tuple[int, ...]) -> Policy:
-    return load_policy(export_dir("v2", kind), provider=CUDA, captured_sizes=sizes)
+    return load_policy(export_dir("v2", kind), device=DeviceOptions(CUDA, captured_sizes=sizes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_b24_a_replay_padded_to_a_captured_size_equals_the_plain_run(kind: Kind) -> None:
     singles = alone(load_policy(export_dir("v2", kind)), 12)
-    plain, policy = load_policy(export_dir("v2", kind), provider=CUDA), graphed(kind, (1, 4, 8))
+    plain, policy = load_policy(export_dir("v2", kind), device=DeviceOptions(CUDA)), graphed(kind, (1, 4, 8))
     assert policy.describe()["captured_sizes"] == [1, 4, 8]
     for n in (1, 4, 8, 3, 2, 5, 12, 7, 1):  # 3 after 8, 2 after 3: what others left in the padding is never seen
         reference, bench = Bench(plain), Bench(policy)
@@ -118,7 +119,7 @@ def test_b24_keys_and_values_stay_in_the_captured_buffers_for_a_run_of_steps() -
     bench.step()
     bench.step()
     packed = policy._packed[1]
-    buffers = policy._expert._captured[4].inputs
+    buffers = policy.model._expert._captured[4].inputs
     assert packed
     assert all(placed is buffers[name] for name, placed in packed.items())
     bench.drain()
@@ -159,4 +160,4 @@ def test_b24_another_thread_than_the_one_that_captured_runs_without(kind: Kind) 
 def test_b24_a_fixed_batch_axis_has_no_sizes_to_capture(tmp_path: Path, kind: Kind) -> None:
     root = write_export(tmp_path, kind, batch=1)
     with pytest.raises(ConfigError, match="its batch axis is fixed at 1"):
-        load_policy(root, provider=CUDA, captured_sizes=(1, 2))
+        load_policy(root, device=DeviceOptions(CUDA, captured_sizes=(1, 2)))

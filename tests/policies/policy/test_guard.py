@@ -121,7 +121,7 @@ class Poisoned(BaseProcessor):
 @pytest.mark.parametrize("kind", ["monolithic", "decomposed"])
 def test_b18_non_finite_actions_are_that_items_fault(tmp_path: Path, kind: str) -> None:
     policy = load_policy(write_export(tmp_path, kind))
-    guarded = GuardedProcessor(Poisoned(policy, {"request-1"}), ActionGuard(policy.export.embodiment))
+    guarded = GuardedProcessor(Poisoned(policy, {"request-1"}), ActionGuard(policy.spec.embodiment))
     bench = Bench(policy, guarded)
     tickets = [bench.submit(asked(policy, i)) for i in range(3)]
     bench.drain()

@@ -11,13 +11,14 @@ import pytest
 
 from policies.tiny import Bench, asked, picture, value, write_export
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies import DecomposedPolicy, Export, load_policy
+from reflex_runtime.policies import DecomposedPolicy, load_policy
+from reflex_runtime.policies.models.onnx_models import KeysAndValues
 from reflex_runtime.policies.policy.decomposed import DENOISE, PREFIX
-from reflex_runtime.policies.policy.prefix_cache import ENTRY_OVERHEAD, Prefix, PrefixCache, PrefixKey, digest
+from reflex_runtime.policies.policy.prefix_cache import ENTRY_OVERHEAD, PrefixCache, PrefixKey, digest
 
 
-def prefix(nbytes: int = 100) -> Prefix:
-    return Prefix({"keys": np.zeros(nbytes, np.uint8)})
+def prefix(nbytes: int = 100) -> KeysAndValues:
+    return KeysAndValues({"keys": np.zeros(nbytes, np.uint8)})
 
 
 def key(episode: str = "e", instruction: str = "open", content: str = "A", slot: str = "prod") -> PrefixKey:
@@ -33,7 +34,9 @@ def root(tmp_path: Path) -> Path:
 
 
 def decomposed(root: Path, **options: Any) -> DecomposedPolicy:
-    return DecomposedPolicy(Export.load(root), **options)
+    policy = load_policy(root, **options)
+    assert isinstance(policy, DecomposedPolicy)
+    return policy
 
 
 def test_e1_identical_content_is_a_hit() -> None:
@@ -262,7 +265,7 @@ def test_e1_state_read_by_the_prefix_is_part_of_the_content(tmp_path: Path) -> N
     ]
     write_graph(root / "expert_denoise.onnx", step, ["x", "t", "values"], ["chunk"])
     policy = load_policy(root)
-    assert policy.export.prefix_takes_state
+    assert policy.spec.prefix_takes_state
     bench = Bench(policy)
     bench.answer(asked(policy, 0))
     assert asked(policy, 0).stage == DENOISE

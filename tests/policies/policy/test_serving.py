@@ -17,6 +17,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import Cancelled, ProcessorError
 from reflex_runtime.core.request import Ticket, TicketState
 from reflex_runtime.policies import DecomposedPolicy, MonolithicPolicy, Policy, load_policy
+from reflex_runtime.policies.models.onnx_models import OnnxStaged
 from reflex_runtime.policies.policy.decomposed import DENOISE, PREFIX
 from reflex_runtime.processors.base import BaseProcessor
 
@@ -43,7 +44,7 @@ def test_b11_a_batch_is_one_model_call(tmp_path: Path, kind: str, monkeypatch: p
     bench = Bench(load_policy(write_export(tmp_path, kind)))
     calls: list[int] = []
     for name in ("_session", "_prefix", "_expert"):
-        if session := getattr(bench.policy, name, None):
+        if session := getattr(bench.policy.model, name, None):
             whole = session._call
             monkeypatch.setattr(session, "_call", lambda rows, w=whole: (calls.append(len(rows)), w(rows))[1])
     tickets = [bench.submit(asked(bench.policy, i)) for i in range(3)]
@@ -164,7 +165,7 @@ def test_state_of_those_who_left_is_dropped(policy: DecomposedPolicy) -> None:
     bench.scheduler.cancel(staying, bench.now)
     assert bench.step() is None  # no next batch carries it: the driver hands it to `drop`
     assert policy._flows == {}
-    assert policy._packed == ((), {})
+    assert policy._packed == ((), None)
     with pytest.raises(Cancelled):
         value(staying)
 
@@ -192,15 +193,20 @@ def test_rows_are_stacked_once_for_a_run_of_steps_and_then_let_go(
     policy: DecomposedPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[str] = []
-    place = policy._expert.place
-    monkeypatch.setattr(policy._expert, "place", lambda array, name: (placed.append(name), place(array, name))[1])
+    place = onnx(policy)._expert.place
+    monkeypatch.setattr(onnx(policy)._expert, "place", lambda array, name: (placed.append(name), place(array, name))[1])
     bench = Bench(policy)
     placed.clear()
     for i in range(2):
         bench.submit(asked(policy, i))
     bench.drain()
     assert sorted(placed) == ["keys", "pose", "values"]
-    assert policy._packed == ((), {})
+    assert policy._packed == ((), None)
+
+
+def onnx(policy: DecomposedPolicy) -> OnnxStaged:
+    assert isinstance(policy.model, OnnxStaged)
+    return policy.model
 
 
 class Failing(BaseProcessor):
@@ -237,7 +243,7 @@ def test_state_of_those_who_failed_is_dropped(policy: DecomposedPolicy) -> None:
 def test_b18_a_failed_call_changes_no_state(policy: DecomposedPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph itself raises, in every stage once, for the whole batch: the repeated calls give the right results."""
     bench = Bench(policy)
-    for session in (policy._prefix, policy._expert):
+    for session in (onnx(policy)._prefix, onnx(policy)._expert):
         whole, failures = session._call, iter([True])
 
         def once(rows: Any, whole: Any = whole, failures: Any = failures) -> Any:
@@ -323,7 +329,7 @@ def test_warm_up_of_a_policy_that_cannot_run_raises(policy: DecomposedPolicy, mo
     def broken(rows: Any) -> Any:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(policy._expert, "_call", broken)
+    monkeypatch.setattr(onnx(policy)._expert, "_call", broken)
     with pytest.raises(ProcessorError, match="no kernel"):
         policy.warm_up((1, 2))
     assert policy._flows == {}
@@ -366,6 +372,6 @@ def test_describe_is_json(tmp_path: Path) -> None:
         policy = load_policy(write_export(tmp_path / kind, kind))
         described = json.loads(json.dumps(policy.describe()))
         assert described["inference_mode"] == kind
-        assert described["model_hash"] == policy.export.model_hash
+        assert described["model_hash"] == policy.spec.model_hash
         assert described["config"]["model_id"] == "tiny"
         assert (described["prefix_cache"] is None) == isinstance(policy, MonolithicPolicy)

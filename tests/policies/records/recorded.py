@@ -45,11 +45,11 @@ class Served:
         self.groups = [GroupConfig(p.slot, flush, capacity, cost=p.cost_model) for p in policies]
         first = policies[0]
         header = {
-            "model_hash": first.export.model_hash,
-            "export_dir": str(first.export.path),
+            "model_hash": first.spec.model_hash,
+            "export_dir": first.spec.source,
             "hardware": hardware,
             "policies": [
-                {"slot": p.slot, "model_id": p.export.model_id, "model_hash": p.export.model_hash} for p in policies
+                {"slot": p.slot, "model_id": p.spec.model_id, "model_hash": p.spec.model_hash} for p in policies
             ],
         }
         to = Recording(directory, gzip, images, max_bytes) if trace is None else trace
@@ -111,7 +111,7 @@ class Served:
             deadline_ms=None if deadline is None else deadline * 1e3,
             executed=executed,
             total_s=now - arrived,
-            inference_mode=policy.inference_mode,
+            inference_mode=policy.spec.inference_mode,
             slot=slot,
         )
         if slot != "prod":

@@ -60,8 +60,8 @@ def test_v1_two_policies_come_together_and_the_positional_agrees(refused: Refusa
     a, b = ("--policy-a", pair.v1), ("--policy-b", pair.v2)
     assert "--policy-a needs --policy-b" in refused(*a)
     assert "--policy-b needs --policy-a" in refused(pair.v2, *b)
-    assert "EXPORT is missing" in refused()
-    assert f"EXPORT={pair.v3}: must be the path of --policy-a" in refused(pair.v3, *a, *b, "--no-rtc")
+    assert "SOURCE is missing" in refused()
+    assert f"SOURCE={pair.v3}: must be that of --policy-a" in refused(pair.v3, *a, *b, "--no-rtc")
     assert f"--policy-a={tmp_path / 'no'}: no such directory" in refused(
         "--policy-a", tmp_path / "no", *b, "--no-rtc"
     )
@@ -260,7 +260,7 @@ def test_v5_each_slot_answers_as_its_export_does_by_itself(duo: Server, pair: Pa
             answer = duo.act(episode_id=episodes(slot, 1, 51)[0], seed=seed)
             seen = policy.prepare(state=STATE, request_id="r", seed=seed)
             rows = {"pose": seen.row("state")[None], "x": policy._noise(seen)[None]}
-            alone = policy._session.run(rows, {})["chunk"][0]  # the graph itself, on no server
+            alone = policy.model._session.run(rows, {})["chunk"][0]  # the graph itself, on no server
             assert np.array_equal(np.float32(answer.json["actions"]), alone)
 
 

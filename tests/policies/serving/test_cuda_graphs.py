@@ -13,6 +13,7 @@ import reflex_runtime.policies.serving.slots
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from serving.harness import STATE
 from serving.in_process import nothing
@@ -45,9 +46,9 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
-    def load(export: Export, *, captured_sizes: tuple[int, ...], **others: Any) -> Policy:
+    def load(export: Export, *, device: DeviceOptions, **others: Any) -> Policy:
         policy = load_policy(export, **others)
-        policy.captured_sizes = captured_sizes  # as if this were a GPU
+        policy.captured_sizes = device.captured_sizes  # as if this were a GPU
         for name in ("warm_up", "run"):
             monkeypatch.setattr(policy, name, watched(name, getattr(policy, name)))
         return policy

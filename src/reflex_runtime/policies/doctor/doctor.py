@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from reflex_runtime.policies.doctor import files, runs
 from reflex_runtime.policies.doctor.findings import Clocks, Finding, Patient, Status, failed, skipped
-from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.memory import total_memory
+from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.processors.onnx import CPU
 from reflex_runtime.version import __version__
 
@@ -50,7 +50,7 @@ class Diagnosis:
     path: Path
     provider: str
     threads: int
-    export: Export | None
+    spec: PolicySpec | None
     checks: Sequence[Check]
 
     @property
@@ -68,8 +68,8 @@ class Diagnosis:
             "schema_version": 1,
             "reflex_version": __version__,
             "export_dir": str(self.path),
-            "model_id": None if self.export is None else self.export.model_id,
-            "model_hash": None if self.export is None else self.export.model_hash,
+            "model_id": None if self.spec is None else self.spec.model_id,
+            "model_hash": None if self.spec is None else self.spec.model_hash,
             "provider": self.provider,
             "threads": self.threads,
             "exit_code": self.exit_code,

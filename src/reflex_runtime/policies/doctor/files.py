@@ -162,8 +162,8 @@ def check_config(patient: Patient) -> Finding:
         )
     return passed(
         expected,
-        f"{export.model_id}, {export.export_kind}, {export.num_denoising_steps} steps, chunk of {export.chunk_size} x "
-        f"{export.action_dim}, model {export.model_hash}",
+        f"{export.model_id}, {export.inference_mode}, {export.num_denoising_steps} steps, "
+        f"chunk of {export.chunk_size} x {export.action_dim}, model {export.model_hash}",
     )
 
 

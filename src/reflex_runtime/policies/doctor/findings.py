@@ -14,6 +14,7 @@ from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.onnx_file import OnnxFile
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.observation import ActionChunk
+from reflex_runtime.policies.policy.spec import PolicySpec
 
 Status = Literal["pass", "fail", "warn", "skip"]
 
@@ -49,7 +50,7 @@ class Clocks:
 
 @dataclass(slots=True)
 class Patient:
-    """The export under examination, and the results that later checks use."""
+    """The policy under examination, and the results that later checks use."""
 
     root: Path
     provider: str
@@ -61,14 +62,19 @@ class Patient:
     began: tuple[float, float] = (0.0, 0.0)  # monotonic, wall
     raw: dict[str, Any] = field(default_factory=dict)
     files: dict[Path, OnnxFile] = field(default_factory=dict)
-    loaded: Export | None = None
+    loaded: PolicySpec | None = None
     opened: Policy | None = None
     alone: list[ActionChunk] = field(default_factory=list)
     answer_time: float = 0.0
 
     @property
-    def export(self) -> Export:
+    def spec(self) -> PolicySpec:
         assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def export(self) -> Export:
+        assert isinstance(self.loaded, Export)
         return self.loaded
 
     @property

@@ -27,6 +27,7 @@ from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.memory import SHARE, Room
 from reflex_runtime.policies.policy.load import load_policy
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.processors import onnx
 from reflex_runtime.processors.onnx import CPU, CUDA
 
@@ -64,7 +65,7 @@ def check_model_load(patient: Patient) -> Finding:
     expected = f"loads on {patient.provider}"
     began = patient.clocks.monotonic()
     try:
-        patient.opened = load_policy(patient.export, provider=patient.provider, threads=patient.threads)
+        patient.opened = load_policy(patient.spec, device=DeviceOptions(patient.provider, patient.threads))
     except ConfigError as error:
         if patient.provider != CPU and _loads_on_cpu(patient):
             return failed(
@@ -78,12 +79,12 @@ def check_model_load(patient: Patient) -> Finding:
             "export again, with an opset that this onnxruntime knows (pip install -U onnxruntime) and operators of "
             "ONNX itself; copy the files again if they may have been damaged",
         )
-    return passed(expected, f"{size(patient.export.model_bytes)} in {patient.clocks.monotonic() - began:.2f} s")
+    return passed(expected, f"{size(patient.spec.model_bytes)} in {patient.clocks.monotonic() - began:.2f} s")
 
 
 def _loads_on_cpu(patient: Patient) -> bool:
     try:
-        load_policy(patient.export, threads=patient.threads)
+        load_policy(patient.spec, device=DeviceOptions(threads=patient.threads))
     except ConfigError:
         return False
     return True
@@ -91,23 +92,23 @@ def _loads_on_cpu(patient: Patient) -> bool:
 
 def _instructions(patient: Patient) -> list[str | None]:
     """What the samples ask for: the one named, else the first and the last words of the vocabulary."""
-    export = patient.export
-    if not export.takes_text:
+    spec = patient.spec
+    if not spec.takes_text:
         return [None]
     if patient.instruction:
         return [patient.instruction]
-    words = export.config.get("tokenizer")
+    words = spec.config.get("tokenizer")
     if isinstance(words, str):
         model = json_object(patient.root / words).get("model")
         words = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(words, dict) or not words:
         return ["pick up the red block", "open the drawer"]
     known = [word for word in sorted(words, key=lambda word: int(words[word])) if word.isalnum()] or ["open"]
-    return [" ".join(known[: export.max_tokens]), " ".join(known[-export.max_tokens :])]
+    return [" ".join(known[: spec.max_tokens]), " ".join(known[-spec.max_tokens :])]
 
 
 def check_tokenizer(patient: Patient) -> Finding:
-    tokenizer, most = patient.export.tokenizer, patient.export.max_tokens
+    tokenizer, most = patient.spec.tokenizer, patient.spec.max_tokens
     if tokenizer is None:
         return skipped("the policy reads no text")
     expected = "known words, no longer than max_tokens"
@@ -166,7 +167,7 @@ def check_actions(patient: Patient) -> Finding:
             "NaN: run the checkpoint before its export on the same input",
         )
     told = f"{SAMPLES} samples in [{actions.min():.3g}, {actions.max():.3g}], {patient.answer_time * 1e3:.1f} ms each"
-    ranges = patient.export.embodiment.action_ranges
+    ranges = patient.spec.embodiment.action_ranges
     if ranges is None:
         return passed("finite actions (no ranges are known)", told)
     outside = (actions < ranges[:, 0]) | (actions > ranges[:, 1])
@@ -185,7 +186,7 @@ def check_actions(patient: Patient) -> Finding:
 
 
 def _names(patient: Patient, joints: NDArray[Any]) -> str:
-    names = patient.export.embodiment.action_names
+    names = patient.spec.embodiment.action_names
     return ", ".join(names[j] if names else str(j) for j in joints.tolist())
 
 
@@ -204,18 +205,18 @@ def check_determinism(patient: Patient) -> Finding:
 
 
 def check_batch_parity(patient: Patient) -> Finding:
-    half = any(patient.files[graph.file].half for graph in patient.export.graphs.values())
+    half = patient.policy.model.half or any(file.half for file in patient.files.values())
     bound = PARITY_HALF if half else PARITY
     expected = f"an action of a batch within {bound:g} of its joint's scale of the same one alone"
     policy, texts = patient.policy, _instructions(patient)
     alone = np.stack([chunk.actions for chunk in patient.alone])
-    std = 1.0 if patient.export.action_norm is None else patient.export.action_norm.std
+    std = 1.0 if patient.spec.action_norm is None else patient.spec.action_norm.std
     scale = np.maximum(np.abs(alone).max(axis=(0, 1)), std)
-    steps = patient.export.num_denoising_steps
+    steps = patient.spec.num_denoising_steps
     worst, where = 0.0, ""
     for n in (2, 4, 8):
         ways = {"together": [0] * n}
-        if patient.export.export_kind == "decomposed" and steps > 1:
+        if patient.spec.staged and steps > 1:
             ways["at different steps"] = [i % steps for i in range(n)]
         for how, starts in ways.items():
             requests = [sample(policy, i, texts[i % len(texts)]) for i in range(n)]
@@ -248,7 +249,7 @@ def check_memory(patient: Patient) -> Finding:
         total = patient.total_memory(patient.provider)
     except ConfigError as error:
         return skipped(error.message)
-    one, two = (Room(patient.export.model_bytes, total, n) for n in (1, 2))
+    one, two = (Room(patient.spec.model_bytes, total, n) for n in (1, 2))
     expected = f"two policies of its size within {SHARE:.0%} of the {where}"
     actual = f"2 x {size(two.model_bytes)} of {size(two.available)} ({SHARE:.0%} of {size(total)})"
     if two.fits:
@@ -263,14 +264,14 @@ def check_memory(patient: Patient) -> Finding:
 
 
 def check_embodiment(patient: Patient) -> Finding:
-    export, robot = patient.export, patient.export.embodiment
+    spec, robot = patient.spec, patient.spec.embodiment
     expected = "a robot that is known: action space, ranges that hold the mean action, cameras of these names"
     doubts = []
     if robot.action_ranges is None:
         doubts.append("no action_ranges: nothing is clamped")
-    elif export.action_norm is not None:
+    elif spec.action_norm is not None:
         low, high = robot.action_ranges[:, 0], robot.action_ranges[:, 1]
-        mean, std = export.action_norm.mean, export.action_norm.std
+        mean, std = spec.action_norm.mean, spec.action_norm.std
         outside = np.flatnonzero((mean < low) | (mean > high))
         if len(outside):
             told = [
@@ -286,29 +287,29 @@ def check_embodiment(patient: Patient) -> Finding:
             doubts.append(f"ranges narrower than one standard deviation: {_names(patient, wide)}")
     if robot.action_space is None:
         doubts.append("no action_space: whether a repeated action moves the robot on is not known")
-    unknown = [name for name in export.images if robot.cameras is not None and name not in robot.cameras]
-    if unknown and len(export.images) > 1:
+    unknown = [name for name in spec.images if robot.cameras is not None and name not in robot.cameras]
+    if unknown and len(spec.images) > 1:
         doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")
     if doubts:
         return warned(expected, some(doubts), f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment)")
-    return passed(expected, f"{robot.name}, {robot.action_space}, {export.action_dim} ranges")
+    return passed(expected, f"{robot.name}, {robot.action_space}, {spec.action_dim} ranges")
 
 
 def check_rtc_boundary(patient: Patient) -> Finding:
     """What anchoring a chunk to the last one needs of the export: access between steps, a tail, and a time to lose."""
-    export, rate = patient.export, patient.export.embodiment.control_rate_hz
+    spec, rate = patient.spec, patient.spec.embodiment.control_rate_hz
     horizon = patient.rtc_horizon if patient.rtc_horizon is not None else RTC_HORIZON
     expected = f"decomposed, chunk_size >= horizon {horizon}, an answer before the horizon is reached"
     problem = remedy = ""
-    if export.export_kind != "decomposed":
+    if not spec.staged:
         if patient.rtc_horizon is None:
             return skipped("a monolithic export cannot do --rtc: its steps are inside the graph")
         problem = "monolithic: its steps are inside the graph"
         remedy = "export prefix and expert apart, or serve --no-rtc"
-    elif export.chunk_size < horizon:
-        problem = f"chunk_size {export.chunk_size} ends before a horizon of {horizon}"
-        half = max(1, export.chunk_size // 2)
-        remedy = f"serve with --rtc-horizon {half} (at most {export.chunk_size}), or --no-rtc"
+    elif spec.chunk_size < horizon:
+        problem = f"chunk_size {spec.chunk_size} ends before a horizon of {horizon}"
+        half = max(1, spec.chunk_size // 2)
+        remedy = f"serve with --rtc-horizon {half} (at most {spec.chunk_size}), or --no-rtc"
     elif rate is None:
         return warned(
             expected, "control_rate_hz is not known",
@@ -317,12 +318,12 @@ def check_rtc_boundary(patient: Patient) -> Finding:
         )
     else:
         late = math.ceil(patient.answer_time * rate)
-        problem = f"{late} actions pass in {patient.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {export.chunk_size}"
+        problem = f"{late} actions pass in {patient.answer_time * 1e3:.1f} ms at {rate:g} Hz, of {spec.chunk_size}"
         if late <= horizon:
             return passed(expected, problem)
         remedy = "a faster device, fewer denoising steps or a longer chunk: the robot has none left when it is answered"
-        if late < export.chunk_size:
-            remedy = f"--rtc-horizon {late} or more (at most {export.chunk_size}), or a faster device"
+        if late < spec.chunk_size:
+            remedy = f"--rtc-horizon {late} or more (at most {spec.chunk_size}), or a faster device"
     return (warned if patient.rtc_horizon is None else failed)(expected, problem, remedy)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
@@ -18,17 +18,18 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import (
     CONFIG_FILE,
     ExportConfig,
-    ExportKind,
     ExportObject,
-    Resize,
     Size,
     read_json,
     whole,
 )
-from reflex_runtime.policies.export.embodiment import Embodiment, Norm, read_embodiment, read_norm
+from reflex_runtime.policies.export.embodiment import read_embodiment, read_norm
 from reflex_runtime.policies.export.model_files import config_hash, model_bytes, model_hash
+from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 from reflex_runtime.policies.export.roles import ROLES, Graph, Roles
-from reflex_runtime.policies.export.wires import WireMap, read_wires
+from reflex_runtime.policies.export.wires import read_wires
+from reflex_runtime.policies.models.onnx_models import OnnxStaged, OnnxWhole
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 
 _MaxTokens = Annotated[int, whole(1, 100_000)]
@@ -38,60 +39,45 @@ _Vocabulary = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Export:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Export(PolicySpec):
     """A checked export directory. Make one with `Export.load`.
 
-    config: the parsed file as it is. images: (height, width) by image name.
+    config: the parsed file as it is.
     graphs: {"model": …}, or {"prefix": …, "expert": …} when decomposed.
     past_kv: when decomposed, the expert's input name for each of the prefix's keys-and-values outputs.
-    prefix_takes_state: the state is an input of the prefix, not of the expert.
-    resize: how pictures of another size are fitted: stretched, or with their aspect ratio kept and padded with black.
-    wires: what the observations of other protocols mean, by wire.
-    model_hash, config_hash: first 16 hex digits of SHA-256. model_bytes: total size of the files behind model_hash.
     """
 
     path: Path
-    config: Mapping[str, Any]
-    model_id: str
-    model_type: str
-    export_kind: ExportKind
-    state_dim: int
-    action_dim: int
-    chunk_size: int
-    num_denoising_steps: int
-    opset: int | None
-    images: Mapping[str, Size]
-    tokenizer: InstructionTokenizer | None
-    max_tokens: int
-    state_norm: Norm | None
-    action_norm: Norm | None
-    embodiment: Embodiment
     graphs: Mapping[str, Graph]
     past_kv: Mapping[str, str]
-    prefix_takes_state: bool
-    model_hash: str
-    config_hash: str
-    model_bytes: int
-    resize: Resize = "stretch"
-    wires: Mapping[str, WireMap] = field(default_factory=dict)
+    opset: int | None = None
 
     @staticmethod
     def load(path: str | Path) -> Export:
-        """Read and check the directory. The graphs themselves are opened, and checked against it, by the policy."""
+        """Read and check the directory. The graphs themselves are opened, and checked against it, by `open`."""
         root = Path(path)
         check_directory(root, _hint(root))
         return _load(root)
 
-    @property
-    def takes_state(self) -> bool:
-        """Whether the model reads the robot's state."""
-        return any("state" in graph.inputs for graph in self.graphs.values())
+    def check(self) -> None:
+        """That every graph is whole, by its outline: a file of gigabytes that was copied in part is found at once."""
+        for graph in self.graphs.values():
+            try:
+                found = read_onnx(graph.file)
+            except (NotOnnx, OSError) as error:
+                raise ConfigError(f"{graph.file}: {error}") from None
+            for data in found.external:
+                file = graph.file.parent / data.location
+                size = file.stat().st_size if file.is_file() else 0
+                if size < data.end:
+                    again = "copy it again (git lfs pull, where it was cloned)"
+                    raise ConfigError(f"{file}: has {size} bytes, {graph.file.name} needs {data.end}; {again}")
 
-    @property
-    def takes_text(self) -> bool:
-        """Whether the model reads an instruction."""
-        return any("tokens" in graph.inputs for graph in self.graphs.values())
+    def open(self, device: DeviceOptions) -> OnnxStaged | OnnxWhole:
+        if not self.staged:
+            return OnnxWhole(self, self.graphs["model"], device)
+        return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], self.past_kv, device)
 
 
 def check_directory(path: Path, hint: str = "") -> None:
@@ -128,23 +114,28 @@ def _load(root: Path) -> Export:
             table.wrong(key, "it in one file only, and the embodiment has one as well")
         norms[key] = norms[key] or read_norm(table, key, dim)
     return Export(
+        source=str(root),
         path=root,
         config=table.values,
         model_id=config.model_id,
         model_type=config.model_type,
-        export_kind=config.export_kind,
+        staged=config.export_kind == "decomposed",
         state_dim=config.state_dim,
         action_dim=config.action_dim,
         chunk_size=config.chunk_size,
         num_denoising_steps=config.num_denoising_steps,
         opset=config.opset,
         images=images,
+        takes_state=any("state" in graph.inputs for graph in graphs.values()),
+        takes_text=any("tokens" in graph.inputs for graph in graphs.values()),
+        takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
+        x_dim=config.action_dim,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         embodiment=embodiment,
         graphs=graphs,
         past_kv=roles.past_kv,
-        prefix_takes_state=config.export_kind == "decomposed" and "state" in graphs["prefix"].inputs,
+        prefix_takes_state="prefix" in graphs and "state" in graphs["prefix"].inputs,
         model_hash=model_hash(root),
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.model_files import model_bytes
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 SHARE: Final = 0.7
@@ -31,25 +30,20 @@ log = logging.getLogger("reflex.policies")
 
 
 class Sized(Protocol):
-    """What counts of an export."""
+    """What counts of a policy."""
 
     @property
-    def path(self) -> Path: ...
+    def source(self) -> str: ...
 
     @property
     def model_bytes(self) -> int: ...
 
 
 class Weight(NamedTuple):
-    """An export by the sizes of its files: hashing gigabytes first would only delay the refusal."""
+    """A policy by the sizes of its files: hashing gigabytes first would only delay the refusal."""
 
-    path: Path
+    source: str
     model_bytes: int
-
-    @staticmethod
-    def of(path: Path) -> Weight:
-        """Of the files under a path."""
-        return Weight(path, model_bytes(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +96,12 @@ def check_two_policies(
     if environ.get(SKIP) == "1":
         log.warning(
             "%s=1: it was not checked that %d policies of %s (%s) fit the memory", SKIP, policies,
-            in_gb(larger.model_bytes), larger.path,
+            in_gb(larger.model_bytes), larger.source,
         )
         return
     room = Room(larger.model_bytes, (total or total_memory)(provider), policies)
     if not room.fits:
-        raise ConfigError(f"{larger.path}: {room.refusal(provider)}")
+        raise ConfigError(f"{larger.source}: {room.refusal(provider)}")
 
 
 def in_gb(size: float) -> str:

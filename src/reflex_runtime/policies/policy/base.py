@@ -11,15 +11,14 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch, Done
+from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import CostModel
-from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.time_cost import TimeCost
-from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.policy.model import PolicyModel
 from reflex_runtime.policies.policy.observation import (
     MAX_REQUEST_PIXELS,
-    ActionChunk,
     CacheUse,
     Doubt,
     Image,
@@ -31,6 +30,7 @@ from reflex_runtime.policies.policy.observation import (
     resize_image,
     seed_of,
 )
+from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.by_hand import TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
@@ -54,37 +54,36 @@ class WarmUp:
 class Policy(BaseProcessor):
     """A processor whose payloads are `Observation`s and whose values are `ActionChunk`s.
 
-    slot: the scheduler group of its requests; its caches are never shared between slots. stages: the stages of a
-    request, for the cost model. inference_mode: "monolithic" or "decomposed".
+    model: what computes. slot: the scheduler group of its requests; its caches are never shared between slots.
+    stages: the stages of a request, for the cost model. staged: whether it is for staged models.
     """
 
     stages: ClassVar[tuple[str, ...]]
-    inference_mode: ClassVar[str]
+    staged: ClassVar[bool]
 
-    def __init__(self, export: Export, slot: str, captured_sizes: Sequence[int] = ()) -> None:
-        if export.export_kind != self.inference_mode:
+    def __init__(self, model: PolicyModel, slot: str) -> None:
+        spec = model.spec
+        if spec.staged != self.staged:
             raise ConfigError(
-                f"{export.path}: export_kind: found {export.export_kind!r}, {type(self).__name__} expects "
-                f"{self.inference_mode!r}; `load_policy` picks the right one"
+                f"{spec.source}: found a {spec.inference_mode} model, {type(self).__name__} is for the other kind; "
+                "`load_policy` picks the right one"
             )
-        self.export, self.slot = export, slot
-        self.captured_sizes = tuple(captured_sizes)
-        self.shape: Hashable = _shape(export)
-        steps = f"{export.num_denoising_steps} steps"
+        self.model, self.spec, self.slot = model, spec, slot
+        self.captured_sizes = tuple(model.captured_sizes)
+        self.shape: Hashable = _shape(spec)
+        steps = f"{spec.num_denoising_steps} steps"
         kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
-        self._takes_state = export.takes_state
-        self._takes_noise = any("noise" in graph.inputs for graph in export.graphs.values())
 
     # -- worker thread -------------------------------------------------------------------------------------------------
 
     def reads(self, camera: str) -> bool:
         """Whether it uses an image with this name: the names of its own images, and "image" if it has only one."""
-        return camera in self.export.images or (camera == "image" and len(self.export.images) == 1)
+        return camera in self.spec.images or (camera == "image" and len(self.spec.images) == 1)
 
     def look(self, images: Mapping[str, Sent]) -> int:
         """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
-        pixels = sum(pixels_of(*self._found(name, images)) for name in self.export.images)
+        pixels = sum(pixels_of(*self._found(name, images)) for name in self.spec.images)
         if pixels > MAX_REQUEST_PIXELS:
             most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
             raise InvalidRequest(f"images: {pixels:,} pixels to decode in all, {most}", "images")
@@ -111,21 +110,23 @@ class Policy(BaseProcessor):
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
-        export = self.export
-        sent = {name: self._found(name, images or {}) for name in export.images}
+        spec = self.spec
+        sent = {name: self._found(name, images or {}) for name in spec.images}
         tokens = self._tokens(instruction)
         normalised = self._state(state)
         if seed is None:
-            seed = seed_of(request_id) if self._takes_noise else 0
+            seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
         seen = {name: self._image(name, *found) for name, found in sent.items()}
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         if instruction:
+            observation.instruction = instruction
             observation.doubts = self._doubts(instruction)
-        return self._prepared(observation, instruction or "")
+        observation.ready = self.model.prepare(observation)
+        return self._prepared(observation)
 
-    def _prepared(self, observation: Observation, instruction: str) -> Observation:
+    def _prepared(self, observation: Observation) -> Observation:
         """Hook for subclasses to amend the observation."""
         return observation
 
@@ -134,45 +135,45 @@ class Policy(BaseProcessor):
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent = images.get(name)
-        if sent is None and "image" in images and len(self.export.images) == 1:
+        if sent is None and "image" in images and len(self.spec.images) == 1:
             sent, field = images["image"], "image"
         if sent is None:
             raise InvalidRequest(f"{field}: missing, and this policy needs it", field)
         return sent, field
 
     def _image(self, name: str, sent: Sent, field: str) -> Image:
-        (height, width), pad = self.export.images[name], self.export.resize == "pad"
+        size, resize = self.spec.images[name], self.spec.resize
         if isinstance(sent, bytes | bytearray | memoryview):
-            return decode_image(bytes(sent), field, (height, width), pad)
+            return decode_image(bytes(sent), field, None if resize == "none" else size, resize == "pad")
         pixels_of(sent, field)
-        return resize_image(sent, height, width, pad)
+        return sent if resize == "none" else resize_image(sent, *size, resize == "pad")
 
     def _doubts(self, instruction: str) -> tuple[Doubt, ...]:
-        tokenizer = self.export.tokenizer
-        if tokenizer is None:
+        tokenizer = self.spec.tokenizer
+        if not self.spec.takes_text:
             return (Doubt("instruction_ignored", "instruction: this policy reads no text; it changes nothing"),)
-        if not tokenizer.knows(instruction):
+        if tokenizer is not None and not tokenizer.knows(instruction):
             return (Doubt("instruction_unknown", "instruction: the policy knows none of its words"),)
         return ()
 
     def _tokens(self, instruction: str | None) -> NDArray[np.int64] | None:
-        tokenizer = self.export.tokenizer
-        if tokenizer is None:
+        if not self.spec.takes_text:
             return None
         if not instruction or not instruction.strip():
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
-        return tokenizer.encode(instruction, self.export.max_tokens)
+        tokenizer = self.spec.tokenizer
+        return None if tokenizer is None else tokenizer.encode(instruction, self.spec.max_tokens)
 
     def _state(self, state: Sequence[float] | NDArray[Any] | None) -> NDArray[np.float32] | None:
         if state is None:
-            if self._takes_state:
+            if self.spec.takes_state:
                 raise InvalidRequest("state: missing, and this policy needs it", "state")
             return None
         try:
             sent = np.asarray(state)
         except ValueError:  # ragged lists
             sent = np.array(None)
-        dim, norm = self.export.state_dim, self.export.state_norm
+        dim, norm = self.spec.state_dim, self.spec.state_norm
         if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
             raise InvalidRequest(f"state: must be {dim} numbers", "state")
         values: NDArray[np.float32] = sent
@@ -182,7 +183,7 @@ class Policy(BaseProcessor):
                 values = values if norm is None else norm.normalise(values)
         if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
             raise InvalidRequest("state: must be finite numbers", "state")
-        return values if self._takes_state else None
+        return values if self.spec.takes_state else None
 
     # -- event loop ----------------------------------------------------------------------------------------------------
 
@@ -292,53 +293,45 @@ class Policy(BaseProcessor):
         return WarmUp(_usual(batches), finished)
 
     def _warm_request(self, seed: int) -> Request:
-        rng = np.random.Generator(np.random.PCG64(seed))
-        export = self.export
-        images = {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in export.images.items()}
-        tokens = None if export.tokenizer is None else export.tokenizer.encode("warm up", export.max_tokens)
-        state = np.zeros(export.state_dim, np.float32) if export.takes_state else None  # the mean, once normalised
-        return self.request(Observation(images, tokens, state, seed, f"warm-up-{seed}"))
+        spec, rng = self.spec, np.random.Generator(np.random.PCG64(seed))
+        state = None
+        if spec.takes_state:  # the mean, once normalised
+            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.mean
+        observation = self.prepare(
+            images={name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
+            instruction="warm up" if spec.takes_text else None,
+            state=state,
+            seed=seed,
+            request_id=f"warm-up-{seed}",
+        )
+        return self.request(observation)
 
     # -- shared by both kinds ------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        self.model.start()
+
     def _noise(self, observation: Observation) -> NDArray[np.float32]:
-        return noise_of(observation.seed, self.export.chunk_size, self.export.action_dim)
-
-    def _chunk(self, observation: Observation, actions: NDArray[np.float32], steps: int) -> Done:
-        """The answer from one row of the model's output. steps: number of denoising steps."""
-        norm = self.export.action_norm
-        with np.errstate(all="ignore"):  # the guard checks for values that are not finite
-            actions = np.array(actions, np.float32) if norm is None else norm.denormalise(actions)
-        rtc = None if observation.anchor is None else observation.anchor.report
-        return Done(ActionChunk(actions, steps, observation.cache, rtc=rtc))
-
-    def _chunks(self, observations: Sequence[Observation], actions: NDArray[np.float32]) -> list[Done]:
-        """The same for all rows at once."""
-        if len(actions) != len(observations):
-            raise ProcessorError(f"{self.export.path}: the graph answered {len(actions)} rows for {len(observations)}")
-        norm, steps = self.export.action_norm, self.export.num_denoising_steps
-        rows = actions
-        if norm is not None or actions.dtype != np.float32:
-            with np.errstate(all="ignore"):
-                rows = actions.astype(np.float32) if norm is None else norm.denormalise(actions)
-        return [Done(ActionChunk(row, steps, seen.cache)) for seen, row in zip(observations, rows, strict=True)]
+        return noise_of(observation.seed, self.spec.chunk_size, self.spec.x_dim)
 
     def describe(self) -> dict[str, Any]:
-        """The loaded policy, JSON-safe: the export's configuration, the hashes, and how it runs."""
-        export = self.export
+        """The loaded policy, JSON-safe: its configuration, the hashes, and how it runs."""
+        spec, model = self.spec, self.model
         return {
-            "export_dir": str(export.path),
+            "export_dir": spec.source,
             "slot": self.slot,
-            "model_id": export.model_id,
-            "model_hash": export.model_hash,
-            "config_hash": export.config_hash,
-            "model_bytes": export.model_bytes,
-            "embodiment": export.embodiment.name,
-            "inference_mode": self.inference_mode,
+            "model_id": spec.model_id,
+            "model_hash": spec.model_hash,
+            "config_hash": spec.config_hash,
+            "model_bytes": spec.model_bytes,
+            "embodiment": spec.embodiment.name,
+            "inference_mode": spec.inference_mode,
+            "provider": model.provider,
+            "fanout": "batched" if model.batched else "sequential",
             "shape": str(self.shape),
             "captured_sizes": list(self.captured_sizes),
             **self._describe(),
-            "config": dict(export.config),
+            "config": dict(spec.config),
         }
 
     def _describe(self) -> dict[str, Any]:
@@ -358,16 +351,11 @@ def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
     return usual
 
 
-def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
-    return np.concatenate(rows).reshape(len(rows), *rows[0].shape)
-
-
-def _shape(export: Export) -> str:
+def _shape(spec: PolicySpec) -> str:
     """The input shapes, as a key that reads well in diagnostics."""
-    parts = [f"{name}[{h},{w},3]" for name, (h, w) in export.images.items()]
-    if export.takes_text:
-        parts.append(f"tokens[{export.max_tokens}]")
-    if export.takes_state:
-        parts.append(f"state[{export.state_dim}]")
-    return " ".join([*parts, f"actions[{export.chunk_size},{export.action_dim}]"])
+    parts = [f"{name}[{h},{w},3]" for name, (h, w) in spec.images.items()]
+    if spec.takes_text:
+        parts.append(f"tokens[{spec.max_tokens}]")
+    if spec.takes_state:
+        parts.append(f"state[{spec.state_dim}]")
+    return " ".join([*parts, f"actions[{spec.chunk_size},{spec.action_dim}]"])

@@ -1,58 +1,52 @@
-"""Loads an export directory into a processor that a driver runs."""
+"""Loads a policy of any source into a processor that a driver runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import CACHE_BYTES, DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor
 from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
+from reflex_runtime.policies.policy.model import WholeModel
 from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.source import read_source
 from reflex_runtime.processors.base import Processor
-from reflex_runtime.processors.onnx import CPU
 
 
 def load_policy(
-    export: Export | str | Path,
+    source: PolicySpec | str | Path,
     slot: str = "prod",
     *,
+    device: DeviceOptions | None = None,
     cache_bytes: int = CACHE_BYTES,
     max_age_chunks: int = 0,
-    provider: str = CPU,
-    threads: int = 1,
-    captured_sizes: Sequence[int] = (),
     rtc: Rtc | None = None,
     adaptive: bool = False,
 ) -> Policy:
-    """The policy of an export, of the kind it is. cache_bytes and max_age_chunks matter to decomposed ones only.
+    """The policy of a source, of the kind it is. source: as in `read_source`.
 
-    provider, threads, captured_sizes: as in `OnnxSession`. rtc, adaptive: as in `DecomposedPolicy`; a monolithic export
-    denoises inside its graph, so it has neither.
+    device: how the model is loaded. cache_bytes, max_age_chunks, rtc, adaptive: as in `DecomposedPolicy`. A whole
+    model has no prefix and denoises inside its call, so it has no cache and refuses the other two.
 
-    ConfigError if the directory or a graph is wrong, or if they do not match.
+    ConfigError if the files or the model are wrong, or if they do not match.
     """
-    if not isinstance(export, Export):
-        export = Export.load(export)
-    if export.export_kind == "monolithic":
+    spec = source if isinstance(source, PolicySpec) else read_source(source)
+    if not spec.staged:
         for flag, given in (("--rtc", rtc is not None), ("--adaptive-steps", adaptive)):
             if given:
-                raise ConfigError(f"{flag}: {export.path} is monolithic; only decomposed exports denoise step by step")
-        return MonolithicPolicy(export, slot, provider=provider, threads=threads, captured_sizes=captured_sizes)
+                raise ConfigError(
+                    f"{flag}: {spec.source} is {spec.inference_mode}; only decomposed policies denoise step by step"
+                )
+    model = spec.open(device or DeviceOptions())
+    if isinstance(model, WholeModel):
+        return MonolithicPolicy(model, slot)
     return DecomposedPolicy(
-        export,
-        slot,
-        cache_bytes=cache_bytes,
-        max_age_chunks=max_age_chunks,
-        provider=provider,
-        threads=threads,
-        captured_sizes=captured_sizes,
-        rtc=rtc,
-        adaptive=adaptive,
+        model, slot, cache_bytes=cache_bytes, max_age_chunks=max_age_chunks, rtc=rtc, adaptive=adaptive
     )
 
 
@@ -61,9 +55,9 @@ def served_by(
 ) -> Processor:
     """The processor to serve: the policy, then the faults of its slot, then the guard.
 
-    guard: by default one for the export's embodiment that answers bad actions with errors. faults: only those of this
+    guard: by default one for the policy's embodiment that answers bad actions with errors. faults: only those of this
     slot are used. latency: seconds added to every batch.
     """
     mine = [fault for fault in faults if fault.slot == policy.slot]
     inner: Processor = FaultyProcessor(policy, mine, latency) if mine or latency else policy
-    return GuardedProcessor(inner, guard or ActionGuard(policy.export.embodiment, policy.slot))
+    return GuardedProcessor(inner, guard or ActionGuard(policy.spec.embodiment, policy.slot))

@@ -37,16 +37,18 @@ DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
 
 @dataclass(slots=True, eq=False)  # treated as frozen; freezing it would cost as much as the rest of `prepare`
 class Observation:
-    """The input of a policy, ready for its graphs: decoded and resized.
+    """The input of a policy, ready for its model: decoded and resized.
 
-    images: by the export's names, uint8 [height, width, 3] at the export's sizes.
-    tokens: int64 [max_tokens], or None if the policy reads no text.
+    images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself.
+    instruction: the text, "" for none.
+    tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens.
     state: float32 [state_dim], normalised, or None if the policy takes none.
     seed: of the noise, in [0, 2⁶⁴).
     episode_id: "" if the caller named none; nothing is then kept between its requests.
     prefix_key: the key of its prefix in the cache, or None.
-    cache, prefix: set by `Policy.request`: the cache's result, and the keys and values found. The reference keeps
-        them in memory until the request is settled, even if the cache evicts them.
+    cache, prefix: set by `Policy.request`: the cache's result, and the prefix found. The reference keeps it in memory
+        until the request is settled, even if the cache evicts it.
+    ready: what the model's own `prepare` made of it.
     doubts: the warnings for the answer.
     executed: actions of the episode's last chunk that were executed before this observation, or None. anchor: set by
         `Policy.request`: the old actions that the new chunk continues.
@@ -64,9 +66,11 @@ class Observation:
     executed: int | None = None
     anchor: Anchor | None = None
     doubts: tuple[Doubt, ...] = ()
+    instruction: str = ""
+    ready: Any = None
 
     def row(self, role: str) -> NDArray[Any]:
-        """The value for a role of the export: "tokens", "state" or the name of an image."""
+        """The value for a role: "tokens", "state" or the name of an image."""
         if role == "tokens":
             assert self.tokens is not None
             return self.tokens

@@ -1,6 +1,6 @@
 """The cache of computed prefixes, so that the model reads an unchanged scene only once.
 
-A cache keyed only by episode would use the old picture's keys and values for a new picture, and the policy would fail
+A cache keyed only by episode would use the old picture's prefix for a new picture, and the policy would fail
 more often. Therefore the key contains a digest of the prefix's whole input. Reuse across pictures is an explicit,
 bounded and reported option (`max_age_chunks`).
 """
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 
-ENTRY_OVERHEAD = 1024  # bytes counted per entry beside its arrays, so that many tiny entries are bounded too
+ENTRY_OVERHEAD = 1024  # bytes counted per entry beside its prefix, so that many tiny entries are bounded too
 
 
 class PrefixKey(NamedTuple):
@@ -33,15 +31,14 @@ class PrefixKey(NamedTuple):
     content: bytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefix:
-    """Keys and values of one row, by tensor name, without a batch axis. Read only: requests share it."""
+class Prefix(Protocol):
+    """What a model's prefix stage made of one request: opaque, read only (requests share it), where the model keeps it.
 
-    tensors: Mapping[str, NDArray[Any]]
+    nbytes: memory it takes there.
+    """
 
     @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in self.tensors.values())
+    def nbytes(self) -> int: ...
 
 
 class _Entry:
@@ -56,7 +53,7 @@ class _Entry:
 class PrefixCache:
     """Least recently used, bounded in bytes. Looked up on the event loop, filled on the device thread.
 
-    max_bytes: limit for keys and values, plus 1 KiB an entry; a larger entry is not kept. A request that has found an
+    max_bytes: limit for prefixes, plus 1 KiB an entry; a larger entry is not kept. A request that has found an
         entry keeps it after its eviction.
     max_age_chunks: number of chunks for which an entry may serve *other* pictures of the same episode and instruction
         ("hit_stale"); 0 allows none. The policy does not see the pictures of those chunks.

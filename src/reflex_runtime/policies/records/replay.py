@@ -68,7 +68,7 @@ def replay_model(
     replay.left_out.update(line.outcome for line in wanted if line.response is None)
     models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
     for slot, (policy, _) in models.items():
-        chosen = recorded_by or _one_model(recording, slot, policy.export.model_hash)
+        chosen = recorded_by or _one_model(recording, slot, policy.spec.model_hash)
         others = [line for line in answered if line.slot == slot and chosen and line.model_hash not in ("", chosen)]
         replay.left_out["answered by another model"] += len(others)
         answered = [line for line in answered if line not in others]
@@ -98,9 +98,9 @@ def _one_model(recording: Journal, slot: str, model_hash: str) -> str:
 
 
 def _need_images(recording: Journal, policy: Policy, lines: Iterable[RequestLine]) -> None:
-    if policy.export.images and not any(line.request.image_b64 for line in lines):
+    if policy.spec.images and not any(line.request.image_b64 for line in lines):
         raise ConfigError(
-            f"{recording.path}: holds no images, and {policy.export.path} cannot be replayed without; record with "
+            f"{recording.path}: holds no images, and {policy.spec.source} cannot be replayed without; record with "
             "--record-images full"
         )
 
@@ -133,8 +133,8 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
     report = next((line.rtc for line in lines if line.rtc is not None), None)
     if report is not None:
         rtc = Rtc(report["schedule"], report["horizon"])
-        policy.tails = _Tails(rtc, policy.export.embodiment.control_rate_hz)
-    policy.adaptive = any(line.response and 0 < line.denoise < policy.export.num_denoising_steps for line in lines)
+        policy.tails = _Tails(rtc, policy.spec.embodiment.control_rate_hz)
+    policy.adaptive = any(line.response and 0 < line.denoise < policy.spec.num_denoising_steps for line in lines)
 
 
 class _Runner:

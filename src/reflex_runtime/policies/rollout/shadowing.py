@@ -179,7 +179,7 @@ class Shadowing:
         policy = self._slot.policy
         return {
             "model": self._slot.version.name,
-            "export_dir": str(policy.export.path),
+            "export_dir": policy.spec.source,
             "sample": self._sampler.share,
             "verdict": self.verdict,
             "why": self.stopped or None,

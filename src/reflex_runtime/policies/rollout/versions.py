@@ -31,9 +31,9 @@ class Version:
             policy.shape = f"{policy.shape} #{number}"
         self.policy, self.processor, self.number = policy, processor, number
         self.users = 0
-        export = policy.export
-        self.name = f"{export.model_id}@{export.model_hash}"
-        self.told = (policy.inference_mode, export.model_hash, export.config_hash)
+        spec = policy.spec
+        self.name = f"{spec.model_id}@{spec.model_hash}"
+        self.told = (spec.inference_mode, spec.model_hash, spec.config_hash)
 
 
 class SlotProcessor:

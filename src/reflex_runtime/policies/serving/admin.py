@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +20,7 @@ from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.slots import SHADOW
+from reflex_runtime.policies.source import PYTHON, directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole
@@ -127,9 +127,9 @@ class Admin:
     def load(self, exchange: Exchange, body: bytes) -> None:
         """Another policy in a slot."""
         asked = _decode(body, Load)
-        if not asked.path or "\0" in asked.path:
-            raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory")
-        if not os.path.isdir(asked.path):
+        if not asked.path or "\0" in asked.path or asked.path.startswith(PYTHON):
+            raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, or lerobot:DIR")
+        if not os.path.isdir(directory_of(asked.path)):
             raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
         if self._loading:
             raise Conflict("another policy is being loaded")
@@ -146,8 +146,8 @@ class Admin:
 
     async def _load(self, exchange: Exchange, asked: Load) -> None:
         try:
-            version = await self.runtime.exchange(asked.slot, Path(asked.path))
-            path = str(version.policy.export.path)
+            version = await self.runtime.exchange(asked.slot, asked.path)
+            path = version.policy.spec.source
             _answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
         except ConfigError as error:
             exchange.fail(invalid("path", error.message))

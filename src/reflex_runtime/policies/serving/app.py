@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.options import settings
-from reflex_runtime.policies import Export
+from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
@@ -123,15 +123,15 @@ def _websocket_only(exchange: Exchange, _: bytes) -> None:
     raise NotFound(f"{exchange.path} is for websockets; docs/wires.md says which protocol it speaks")
 
 
-def _map_of(name: str, export: Export) -> WireMap | None:
-    return WireMap(prompt="instruction") if name in (ACT, OIP) else export.wires.get(name)
+def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
+    return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
 
 
-def serving(config: ServeConfig, exports: Mapping[str, Export]) -> Make:
+def serving(config: ServeConfig, specs: Mapping[str, PolicySpec]) -> Make:
     """What `web.serve` makes to serve policies. exports: by slot, see `PolicyRuntime`."""
 
     def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:
-        runtime = PolicyRuntime(config, exports, on_lost)
+        runtime = PolicyRuntime(config, specs, on_lost)
         runtime.lives = lives
         return application(runtime), runtime
 
@@ -143,7 +143,7 @@ class Views:
 
     def __init__(self, runtime: PolicyRuntime) -> None:
         self.runtime, self.config = runtime, runtime.config
-        self._document: tuple[Mapping[str, Export], bytes] | None = None  # of these exports
+        self._document: tuple[Mapping[str, PolicySpec], bytes] | None = None  # of these exports
         self.open: dict[str, Callable[[Exchange, bytes], None]] = {
             "/health": self.health,
             "/healthz": self.healthz,
@@ -166,8 +166,8 @@ class Views:
             "status": "ok" if state == "ready" else state,
             "state": state,
             "model_loaded": runtime.loaded,
-            "inference_mode": runtime.policy.inference_mode if runtime.loaded else None,
-            "export_dir": str(runtime.export.path),
+            "inference_mode": runtime.policy.spec.inference_mode if runtime.loaded else None,
+            "export_dir": runtime.spec.source,
             "consecutive_crashes": max(breaker.count(slot) for slot in runtime.served),
             "max_consecutive_crashes": self.config.max_consecutive_crashes,
             "robot_id": self.config.robot_id or None,
@@ -209,10 +209,10 @@ class Views:
 
     def configuration(self, exchange: Exchange, _: bytes) -> None:
         """The export's configuration, what each wire expects, and the settings in force."""
-        runtime, export = self.runtime, self.runtime.export
+        runtime, spec = self.runtime, self.runtime.spec
         body = {
-            "export": dict(export.config),
-            "wires": {name: Reading(export, _map_of(name, export)).describe() for name in WIRES},
+            "export": dict(spec.config),
+            "wires": {name: Reading(spec, _map_of(name, spec)).describe() for name in WIRES},
             "policy": runtime.policy.describe() if runtime.loaded else None,
             "slots": {name: slot.policy.describe() for name, slot in runtime.slots.items()} if runtime.loaded else None,
             "server": settings(self.config),
@@ -255,7 +255,7 @@ class Views:
 
     def _described(self) -> bytes:
         slots = self.runtime.slots
-        exports = {slot: holder.policy.export for slot, holder in slots.items()} or self.runtime.exports
-        if self._document is None or self._document[0] != exports:
-            self._document = (exports, openapi.document(exports, bool(self.config.api_key)))
+        specs = {slot: holder.policy.spec for slot, holder in slots.items()} or self.runtime.specs
+        if self._document is None or self._document[0] != specs:
+            self._document = (specs, openapi.document(specs, bool(self.config.api_key)))
         return self._document[1]

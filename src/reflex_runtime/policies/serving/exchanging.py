@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Mapping
-from pathlib import Path
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.policies import Export, Policy, WarmUp
-from reflex_runtime.policies.export.memory import Weight, check_two_policies
+from reflex_runtime.policies import Policy, PolicySpec, WarmUp
+from reflex_runtime.policies.export.memory import check_two_policies
 from reflex_runtime.policies.rollout.ramp import Ramp
 from reflex_runtime.policies.rollout.rollout import Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.slots import PROVIDERS, SHADOW, WARM_SIZES, Slot, check_alike, load
+from reflex_runtime.policies.source import read_source, weight_of
 from reflex_runtime.sources import environment
 from reflex_runtime.web.errors import Conflict, NotFound
 
@@ -31,20 +31,20 @@ class Exchanging:
         self._watch_until: dict[str, float] = {}
         self.loading = 0
 
-    async def exchange(self, name: str, path: Path) -> Version:
-        """Load the export of this path beside, warm it, switch. ConfigError leaves everything as it is."""
+    async def exchange(self, name: str, source: str) -> Version:
+        """Load the policy of this source beside, warm it, switch. ConfigError leaves everything as it is."""
         if name not in self._slots:
             raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self._slots)}")
         if self._config.captured_sizes:
-            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other export")
+            raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
         self._rollout.may_exchange()
         slot = self._slots[name]
-        await in_thread(lambda: self._has_room(path))
-        export = await in_thread(lambda: Export.load(path))
-        self._check_fits(slot, export)
+        await in_thread(lambda: self._has_room(source))
+        spec = await in_thread(lambda: read_source(source))
+        self._check_fits(slot, spec)
         self.loading += 1  # if this is cancelled, the thread goes on
         try:
-            policy = await in_thread(lambda: load(self._config, name, export))
+            policy = await in_thread(lambda: load(self._config, name, spec))
             version = slot.made(policy)
             warm = await in_thread(lambda: _warmed(policy))
         except Exception:
@@ -81,26 +81,26 @@ class Exchanging:
         if guarded:
             self._rollout.watch(name)
             self._watch_until[name] = now + Ramp.every_of(self._config.ramp_every)
-        numbers = {"slot": name, "version": version.name, "path": str(version.policy.export.path)}
+        numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
         self._rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
 
-    def _check_fits(self, slot: Slot, export: Export) -> None:
-        """ConfigError when an export cannot take the place of what the slot has."""
-        others = {name: held.policy.export for name, held in self._slots.items()}
-        check_alike({**others, slot.name: export})
-        expected = slot.policy.export.export_kind
-        if export.export_kind != expected:
+    def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
+        """ConfigError when a policy cannot take the place of what the slot has."""
+        others = {name: held.policy.spec for name, held in self._slots.items()}
+        check_alike({**others, slot.name: spec})
+        expected = slot.policy.spec.inference_mode
+        if spec.inference_mode != expected:
             raise ConfigError(
-                f"{export.path}: export_kind: found {export.export_kind!r}, expected {expected!r} as in slot "
+                f"{spec.source}: export_kind: found {spec.inference_mode!r}, expected {expected!r} as in slot "
                 f"{slot.name}, whose batch costs were learned so: restart the server to serve the other kind"
             )
 
-    def _has_room(self, path: Path) -> None:
-        """ConfigError when the export of this path does not fit the memory beside the others, by the sizes of files."""
+    def _has_room(self, source: str) -> None:
+        """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
         provider = PROVIDERS.get(self._config.provider, self._config.provider)
-        loaded = [slot.policy.export for slot in self._slots.values()]
+        loaded = [slot.policy.spec for slot in self._slots.values()]
         count = sum(slot.loaded for slot in self._slots.values())
-        check_two_policies([*loaded, Weight.of(path)], environment(), provider, policies=count + 1)
+        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1)
 
     def _active(self, name: str) -> list[Hashable]:
         """Partitions of the slot's group that hold tickets; the device thread changes them."""
@@ -113,5 +113,5 @@ def _warmed(policy: Policy) -> WarmUp:
         return policy.warm_up(WARM_SIZES)
     except ConfigError:
         raise
-    except Exception as error:  # a policy that fails on noise is a bad export
-        raise ConfigError(f"{policy.export.path}: it does not answer: {error}") from error
+    except Exception as error:  # a policy that fails on noise must not be served
+        raise ConfigError(f"{policy.spec.source}: it does not answer: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies import Export, Policy
+from reflex_runtime.policies import Policy, PolicySpec
 from reflex_runtime.policies.policy.observation import Sent
 from reflex_runtime.policies.serving.question import Array, Image, Question, array_of
 from reflex_runtime.web.fields import invalid
@@ -35,10 +35,10 @@ def check_names(question: Question, known: AbstractSet[str]) -> None:
         seen.add(name)
 
 
-def cameras_of(exports: Iterable[Export]) -> set[str]:
+def cameras_of(specs: Iterable[PolicySpec]) -> set[str]:
     """The names under which images are looked at: each export's own, and "image" where one has a single camera."""
-    names = {name for export in exports for name in export.images}
-    return names | {"image" for export in exports if len(export.images) == 1}
+    names = {name for spec in specs for name in spec.images}
+    return names | {"image" for spec in specs if len(spec.images) == 1}
 
 
 class Pictures:

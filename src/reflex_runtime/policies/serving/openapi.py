@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from reflex_runtime.policies import Export
+from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.faults import FaultKind
 from reflex_runtime.policies.serving import admin
 from reflex_runtime.policies.serving import fields as act
@@ -58,9 +58,9 @@ _NULL = {"type": "null"}
 _IMAGE = {"type": "string", "format": "image", "contentEncoding": "base64"}
 
 
-def document(exports: Mapping[str, Export], key: bool) -> bytes:
+def document(specs: Mapping[str, PolicySpec], key: bool) -> bytes:
     """The OpenAPI 3.1 document. exports: by slot, of what is served. key: whether one is needed."""
-    served = [export for slot, export in exports.items() if slot != SHADOW]
+    served = [spec for slot, spec in specs.items() if slot != SHADOW]
     answer, components = act.answer_schema()
     paths: dict[str, Any] = {"/act": {"post": _act(act_request(served), answer)}}
     for path, (summary, codes, content) in _GETS.items():
@@ -77,7 +77,7 @@ def document(exports: Mapping[str, Export], key: bool) -> bytes:
             methods["parameters"] = [
                 {"name": name, "in": "path", "required": True, "schema": named[name]} for name in given
             ]
-    for path, (summary, schema) in _posts(list(exports)).items():
+    for path, (summary, schema) in _posts(list(specs)).items():
         paths[path] = {"post": _post(summary, schema, path == "/admin/rollback")}
     done = {"200": {"description": "an empty object", "content": _OBJECT}}
     summary = "for clients of GR00T, which ask it before an episode; it changes nothing"
@@ -88,7 +88,7 @@ def document(exports: Mapping[str, Export], key: bool) -> bytes:
     return finished("Reflex", paths, {"Error": _ERROR} | components, _OPEN if key else None)
 
 
-def act_request(exports: Sequence[Export]) -> dict[str, Any]:
+def act_request(specs: Sequence[PolicySpec]) -> dict[str, Any]:
     """The schema of a JSON body that every one of these policies takes."""
     schema = act.request_schema()
     fields = schema["properties"]
@@ -99,22 +99,22 @@ def act_request(exports: Sequence[Export]) -> dict[str, Any]:
     limit = {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000}
     fields["deadline_ms"] = _or_null(limit, fields["deadline_ms"])
     text: dict[str, Any] = {"type": "string", "maxLength": MAX_INSTRUCTION}
-    reads = any(export.takes_text for export in exports)
+    reads = any(spec.takes_text for spec in specs)
     numbers = {"type": "number", "minimum": -LARGEST, "maximum": LARGEST}
-    dim = exports[0].state_dim
+    dim = specs[0].state_dim
     state = {"type": "array", "items": numbers, "minItems": dim, "maxItems": dim}
-    needs_state = any(export.takes_state for export in exports)
+    needs_state = any(spec.takes_state for spec in specs)
     needed = {"instruction": (text | {"pattern": r"\S"} if reads else text, reads), "state": (state, needs_state)}
     for name, (of, must) in needed.items():
         fields[name] = of | {"description": fields[name]["description"]} if must else _or_null(of, fields[name])
     schema["required"] = [name for name, (_, must) in needed.items() if must]
-    _cameras(schema, exports)
+    _cameras(schema, specs)
     return schema
 
 
-def _cameras(schema: dict[str, Any], exports: Sequence[Export]) -> None:
+def _cameras(schema: dict[str, Any], specs: Sequence[PolicySpec]) -> None:
     """Which images may be sent, and which must be."""
-    fields, known = schema["properties"], cameras_of(exports)
+    fields, known = schema["properties"], cameras_of(specs)
     for name in ("image", "image_wrist"):
         unknown = _NULL | {"description": "leave it out: no policy served here has this camera"}
         fields[name] = _or_null(_IMAGE, fields[name]) if name in known else unknown
@@ -122,10 +122,10 @@ def _cameras(schema: dict[str, Any], exports: Sequence[Export]) -> None:
     images = {"type": "object", "properties": further, "additionalProperties": False}
     fields["images"] = _or_null(images, fields["images"])
     ways = []
-    for export in exports:
-        for name in export.images:
+    for spec in specs:
+        for name in spec.images:
             here = {"required": ["images"], "properties": {"images": {"type": "object", "required": [name]}}}
-            top = "image" if len(export.images) == 1 else name
+            top = "image" if len(spec.images) == 1 else name
             ways.append({"anyOf": [{"required": [top], "properties": {top: {"type": "string"}}}, here]}
                         if top in ("image", "image_wrist") else here)  # fmt: skip
             if name in ("image", "image_wrist"):

@@ -49,7 +49,7 @@ def asked_and_answered(
         total_s=now - ask.received,
     )
     if ask.version is not None:
-        found.model_hash = ask.version.policy.export.model_hash
+        found.model_hash = ask.version.policy.spec.model_hash
     if ticket is not None:
         started = ticket.started
         found.arrived = ticket.arrived
@@ -72,18 +72,18 @@ def asked_and_answered(
 def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
     """What a policy server adds to the first line of a journal."""
     first = next(iter(slots.values())).policy
-    export = first.export
+    spec = first.spec
     policies = [
-        {"slot": name, "model_id": slot.policy.export.model_id, "model_hash": slot.policy.export.model_hash}
+        {"slot": name, "model_id": slot.policy.spec.model_id, "model_hash": slot.policy.spec.model_hash}
         for name, slot in slots.items()
     ]
     return {
-        "model_hash": export.model_hash,
-        "config_hash": export.config_hash,
-        "export_dir": str(export.path),
-        "model_type": export.config.get("model_type", ""),
-        "export_kind": export.export_kind,
-        "embodiment": export.embodiment.name,
+        "model_hash": spec.model_hash,
+        "config_hash": spec.config_hash,
+        "export_dir": spec.source,
+        "model_type": spec.model_type,
+        "export_kind": spec.inference_mode,
+        "embodiment": spec.embodiment.name,
         "hardware": hardware(),
         "providers": [first.describe()["provider"]],
         "policies": policies if len(slots) > 1 else None,

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from reflex_runtime.config import ServeConfig
@@ -20,7 +19,7 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.policies import Export, Policy
+from reflex_runtime.policies import Policy, PolicySpec
 from reflex_runtime.policies.policy.observation import warm_decoders
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
@@ -59,11 +58,11 @@ class PolicyRuntime:
     """
 
     def __init__(
-        self, config: ServeConfig, exports: Mapping[str, Export], on_fatal: Callable[[], None] | None = None
+        self, config: ServeConfig, specs: Mapping[str, PolicySpec], on_fatal: Callable[[], None] | None = None
     ) -> None:
         self.config = config
-        self.exports = dict(exports)
-        self.served = tuple(slot for slot in exports if slot != SHADOW)
+        self.specs = dict(specs)
+        self.served = tuple(slot for slot in specs if slot != SHADOW)
         self.state = "initializing"
         self.error = ""
         self.lives: Lives | None = None  # what its supervisor knows, where there is one
@@ -73,7 +72,7 @@ class PolicyRuntime:
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.preparing = Preparing()
-        self.cameras = cameras_of(exports.values())  # also of what was exchanged: callers follow one by one
+        self.cameras = cameras_of(specs.values())  # also of what was exchanged: callers follow one by one
         self.rollout = self._rollout()
         self._verdict = VerdictSink(self.rollout)
         self.audience = Audience([self.metrics, self._verdict, FailureLog()])  # answers come before there is a batcher
@@ -83,8 +82,8 @@ class PolicyRuntime:
         self.shadow: Shadowing | None = None
         self.on_drain: list[Callable[[], None]] = []
         self._on_fatal = on_fatal
-        for slot, export in exports.items():
-            name = export.embodiment.name or "unknown"
+        for slot, spec in specs.items():
+            name = spec.embodiment.name or "unknown"
             wires = WIRES if slot in self.served else ("",)
             self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot), wires)
             if slot in self.served:
@@ -102,15 +101,15 @@ class PolicyRuntime:
         return self.slots[self.served[0]].policy
 
     @property
-    def export(self) -> Export:
-        return self.slots[self.served[0]].policy.export if self.slots else self.exports[self.served[0]]
+    def spec(self) -> PolicySpec:
+        return self.slots[self.served[0]].policy.spec if self.slots else self.specs[self.served[0]]
 
     @property
-    def all_exports(self) -> list[Export]:
+    def all_specs(self) -> list[PolicySpec]:
         """Those of all slots, the first slot's first."""
         if not self.slots:
-            return list(self.exports.values())
-        return [slot.policy.export for slot in self.slots.values()]
+            return list(self.specs.values())
+        return [slot.policy.spec for slot in self.slots.values()]
 
     @property
     def batcher(self) -> Batcher:
@@ -261,10 +260,10 @@ class PolicyRuntime:
         """The injected faults in force."""
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
-    async def exchange(self, slot: str, path: Path) -> Version:
+    async def exchange(self, slot: str, source: str) -> Version:
         """Put another policy into a slot; see `Exchanging`."""
-        version = await self.exchanging.exchange(slot, path)
-        self.cameras |= cameras_of([version.policy.export])
+        version = await self.exchanging.exchange(slot, source)
+        self.cameras |= cameras_of([version.policy.spec])
         if self.shadow is not None and slot == SHADOW:
             self.shadow.resume()
         return version
@@ -293,10 +292,10 @@ class PolicyRuntime:
         )
 
     def _load(self) -> dict[str, Policy]:
-        check_alike(self.exports)
-        if any(export.images for export in self.exports.values()):
+        check_alike(self.specs)
+        if any(spec.images for spec in self.specs.values()):
             warm_decoders()
-        return {slot: load(self.config, slot, export) for slot, export in self.exports.items()}
+        return {slot: load(self.config, slot, spec) for slot, spec in self.specs.items()}
 
     def _build(self, policies: Mapping[str, Policy]) -> Batcher:
         config = self.config

@@ -17,16 +17,17 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import (
     ActionGuard,
-    Export,
     Fault,
     FaultyProcessor,
     GuardedProcessor,
     Policy,
+    PolicySpec,
     load_policy,
     parse_fault,
 )
 from reflex_runtime.policies.policy.guard import OnBadAction
 from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
 from reflex_runtime.processors.onnx import CPU, CUDA
@@ -70,7 +71,7 @@ class Slot:
         self._made += 1
         faulty = FaultyProcessor(policy, self.faults, config.inject_latency_ms / 1e3)
         on_bad_action: OnBadAction = "hold" if config.on_bad_action == "hold" else "error"
-        guard = ActionGuard(policy.export.embodiment, self.name, on_bad_action)
+        guard = ActionGuard(policy.spec.embodiment, self.name, on_bad_action)
         version = Version(policy, GuardedProcessor(faulty, guard), self._made)
         self._faulty[version] = faulty
         return version
@@ -121,17 +122,16 @@ class Slot:
         return gone
 
 
-def load(config: ServeConfig, slot: str, export: Export) -> Policy:
-    """The policy of an export as the settings say. For a thread that may take long; ConfigError when it is wrong."""
+def load(config: ServeConfig, slot: str, spec: PolicySpec) -> Policy:
+    """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong."""
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
+    provider = PROVIDERS.get(config.provider, config.provider)
     return load_policy(
-        export,
+        spec,
         slot=slot,
-        provider=PROVIDERS.get(config.provider, config.provider),
-        threads=config.threads,
+        device=DeviceOptions(provider, config.threads, config.captured_sizes),
         cache_bytes=int(config.prefix_cache_mb * 2**20),
         max_age_chunks=config.prefix_max_age_chunks,
-        captured_sizes=config.captured_sizes,
         rtc=rtc,
         adaptive=config.adaptive_steps,
     )
@@ -172,14 +172,14 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | N
     )
 
 
-def check_alike(exports: Mapping[str, Export]) -> None:
+def check_alike(specs: Mapping[str, PolicySpec]) -> None:
     """Versions behind one router drive the same robot: ConfigError unless states and actions have the same sizes."""
-    first_slot, first = next(iter(exports.items()))
-    for slot, export in exports.items():
+    first_slot, first = next(iter(specs.items()))
+    for slot, spec in specs.items():
         for name in ("state_dim", "action_dim"):
-            if (found := getattr(export, name)) != (expected := getattr(first, name)):
+            if (found := getattr(spec, name)) != (expected := getattr(first, name)):
                 raise ConfigError(
-                    f"{export.path}: {name}: found {found} for slot {slot}, expected {expected} as in {first.path} "
+                    f"{spec.source}: {name}: found {found} for slot {slot}, expected {expected} as in {first.source} "
                     f"(slot {first_slot}): policies of one server drive the same robot"
                 )
 

@@ -98,23 +98,23 @@ class GrootObservation:
 
 def groups_of(reading: Reading) -> Sequence[tuple[str, int]]:
     """The groups of an action."""
-    return reading.wire.actions or (("actions", reading.export.action_dim),)
+    return reading.wire.actions or (("actions", reading.spec.action_dim),)
 
 
 def modalities(reading: Reading, flat: bool) -> dict[str, Any]:
     """What get_modality_config answers. flat: as N1.5."""
-    wire, export = reading.wire, reading.export
-    names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in export.images]}
-    names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if export.takes_state else []
+    wire, spec = reading.wire, reading.spec
+    names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
+    names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
     names["action."] = [name for name, _ in groups_of(reading)]
     found = {
         prefix[:-1]: modality_config(
-            [prefix + name if flat else name for name in own], export.chunk_size if prefix == ACTION else 1, flat
+            [prefix + name if flat else name for name in own], spec.chunk_size if prefix == ACTION else 1, flat
         )
         for prefix, own in names.items()
         if own
     }
-    if export.takes_text:
+    if spec.takes_text:
         found["language"] = modality_config([wire.prompt or LANGUAGE_KEY], 1, flat)
     return found
 

@@ -72,11 +72,11 @@ class LerobotSetup:
 
     def check(self, reading: Reading) -> None:
         """422 for what differs from the export."""
-        export = reading.export
-        if export.model_type in TYPES and self.policy_type != export.model_type:
-            wrong = f"policy_type: is {self.policy_type}, the export has {export.model_type}"
+        spec = reading.spec
+        if spec.model_type in TYPES and self.policy_type != spec.model_type:
+            wrong = f"policy_type: is {self.policy_type}, the export has {spec.model_type}"
             raise invalid("policy_type", printable(wrong))
-        known, motors = export.embodiment.state_names, self.motors.get(_STATE, [])
+        known, motors = spec.embodiment.state_names, self.motors.get(_STATE, [])
         if known is not None and _plain(motors) != _plain(known):
             raise invalid(
                 "lerobot_features",
@@ -218,7 +218,7 @@ class LerobotService:
             answer = await self._ask(call, robot, seen)
         finally:
             self._bodies.release(seen)
-        step = 1.0 / (self._readings.now.export.embodiment.control_rate_hz or RATE_HZ)
+        step = 1.0 / (self._readings.now.spec.embodiment.control_rate_hz or RATE_HZ)
         pickled = write_actions(answer.actions[: seen.steps], seen.timestamp, seen.timestep, step)
         return serialize({"data": pickled}, _BYTES)
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.ask import GROOT
 from reflex_runtime.policies.serving.question import Image
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
@@ -37,36 +37,36 @@ class Reading:
     wire puts in front of a camera's name.
     """
 
-    def __init__(self, export: Export, wire: WireMap | None, others: Sequence[Reading] = (), video: str = "") -> None:
-        self.export, self.wire, self._others, self._video = export, wire or WireMap(), others, video
+    def __init__(self, spec: PolicySpec, wire: WireMap | None, others: Sequence[Reading] = (), video: str = "") -> None:
+        self.spec, self.wire, self._others, self._video = spec, wire or WireMap(), others, video
 
     def read(self, observation: Mapping[str, Any]) -> Observed:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
-        images = {camera: self._image(camera, came, plain) for camera in self.export.images}
+        images = {camera: self._image(camera, came, plain) for camera in self.spec.images}
         for other in self._others:
-            for camera in [camera for camera in other.export.images if camera not in images]:
+            for camera in [camera for camera in other.spec.images if camera not in images]:
                 with suppress(InvalidRequest):  # the version that needs it says so
                     images[camera] = other._image(camera, came, plain)
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def describe(self) -> dict[str, Any]:
         """What an observation is expected to hold, JSON-safe."""
-        export, wire = self.export, self.wire
-        images = {wire.images.get(name, self._video + name): list(size) for name, size in export.images.items()}
+        spec, wire = self.spec, self.wire
+        images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
         found: dict[str, Any] = {"images": images}
-        if export.takes_state:
-            found["state"] = {"names": list(wire.state or ("state",)), "dim": export.state_dim}
+        if spec.takes_state:
+            found["state"] = {"names": list(wire.state or ("state",)), "dim": spec.state_dim}
             if wire.state_sizes:
                 found["state"]["sizes"] = list(wire.state_sizes)
-        if export.takes_text:
+        if spec.takes_text:
             found["prompt"] = wire.prompt or PROMPTS[0]
         return found
 
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self.wire.images.get(camera) or plain.get(camera)
-        if name is None and len(self.export.images) == 1:
+        if name is None and len(self.spec.images) == 1:
             only = [name for name in came if name.startswith(("images/", "vision/", "video."))]
             name = plain.get("image") or (only[0] if len(only) == 1 else None)
         if name is None or name not in came:
@@ -81,7 +81,7 @@ class Reading:
         return camera, printable(name), image
 
     def _state(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> NDArray[np.float64] | None:
-        if not self.export.takes_state:
+        if not self.spec.takes_state:
             return None
         names = self.wire.state or (next((plain[name] for name in STATES if name in plain), STATES[0]),)
         parts = []
@@ -93,16 +93,16 @@ class Reading:
             if len(part) != size:
                 raise invalid(name, f"{name}: must be {size} numbers, came {len(part)}")
         state = np.concatenate(parts)
-        if len(state) != self.export.state_dim:
+        if len(state) != self.spec.state_dim:
             given = ", ".join(f"{name} {len(part)}" for name, part in zip(names, parts, strict=True))
-            raise invalid("state", printable(f"state: must be {self.export.state_dim} numbers, came: {given}"))
+            raise invalid("state", printable(f"state: must be {self.spec.state_dim} numbers, came: {given}"))
         return state
 
     def _prompt(self, came: Mapping[str, Any], plain: Mapping[str, str]) -> str | None:
         names = [self.wire.prompt] if self.wire.prompt else [plain.get(name, name) for name in PROMPTS]
         name = next((name for name in names if name in came), None)
         if name is None:
-            if self.export.takes_text:
+            if self.spec.takes_text:
                 raise self._missing(names[0], came)
             return None
         return _text(name, came[name])
@@ -120,21 +120,21 @@ class Readings:
 
     def __init__(self, runtime: PolicyRuntime, wire: str) -> None:
         self._runtime, self._wire = runtime, wire
-        self._exports: list[Export] = []
+        self._specs: list[PolicySpec] = []
 
     @property
     def map(self) -> WireMap:
         """What the export says of the wire."""
-        return self._runtime.export.wires.get(self._wire) or WireMap()
+        return self._runtime.spec.wires.get(self._wire) or WireMap()
 
     @property
     def now(self) -> Reading:
         """A policy may be exchanged while its server runs."""
-        exports = self._runtime.all_exports
-        if exports != self._exports:
-            first, *others = (Reading(export, export.wires.get(self._wire)) for export in exports)
+        specs = self._runtime.all_specs
+        if specs != self._specs:
+            first, *others = (Reading(spec, spec.wires.get(self._wire)) for spec in specs)
             video = "video." if self._wire == GROOT else ""
-            self._exports, self._reading = exports, Reading(first.export, first.wire, others, video)
+            self._specs, self._reading = specs, Reading(first.spec, first.wire, others, video)
         return self._reading
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.policies.export.directory import Export
+from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.ask import OIP, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
@@ -50,15 +50,15 @@ class InferRequest:
 # -- what the model is -------------------------------------------------------------------------------------------------
 
 
-def model_name(export: Export) -> str:
+def model_name(spec: PolicySpec) -> str:
     """The name of the model: the last part of its id, so that it needs no quoting in a path."""
-    return export.model_id.rpartition("/")[2]
+    return spec.model_id.rpartition("/")[2]
 
 
-def check_model(export: Export, name: str, version: str = "") -> None:
+def check_model(spec: PolicySpec, name: str, version: str = "") -> None:
     """404 for a model that is not served."""
-    if name not in (model_name(export), export.model_id):
-        raise NotFound(printable(f"model {name[:200]!r} is not served; {model_name(export)!r} is"))
+    if name not in (model_name(spec), spec.model_id):
+        raise NotFound(printable(f"model {name[:200]!r} is not served; {model_name(spec)!r} is"))
     if version not in ("", VERSION):
         raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
 
@@ -68,17 +68,17 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "reflex", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(export: Export) -> dict[str, Any]:
+def model_metadata(spec: PolicySpec) -> dict[str, Any]:
     """Inputs and outputs of the model; -1 is any size."""
-    inputs = [(camera, "UINT8", [-1, *size, 3]) for camera, size in export.images.items()]
-    if export.takes_state:
-        inputs.append((_STATE, "FP32", [-1, export.state_dim]))
-    if export.takes_text:
+    inputs = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
+    if spec.takes_state:
+        inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
+    if spec.takes_text:
         inputs.append((_INSTRUCTION, "BYTES", [-1, 1]))
     inputs.append((_SEED, "INT64", [-1, 1]))
-    outputs = [(ACTIONS, "FP32", [-1, export.chunk_size, export.action_dim])]
+    outputs = [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
     return {
-        "name": model_name(export),
+        "name": model_name(spec),
         "versions": [VERSION],
         "platform": "reflex",
         "inputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in inputs],
@@ -112,9 +112,11 @@ class Sequences:
         return f"{name}#{epoch}" if epoch else name
 
 
-def questions(export: Export, sequences: Sequences, sent: InferRequest, most_ms: float | None = None) -> list[Question]:
+def questions(
+    spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
+) -> list[Question]:
     """One for each row; 422 naming what is wrong. most_ms: how long the caller waits at most."""
-    expected = [item["name"] for item in model_metadata(export)["inputs"]]
+    expected = [item["name"] for item in model_metadata(spec)["inputs"]]
     given = {tensor.name: tensor for tensor in sent.inputs}
     _check_names(sent, list(given), expected)
     rows = _rows(list(given.values()))
@@ -125,9 +127,9 @@ def questions(export: Export, sequences: Sequences, sent: InferRequest, most_ms:
         of_row = partial(_part, f"/{row}" if rows > 1 else "")
         found.append(
             Question(
-                images=tuple((name, name, _picture(given[name], row)) for name in export.images),
-                state=_state(given[_STATE], row) if export.takes_state else None,
-                instruction=_text(given[_INSTRUCTION], row) if export.takes_text else None,
+                images=tuple((name, name, _picture(given[name], row)) for name in spec.images),
+                state=_state(given[_STATE], row) if spec.takes_state else None,
+                instruction=_text(given[_INSTRUCTION], row) if spec.takes_text else None,
                 robot_id=of_row(robot),
                 episode_id=of_row(episode),
                 request_id=of_row(sent.id),

@@ -139,14 +139,14 @@ class OipService:
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
         self._check(data)
-        return serialize(model_metadata(self._runtime.export), _MODEL)
+        return serialize(model_metadata(self._runtime.spec), _MODEL)
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
-        export = self._runtime.export
+        spec = self._runtime.spec
         model, version, sent = decode(data)
-        check_model(export, model, version)
+        check_model(spec, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-        asked = questions(export, self._sequences, sent, most_ms)
+        asked = questions(spec, self._sequences, sent, most_ms)
         settled: asyncio.Future[list[ActAnswer] | ReflexError] = asyncio.get_running_loop().create_future()
         infer = Infer(self._asking, call.id, call.peer, partial(settle, settled), call.started)
         infer.ask(asked)
@@ -157,8 +157,8 @@ class OipService:
             raise
         if isinstance(result, ReflexError):
             raise Reported(result, infer.request_id)
-        return encode(model_name(export), sent.id, result)
+        return encode(model_name(spec), sent.id, result)
 
     def _check(self, data: bytes) -> None:
         sent = parse(data, _NAMED)
-        check_model(self._runtime.export, sent.get("name", ""), sent.get("version", ""))
+        check_model(self._runtime.spec, sent.get("name", ""), sent.get("version", ""))

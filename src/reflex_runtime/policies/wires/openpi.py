@@ -125,11 +125,11 @@ class OpenpiSession:
         self._socket.send(encode({**self._readings.map.metadata, **own}))
 
     def _described(self) -> dict[str, Any]:
-        export = self._asking.runtime.export
+        spec = self._asking.runtime.spec
         return {
-            "model_id": export.model_id,
-            "model_hash": export.model_hash,
-            "actions": [export.chunk_size, export.action_dim],
+            "model_id": spec.model_id,
+            "model_hash": spec.model_hash,
+            "actions": [spec.chunk_size, spec.action_dim],
             **self._readings.now.describe(),
         }
 

@@ -64,14 +64,14 @@ class VlaEvalSession(TypedSession):
         self.socket.answer()
 
     def hello(self) -> bytes:
-        export = self.asking.runtime.export
-        wanted = {"send_state": export.takes_state, "send_wrist_image": len(export.images) > 1}
+        spec = self.asking.runtime.spec
+        wanted = {"send_state": spec.takes_state, "send_wrist_image": len(spec.images) > 1}
         told = {
             "observation_params": {name: True for name, wants in wanted.items() if wants},
             **self.readings.map.metadata,
             "harness_version": f"reflex {__version__}",
             "protocol_version": PROTOCOL,
-            "model_server": export.model_id,
+            "model_server": spec.model_id,
             "capabilities": {},
         }
         return encode(EvalMessage("hello", told, self._hello))

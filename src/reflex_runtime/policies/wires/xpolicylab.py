@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.ask import XPOLICYLAB
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
@@ -81,8 +81,8 @@ class XPolicyLabSession(TypedSession):
             raise ClientError(printable(f"message_type {sent.type[:40]!r}: must be one of {known}"))
 
     def hello(self) -> bytes:
-        export = self.asking.runtime.export
-        told = {"model_id": export.model_id, "model_hash": export.model_hash, **self.readings.now.describe()}
+        spec = self.asking.runtime.spec
+        told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **self.readings.now.describe()}
         return encode(LabFrame("hello_ack", self._hello, {"ok": True, "server": "reflex", "reflex": told}))
 
     def answered(self, answer: ActAnswer) -> bytes:
@@ -117,18 +117,18 @@ class XPolicyLabSession(TypedSession):
         if not isinstance(observation, dict):
             raise ClientError("infer needs an observation, which must be a map")
         limits, row = limits_in(observation), _row(observation)
-        observed, self._groups = read(self.asking.runtime.export, self.readings.map, observation)
+        observed, self._groups = read(self.asking.runtime.spec, self.readings.map, observation)
         episode = limits.episode_id or self._episode(_trial_of(sent)) + row
         return question_of(observed, limits, self.said, self.robot + row, episode)
 
 
-def read(export: Export, wire: WireMap, observation: Mapping[str, Any]) -> tuple[Observed, Groups]:
+def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tuple[Observed, Groups]:
     """What an observation holds, and the groups of the actions that answer it."""
     state = observation.get("state")
     state = state if isinstance(state, dict) else {}
     names = wire.state or tuple(f"state/{name}" for name in JOINTS if name in state)
-    observed = Reading(export, replace(wire, state=names)).read(_plain(observation))
-    return observed, wire.actions or _like_state(state, names, export.action_dim)
+    observed = Reading(spec, replace(wire, state=names)).read(_plain(observation))
+    return observed, wire.actions or _like_state(state, names, spec.action_dim)
 
 
 def _trial_of(sent: LabFrame) -> str:

@@ -1,0 +1,94 @@
+"""The two kinds of models that a policy runs. They compute; everything else exists once, in the policies.
+
+A *whole* model makes a chunk of actions in one call. A *staged* model reads the scene once (`prefix`), then moves x
+from noise to actions in small steps (`step`), so that requests may join and leave between the steps. Neither knows
+requests, tickets, caches or episodes. A subclass may be ONNX graphs, PyTorch modules or anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.policies.policy.observation import Observation
+from reflex_runtime.policies.policy.prefix_cache import Prefix
+from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.processors.onnx import CPU
+
+Floats = NDArray[np.float32]
+
+
+class PolicyModel:
+    """What both kinds have in common. `prepare` runs on worker threads, everything else on the device thread.
+
+    spec: what it expects and gives. provider: the device it runs on. batched: a call with n rows is one call, not n.
+    captured_sizes: batch sizes it pads to (CUDA graphs). half: it computes in 16 bits.
+    notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it.
+    """
+
+    provider: str = CPU
+    batched: bool = True
+    half: bool = False
+    captured_sizes: Sequence[int] = ()
+
+    def __init__(self, spec: PolicySpec) -> None:
+        self.spec = spec
+        self.notes: dict[str, Any] = {}
+
+    def prepare(self, observation: Observation) -> Any:
+        """What the model wants to know of a request besides the observation, kept as `observation.ready`.
+
+        Slow work of one request belongs here: it runs on worker threads, several at a time, beside the device.
+        InvalidRequest names the field of a request that the model cannot read.
+        """
+        return None
+
+    def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
+        """Actions in the robot's units, [n, chunk_size, action_dim], of what the model computed, [n, chunk_size, any].
+
+        By default x without the columns beyond action_dim, denormalised. Values may be infinite or NaN: the guard looks
+        for them.
+        """
+        spec = self.spec
+        actions = x[..., : spec.action_dim] if x.shape[-1] > spec.action_dim else x
+        if spec.action_norm is None:
+            return actions.astype(np.float32, copy=False)
+        with np.errstate(all="ignore"):
+            return spec.action_norm.denormalise(actions.astype(np.float32, copy=False))
+
+    def start(self) -> None:
+        """Called on a new device thread before its first call."""
+
+class StagedModel(PolicyModel):
+    """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated."""
+
+    def prefix(self, rows: Sequence[Observation]) -> Sequence[Prefix]:
+        """The prefixes of n requests, each on its own: one must not keep the memory of its neighbours."""
+        raise NotImplementedError
+
+    def pack(self, prefixes: Sequence[Any], rows: Sequence[Observation]) -> Any:
+        """What `step` needs of n requests together. Called only when other requests step than before."""
+        raise NotImplementedError
+
+    def step(self, packed: Any, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
+        """x after one more of n steps. Rows are at steps of their own: row i has made k[i] of them.
+
+        x: [rows, chunk_size, x_dim], noise at k = 0, the actions (in the model's units) at k = n. Not written to.
+        """
+        raise NotImplementedError
+
+
+class WholeModel(PolicyModel):
+    """One call for a whole chunk."""
+
+    def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
+        """[n, chunk_size, any] in the model's units. noise: [n, chunk_size, x_dim], None unless `spec.takes_noise`."""
+        raise NotImplementedError
+
+
+def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
+    return np.concatenate(rows).reshape(len(rows), *rows[0].shape)
