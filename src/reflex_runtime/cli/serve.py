@@ -21,7 +21,7 @@ from reflex_runtime.options import add_options, check_needs, one_line
 from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies import PolicySpec
+    from reflex_runtime.policies import PolicySource
     from reflex_runtime.web.supervisor import Parent
 
 _EPILOG = """\
@@ -150,7 +150,7 @@ def _same(one: str, other: str) -> bool:
     return one == other or directory_of(one).resolve() == directory_of(other).resolve()
 
 
-def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, PolicySpec]:
+def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, PolicySource]:
     """What is served, by slot. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.policies import read_source
 
@@ -162,7 +162,7 @@ def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[st
     return specs
 
 
-def _missing(specs: Mapping[str, PolicySpec]) -> dict[str, str]:
+def _missing(specs: Mapping[str, PolicySource]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
     if any(spec.staged for spec in specs.values()):
         return {}
@@ -180,7 +180,7 @@ def _check_memory(config: ServeConfig, sources: Mapping[str, str]) -> None:
         check_two_policies([weight_of(source) for source in sources.values()], environment(), provider)
 
 
-def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySpec]) -> None:
+def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     """What the sources allow, before anything is loaded."""
     from reflex_runtime.policies.serving.slots import check_alike, faults_of
 

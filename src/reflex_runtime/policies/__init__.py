@@ -28,7 +28,7 @@ from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault
 from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
 from reflex_runtime.policies.policy.load import load_policy, served_by
-from reflex_runtime.policies.policy.model import PolicyModel, StagedModel, WholeModel
+from reflex_runtime.policies.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
 from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.observation import (
     ActionChunk,
@@ -59,6 +59,7 @@ __all__ = [
     "Observation",
     "Policy",
     "PolicyModel",
+    "PolicySource",
     "PolicySpec",
     "Prefix",
     "PrefixCache",

@@ -8,13 +8,13 @@ from typing import Final
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.memory import Weight
 from reflex_runtime.policies.export.model_files import model_bytes
-from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.policies.policy.model import PolicySource
 
 LEROBOT: Final = "lerobot:"
 PYTHON: Final = "python:"
 
 
-def read_source(source: str | Path) -> PolicySpec:
+def read_source(source: str | Path) -> PolicySource:
     """Read and check what a source says of its policy; the model itself is loaded by its `open`.
 
     source: an export directory. ConfigError says what is wrong with it and what to do.

@@ -13,8 +13,8 @@ from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.onnx_file import OnnxFile
 from reflex_runtime.policies.policy.base import Policy
+from reflex_runtime.policies.policy.model import PolicySource
 from reflex_runtime.policies.policy.observation import ActionChunk
-from reflex_runtime.policies.policy.spec import PolicySpec
 
 Status = Literal["pass", "fail", "warn", "skip"]
 
@@ -62,13 +62,13 @@ class Patient:
     began: tuple[float, float] = (0.0, 0.0)  # monotonic, wall
     raw: dict[str, Any] = field(default_factory=dict)
     files: dict[Path, OnnxFile] = field(default_factory=dict)
-    loaded: PolicySpec | None = None
+    loaded: PolicySource | None = None
     opened: Policy | None = None
     alone: list[ActionChunk] = field(default_factory=list)
     answer_time: float = 0.0
 
     @property
-    def spec(self) -> PolicySpec:
+    def spec(self) -> PolicySource:
         assert self.loaded is not None
         return self.loaded
 

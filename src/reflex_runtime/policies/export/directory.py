@@ -29,7 +29,8 @@ from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
 from reflex_runtime.policies.export.roles import ROLES, Graph, Roles
 from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.models.onnx_models import OnnxStaged, OnnxWhole
-from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.model import PolicySource
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 
 _MaxTokens = Annotated[int, whole(1, 100_000)]
@@ -40,7 +41,7 @@ _Vocabulary = Annotated[
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Export(PolicySpec):
+class Export(PolicySource):
     """A checked export directory. Make one with `Export.load`.
 
     config: the parsed file as it is.

@@ -10,16 +10,16 @@ from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import CACHE_BYTES, DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor
 from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
-from reflex_runtime.policies.policy.model import WholeModel
+from reflex_runtime.policies.policy.model import PolicySource, WholeModel
 from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.rtc import Rtc
-from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.source import read_source
 from reflex_runtime.processors.base import Processor
 
 
 def load_policy(
-    source: PolicySpec | str | Path,
+    source: PolicySource | str | Path,
     slot: str = "prod",
     *,
     device: DeviceOptions | None = None,
@@ -35,7 +35,7 @@ def load_policy(
 
     ConfigError if the files or the model are wrong, or if they do not match.
     """
-    spec = source if isinstance(source, PolicySpec) else read_source(source)
+    spec = source if isinstance(source, PolicySource) else read_source(source)
     if not spec.staged:
         for flag, given in (("--rtc", rtc is not None), ("--adaptive-steps", adaptive)):
             if given:

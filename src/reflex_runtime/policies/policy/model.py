@@ -8,6 +8,7 @@ requests, tickets, caches or episodes. A subclass may be ONNX graphs, PyTorch mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix
-from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.processors.onnx import CPU
 
 Floats = NDArray[np.float32]
@@ -86,6 +87,18 @@ class WholeModel(PolicyModel):
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         """[n, chunk_size, any] in the model's units. noise: [n, chunk_size, x_dim], None unless `spec.takes_noise`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicySource(PolicySpec):
+    """What a policy says of itself before its model is loaded, and how to load it."""
+
+    def check(self) -> None:
+        """ConfigError for what can be found wrong with the files before the model is loaded."""
+
+    def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
+        """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
         raise NotImplementedError
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from reflex_runtime.policies.export.config_file import Resize, Size
 from reflex_runtime.policies.export.embodiment import Embodiment, Norm
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer
 from reflex_runtime.processors.onnx import CPU
-
-if TYPE_CHECKING:
-    from reflex_runtime.policies.policy.model import StagedModel, WholeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class DeviceOptions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PolicySpec:
-    """What a policy expects, gives and is. Its subclasses know the files and open the model.
+    """What a policy expects, gives and is.
 
     source: as errors and /health name it: a directory, `lerobot:DIR` or `python:module:make`.
     staged: it has a prefix and denoise steps as calls of their own ("decomposed" on the wire, else "monolithic").
@@ -81,10 +78,3 @@ class PolicySpec:
     def inference_mode(self) -> str:
         """The kind in the words of the wire and of exports: "decomposed" for staged models, else "monolithic"."""
         return "decomposed" if self.staged else "monolithic"
-
-    def check(self) -> None:
-        """ConfigError for what can be found wrong with the files before the model is loaded."""
-
-    def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
-        """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
-        raise NotImplementedError

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.options import settings
-from reflex_runtime.policies import PolicySpec
+from reflex_runtime.policies import PolicySource, PolicySpec
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
@@ -127,7 +127,7 @@ def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
     return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
 
 
-def serving(config: ServeConfig, specs: Mapping[str, PolicySpec]) -> Make:
+def serving(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Make:
     """What `web.serve` makes to serve policies. exports: by slot, see `PolicyRuntime`."""
 
     def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:

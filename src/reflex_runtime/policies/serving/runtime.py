@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.policies import Policy, PolicySpec
+from reflex_runtime.policies import Policy, PolicySource, PolicySpec
 from reflex_runtime.policies.policy.observation import warm_decoders
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
@@ -58,7 +58,7 @@ class PolicyRuntime:
     """
 
     def __init__(
-        self, config: ServeConfig, specs: Mapping[str, PolicySpec], on_fatal: Callable[[], None] | None = None
+        self, config: ServeConfig, specs: Mapping[str, PolicySource], on_fatal: Callable[[], None] | None = None
     ) -> None:
         self.config = config
         self.specs = dict(specs)

@@ -21,6 +21,7 @@ from reflex_runtime.policies import (
     FaultyProcessor,
     GuardedProcessor,
     Policy,
+    PolicySource,
     PolicySpec,
     load_policy,
     parse_fault,
@@ -122,7 +123,7 @@ class Slot:
         return gone
 
 
-def load(config: ServeConfig, slot: str, spec: PolicySpec) -> Policy:
+def load(config: ServeConfig, slot: str, spec: PolicySource) -> Policy:
     """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong."""
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
     provider = PROVIDERS.get(config.provider, config.provider)
