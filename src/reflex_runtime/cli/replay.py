@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import whole
 from reflex_runtime.telemetry.files import create, write_all
@@ -43,8 +43,6 @@ warning. Models that see images need a recording made with --record-images full.
 exit codes: 0 fine, 1 the file cannot be read (file and line are named), 2 bad arguments, or the model cannot be
 loaded, 3 something that --fail-on names differs
 """
-
-_EVERY = 0.5  # seconds between two lines of progress
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -152,7 +150,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
         slots=() if args.slot is None else (args.slot,),
         recorded_by=args.recorded_by or "",
         limit=limit,
-        progress=_Progress("requests"),
+        progress=ProgressLine("requests"),
     )
     same = _same_hardware(recording.header.hardware)
     failed = [diff for diff in fail_on if replay.failed(diff, same)]
@@ -326,25 +324,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not -1e308 < value < 1e308:
         return None
     return value
-
-
-class _Progress:
-    """Progress on stderr: on a terminal a line that is overwritten, elsewhere a line now and then."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._told = time.monotonic()
-        self._terminal = sys.stderr.isatty()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if done >= total:
-            if self._terminal:
-                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            return
-        if now - self._told < (_EVERY if self._terminal else 10 * _EVERY):
-            return
-        self._told = now
-        text = f"{done:,} of {total:,} {self._what}"
-        before, after = ("\r\x1b[K", "") if self._terminal else ("", "\n")
-        print(f"{before}{text}", end=after, file=sys.stderr, flush=True)

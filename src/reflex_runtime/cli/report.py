@@ -1,4 +1,4 @@
-"""`reflex report`: A against B out of journals, as text, JSON and a picture."""
+"""`reflex report`: A against B out of journals, as text, JSON and a picture; recorded episodes as a LeRobot dataset."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import json
 import sys
 from pathlib import Path
 
+from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import whole
 from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
 Sum up what `reflex serve` wrote with --record DIR or --trace FILE: per slot its requests, episodes, success with a
 95 % Wilson interval, latency, guard and errors; a compared with b by e-values, which stay valid however often you look;
 the shadow's divergence; and a timeline of decisions.
+
+With --to-lerobot the recorded episodes are written as a LeRobotDataset v3.0 instead, to train on what the robots did.
 """
 
 _EPILOG = """\
@@ -22,6 +26,8 @@ examples:
   reflex report monday.jsonl.gz tuesday.jsonl.gz  two files as one run
   reflex report recordings/ --format json         for programs
   reflex report recordings/ --out ab              also ab.svg and ab.png: success and e-values over time
+  reflex report recordings/ --to-lerobot fleet                 one frame a request, with its whole chunk
+  reflex report recordings/ --to-lerobot fleet --frames steps  one frame a control step, with what was executed
 
 An e-value of 1,000 decides: if both are equally good, the chance that it ever reaches 1,000 is at most 1 in 1,000.
 
@@ -46,6 +52,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="POINTS",
         help="b counts as not worse if its success is at most this much lower, in (0, 100) percentage points",
     )
+    add(
+        "--to-lerobot",
+        type=Path,
+        metavar="DIR",
+        help="write the episodes of recordings with images (--record-images full) as a LeRobotDataset v3.0 into DIR, "
+        "which must be new or empty; needs the extra `datasets`",
+    )
+    add(
+        "--frames",
+        metavar="requests|steps",
+        help="with --to-lerobot: one frame a request (default), or one a control step that was executed",
+    )
+    add(
+        "--fps",
+        metavar="N",
+        help="with --to-lerobot: frames a second; default: the rate of the requests, or with --frames steps the "
+        "control rate in the recording",
+    )
+    add("--episode", metavar="ID", help="with --to-lerobot: only the episode with this id")
     parser.set_defaults(run=run)
 
 
@@ -61,6 +86,11 @@ def run(args: argparse.Namespace) -> int:
         margin = 0.0
     if not 0.0 < margin < 100.0:
         raise ConfigError(f"--margin={args.margin}: must be in (0, 100) percentage points")
+    if args.to_lerobot is not None:
+        return _exported(args)
+    for option in ("frames", "fps", "episode"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option}: has no effect without --to-lerobot")
     try:
         found = report(args.paths, margin=margin / 100.0)
     except JournalError as error:
@@ -73,3 +103,39 @@ def run(args: argparse.Namespace) -> int:
         paths = draw_report(found, args.out)
         print(f"wrote {' and '.join(str(p) for p in paths)}", file=sys.stderr)
     return 0
+
+
+# -- datasets ----------------------------------------------------------------------------------------------------------
+
+
+def _exported(args: argparse.Namespace) -> int:
+    from reflex_runtime.policies.records.episodes import RecordedEpisodes
+    from reflex_runtime.policies.records.lerobot_dataset import FRAME_KINDS, MOST_FPS, need_packages, write_lerobot
+
+    kind = args.frames or "requests"
+    if kind not in FRAME_KINDS:
+        raise ConfigError(f"--frames={kind}: must be one of {', '.join(FRAME_KINDS)}")
+    if args.out is not None:
+        raise ConfigError("--out: has no effect with --to-lerobot")
+    fps = None if args.fps is None else whole("--fps", args.fps, 1, MOST_FPS)
+    need_packages()
+    target = _empty(args.to_lerobot)
+    try:
+        with RecordedEpisodes(args.paths, target, args.episode, ProgressLine("requests read")) as found:
+            written = write_lerobot(found, target, kind=kind, fps=fps, advance=ProgressLine("requests written"))
+    except JournalError as error:
+        print(f"reflex report: {error.message}", file=sys.stderr)
+        return 1
+    print(json.dumps(written.as_dict(), indent=1) if args.format == "json" else written.text())
+    return 0
+
+
+def _empty(target: Path) -> Path:
+    """A directory without anything in it, for its owner alone if it is new: it will hold pictures."""
+    try:
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if next(target.iterdir(), None) is not None:
+            raise ConfigError(f"--to-lerobot={target}: not empty; name a new directory")
+    except OSError as error:
+        raise ConfigError(f"--to-lerobot={target}: {error.strerror or error}") from error
+    return target

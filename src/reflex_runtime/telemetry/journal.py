@@ -64,8 +64,9 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     """First line. started_at: UTC wall clock at `origin`, the monotonic second from which `arrival` counts.
 
     payloads: whether request lines carry what was asked and answered. split: a's percent at the beginning. part: of its
-    session, from 1; later parts continue with the same origin, ids and numbers. What only a policy server knows is
-    empty in other journals.
+    session, from 1; later parts continue with the same origin, ids and numbers. control_rate_hz, state_names,
+    action_names: of the embodiment, where its file has them. What only a policy server knows is empty in other
+    journals.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -83,6 +84,9 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     model_type: str = ""
     export_kind: str = ""
     embodiment: str = ""
+    control_rate_hz: float | None = None
+    state_names: list[str] = []
+    action_names: list[str] = []
     hardware: Any = None
     providers: list[str] = []
     redaction: dict[str, Any] = {}

@@ -197,6 +197,8 @@ def test_t1_the_header_says_what_was_served(seeing: Path, there: Path) -> None:
         "model_hash": export.model_hash, "config_hash": export.config_hash, "model_type": "flow_matching",
         "export_kind": "decomposed", "embodiment": "bench-arm",
     }  # fmt: skip
+    robot = {key: header[key] for key in ("control_rate_hz", "state_names", "action_names")}
+    assert robot == {key: EMBODIMENT[key] for key in robot}
     assert (header["export_dir"], header["reflex_version"]) == (str(seeing), __version__)
     assert header["hardware"]["cores"] >= 1
     assert header["providers"] == ["CPUExecutionProvider"]

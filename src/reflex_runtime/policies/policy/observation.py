@@ -173,6 +173,12 @@ def decode_image(
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
 
 
+def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
+    """(height, width) of a PNG or JPEG by its header alone; InvalidRequest when it is neither, or above 4096²."""
+    with _opened(data, field) as image:
+        return image.height, image.width
+
+
 def warm_decoders() -> None:
     """Decode a small PNG and JPEG: the first one imports Pillow, which may take longer than a deadline."""
     import PIL.Image

@@ -15,8 +15,9 @@ from typing import Any
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
+from reflex_runtime.policies.records.episodes import journals_in
 from reflex_runtime.policies.rollout.comparison import Comparison, wilson
-from reflex_runtime.telemetry.journal import Header, JournalError, Note, RequestLine
+from reflex_runtime.telemetry.journal import Header, Note, RequestLine
 from reflex_runtime.telemetry.journal_reader import JournalReader
 
 WIDTH = 80
@@ -224,11 +225,8 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
 
     alpha, margin: of the `Comparison`. Raises JournalError for a file that is no journal, or when there is none.
     """
-    files = list(_files(paths))
-    if not files:
-        raise JournalError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
-    headers = {path: JournalReader(path).header for path in files}
-    files.sort(key=lambda path: (headers[path].started_at, headers[path].session_id, headers[path].part))
+    headers = journals_in(paths)
+    files = list(headers)
     found = RolloutReport(files)
     notes: list[Note] = []
     for path in files:
@@ -243,14 +241,6 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
         found.comparison = Comparison(50 if first is None else first, alpha, margin)
     _follow(found, notes)
     return found
-
-
-def _files(paths: Iterable[Path]) -> Iterable[Path]:
-    for path in paths:
-        if path.is_dir():
-            yield from sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.gz")))
-        else:
-            yield path
 
 
 def _read(path: Path, found: RolloutReport) -> list[Note]:

@@ -73,6 +73,7 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
     """What a policy server adds to the first line of a journal."""
     first = next(iter(slots.values())).policy
     spec = first.spec
+    robot = spec.embodiment
     policies = [
         {"slot": name, "model_id": slot.policy.spec.model_id, "model_hash": slot.policy.spec.model_hash}
         for name, slot in slots.items()
@@ -83,7 +84,10 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
         "export_dir": spec.source,
         "model_type": spec.model_type,
         "export_kind": spec.inference_mode,
-        "embodiment": spec.embodiment.name,
+        "embodiment": robot.name,
+        "control_rate_hz": robot.control_rate_hz,
+        "state_names": robot.state_names,
+        "action_names": robot.action_names,
         "hardware": hardware(),
         "providers": [first.describe()["provider"]],
         "policies": policies if len(slots) > 1 else None,
