@@ -16,6 +16,7 @@ import reflex_runtime
 from reflex_runtime import cli
 from reflex_runtime.config import LLMServeConfig, ServeConfig
 from reflex_runtime.options import flag, headed
+from serving.exports import write_tiny
 
 REFLEX = [sys.executable, "-m", "reflex_runtime"]
 
@@ -39,7 +40,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
         ("demo-export {file}/x", "reflex demo-export: {file}/x: Not a directory"),
         ("simulate --duration-s 3 --picture {file}/x.svg", "reflex simulate: --picture={file}/x.svg: cannot make"),
         ("simulate --duration-s 3 --picture /proc/no/x", "reflex simulate: --picture=/proc/no/x: cannot make"),
-        ("demo --out {file}/x", "reflex demo: {file}/x: Not a directory"),
+        ("demo --out {file}/x", "reflex demo: --out={file}/x: cannot make this directory: Not a directory"),
         ("trace {file}/x", "reflex trace: {file}/x"),
         ("replay {file}/x --schedule", "reflex replay: "),
     ],
@@ -136,15 +137,101 @@ finally:
         ),
         ("feeds a=b.mp4 --relatime", "reflex feeds: unrecognized arguments: --relatime; did you mean --realtime?"),
         ("simulate --zzzz", "reflex simulate: unrecognized arguments: --zzzz"),
+        ("--versoin", "reflex: --versoin: no such option; did you mean --version?"),
+        (
+            "serve . more",
+            "reflex serve: unrecognized arguments: more; write reflex serve [SOURCE]; reflex serve --help",
+        ),
+        ("demo-export", "reflex demo-export: missing: DIR; write reflex demo-export DIR; reflex demo-export --help"),
+        (
+            "demo-export x --kind monolitic",
+            "reflex demo-export: --kind=monolitic: must be one of monolithic, decomposed; did you mean monolithic?",
+        ),
+        ("demo --robots many", "reflex demo: --robots=many: must be a whole number"),
+        ("probe http://x --timeout-s soon", "reflex probe: --timeout-s=soon: must be a number"),
+        ("serve . --max-queue", "reflex serve: --max-queue: expected one argument; write --max-queue N"),
     ],
 )
-def test_a_misspelt_verb_or_option_is_told_the_nearest(
+def test_a_wrong_command_line_is_told_what_may_stand_there(
     arguments: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments.split())
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith(says)
+
+
+def test_reflex_alone_lists_its_verbs() -> None:
+    done = run()
+    assert (done.returncode, done.stdout) == (2, "")
+    for verb, text in cli.VERBS.items():
+        assert f"{verb} {text}" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            "simulate --policy windw",
+            "--policy=windw: must be one of window, by_cost, by_size, greedy; did you mean window?",
+        ),
+        (
+            "simulate --arrivals Poison",
+            "--arrivals=Poison: must be one of poisson, bursty, diurnal, heavy, closed; did you mean poisson?",
+        ),
+        ("simulate --arrivals closed --think arond:1,2", "did you mean around?"),
+        ("simulate --rate fast", "--rate=fast: must be a number in [0.001, 100000] 1/s"),
+        ("serve . --rtc-schedule linear", "; did you mean LINEAR?"),
+        (
+            "serve nowhere --no-supervise",
+            "nowhere: not found, expected an export directory; to write the bundled one there: "
+            "reflex demo-export nowhere",
+        ),
+        (
+            "serve {export} --no-supervise --port 0 --provider gpu",
+            "--provider=gpu: not in this onnxruntime, which has ",
+        ),
+        (
+            "serve {export} --no-supervise --port 0 --provider CPUExecutionProvidr",
+            "; did you mean CPUExecutionProvider?",
+        ),
+        ("serve {export} --no-supervise --port 0 --trace nodir/t.jsonl", "there is no directory nodir; make it first"),
+        ("serve . --config {serv}", "serv: no such table; there may be serve; did you mean serve?"),
+        ("trace --prompts hi --priority urgnt", "must be one of urgent, default, background; did you mean urgent?"),
+        (
+            "trace --prompts hi ho --priority urgnt",
+            "background, or 2 of them with commas, one for each prompt; did you mean ",
+        ),
+        ("trace --prompts hi --at 1,2", "--at=1,2: must be a whole number in [0, 999999999], such as 0"),
+        (
+            "trace --prompts hi ho --at 1",
+            "must be 2 whole numbers, one for each prompt, in [0, 999999999], such as 0,1",
+        ),
+        ("trace --prompts hi --model nope", "--model=nope: no such directory; scribe is the bundled model"),
+        ("trace {serv} --units token", "--units=token: must be one of grants, ms, requests"),
+        ("trace {serv}", "serv.toml, line 1: not a journal: "),
+        ("trace {serv}", "; reflex serve --trace FILE or --record DIR writes one"),
+        ("replay {serv}", "give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two"),
+        ("report {serv} --format jsn", "--format=jsn: must be one of text, json; did you mean json?"),
+        ("feeds {serv}", "must be NAME=SOURCE, such as serv={serv}"),
+        ("feeds a=chaos:seeed=3 --onnx shapes", "; did you mean seed?"),
+        ("status http://nowhere.invalid", "no such host"),
+        ("status http://127.0.0.1:1", "nothing listens there; start one with reflex serve, or give its URL"),
+        ("bench http://127.0.0.1:1 --wire opnpi", "; did you mean openpi?"),
+        ("bench http://127.0.0.1:1 --arrivals poisson", "needs --rate: requests per second in all, such as --rate 20"),
+        ("probe http://127.0.0.1:1 --wire openpi --observation {serv}", "numpy.savez(FILE, **observation) writes one"),
+    ],
+)
+def test_an_error_says_what_to_write_next(
+    arguments: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("serv.toml").write_text("[serv]\nmax_queue = 3\n")
+    write_tiny(Path("tiny"))
+    words = [word.format(export="tiny", serv="serv.toml") for word in arguments.split()]
+    assert cli.main(words) in (1, 2)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says.format(serv="serv.toml") in line
 
 
 @pytest.mark.parametrize(("words", "kind"), [(["serve"], ServeConfig), (["serve", "scribe"], LLMServeConfig)])

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("reflex.config")
 
+LONGEST_WORD = 64  # characters; nothing is near a longer one, and the search would take long
+
 Places = Mapping[str, str]  # where each setting was given: --split, REFLEX_SPLIT, or reflex.toml: [serve] split
 
 
@@ -95,7 +97,7 @@ def validate(config: Any, name: str = "") -> None:
                 raise ConfigError(f"{setting}={shown}: must be {kind} {_range(meta)}", field=f.name)
         if meta.get("choices") and value not in meta["choices"]:
             shown = repr(value) if name else one_line(value)
-            raise ConfigError(f"{setting}={shown}: must be one of {', '.join(meta['choices'])}", field=f.name)
+            raise ConfigError(f"{setting}={shown}: {one_of(str(value), meta['choices'])}", field=f.name)
 
 
 def _range(meta: Mapping[str, Any]) -> str:
@@ -131,13 +133,22 @@ def seconds(text: str, *units: str) -> float:
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """What to append to an error on an unknown word: the nearest known one, if one is near."""
-    near = difflib.get_close_matches(word, sorted(known), 1, 0.7)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+    """What to append to an error on an unknown word: the nearest known one, if one is near. Case does not matter."""
+    if len(word) > LONGEST_WORD:
+        return ""
+    names = {name.lower(): name for name in sorted(known)}
+    near = difflib.get_close_matches(word.lower(), names, 1, 0.7)
+    return f"; did you mean {prefix}{names[near[0]]}?" if near else ""
 
 
-def convert(value: Any, kind: Any, where: str) -> Any:
-    """A value of the field's type from TOML, a flag or an environment string."""
+def one_of(word: str, choices: Iterable[str]) -> str:
+    """What an error says of a value that is none of the choices."""
+    known = list(choices)
+    return f"must be one of {', '.join(known)}{did_you_mean(word, known)}"
+
+
+def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = None) -> Any:
+    """A value of the field's type from TOML, a flag or an environment string. meta: of the field, for its range."""
     try:
         if kind in (bool, bool | None):
             if isinstance(value, bool):
@@ -161,6 +172,8 @@ def convert(value: Any, kind: Any, where: str) -> Any:
         wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
             kind, "text"
         )
+        if meta and meta["low"] is not None:
+            wanted += f" in {_range(meta)}"
         raise ConfigError(f"{where}={one_line(value)}: must be {wanted}") from None
 
 
@@ -268,8 +281,9 @@ def _without_effect(config: Any, name: str, missing: Mapping[str, str]) -> str:
     """Why a setting has no effect, "" if it has one."""
     meta = {f.name: f for f in fields(config)}[name].metadata
     needs, unless = str(meta.get("needs", "")), str(meta.get("unless", ""))
-    if unless and any(not _lacks(config, need, missing) for need in unless.split("|")):
-        return f"has no effect with {_in_words(unless)}"
+    there = [need for need in unless.split("|") if need and not _lacks(config, need, missing)]
+    if there:
+        return f"has no effect with {_in_words('|'.join(there))}"
     if not needs:
         return ""
     lacking = [_lacks(config, need, missing) for need in needs.split("|")]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag
+from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, one_line
 
 log = logging.getLogger("reflex.config")
 
@@ -47,12 +47,13 @@ def read(
 ) -> tuple[C, Places]:
     """`load` for a command that knows facts which settings need: it calls `check_needs` itself, with the places."""
     hints = get_type_hints(kind)
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    metas = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
+    names = metas.keys()
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
 
     def give(name: str, value: Any, place: str) -> None:
-        values[name], places[name] = convert(value, hints[name], place), place
+        values[name], places[name] = convert(value, hints[name], place, metas[name]), place
 
     for key, value in (_table(file, section, beside) if file is not None else {}).items():
         name = key.replace("-", "_")
@@ -112,8 +113,9 @@ def _table(file: Path, section: str, beside: tuple[str, ...]) -> dict[str, Any]:
     tables = read_toml(file)
     stray = next((name for name in tables if name != section and name not in beside), None)
     if stray is not None:  # a misspelt table must not pass for defaults
-        others = "".join(f" and {name}" for name in beside)
-        raise ConfigError(f"{file}: found {stray!r}, expected only the table [{section}]{others}")
+        known = (section, *beside)
+        near = did_you_mean(stray, known)
+        raise ConfigError(f"{file}: {one_line(stray)}: no such table; there may be {' and '.join(known)}{near}")
     found = tables.get(section, {})
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: [{section}] must be a table")

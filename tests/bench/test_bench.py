@@ -149,7 +149,7 @@ def test_x5_figures_and_picture_are_written(server: Server, tmp_path: Path, caps
         (["x", "--arrivals", "poisson"], "--arrivals=poisson needs --rate"),
         (["x", "--rate", "5"], "--rate needs --arrivals=constant or --arrivals=poisson or --arrivals=bursts"),
         (["x", "--arrivals", "bursts", "--rate", "9000", "--round-s", "100"], "over 2,000,000 requests in all"),
-        (["x", "--think-ms", "5", "--rate-hz", "5"], "--think-ms has no effect with --rate-hz or --replay"),
+        (["x", "--think-ms", "5", "--rate-hz", "5"], "--think-ms has no effect with --rate-hz"),
         (["x", "--replay", "f", "--round-s", "5"], "--round-s has no effect with --replay"),
         (["x", "--replay", "no.jsonl"], "no.jsonl: No such file"),
         (["x", "--observation", "no.npz"], "--observation=no.npz: cannot be read"),

@@ -47,7 +47,7 @@ ENDLESS = "a=shapes:seed=1"
         ((SHORT, "--onnx", "none.onnx"), "--onnx=none.onnx: no such file"),
         ((SHORT, "--onnx", "shapes", "--queue-capacity", "3"), "--queue-capacity=3: must be at least --max-batch"),
         ((SHORT, "--config", "none.toml"), "--config=none.toml: No such file"),
-        ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: No such file"),
+        ((SHORT, "--results", "no/where"), "--results=no/where: cannot be written: there is no directory no;"),
         ((SHORT, "--results", "."), "--results=.: is a directory"),
         ((SHORT, "--trace", "no/where"), "--trace=no/where: cannot be written"),
         ((SHORT, "--annotate", "mine.py"), "--annotate=mine.py: cannot be made: File exists"),
@@ -108,7 +108,7 @@ def test_f14_a_processor_that_cannot_be_had_is_refused_in_one_line(
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nrestarts = 5", "restarts: is for cameras, and a.mp4 is a file"),
         ("[[feed]]\nname = 'a'\nsource = 'a.mp4'\nread_timeout_s = 5\nrealtime = true", "read_timeout_s: is for cam"),
         ("[feeds]\nrestarts = inf", "[feeds] restarts=inf: must be a whole number"),
-        ("[fedes]\nonnx = 'x'", "found 'fedes', expected only the table [feeds] and feed"),
+        ("[fedes]\nonnx = 'x'", "fedes: no such table; there may be feeds and feed; did you mean feeds?"),
     ],
 )
 def test_f14_a_wrong_file_is_refused_in_one_line(

@@ -253,7 +253,7 @@ def test_a_full_disk_is_remembered_and_touches_nobody() -> None:
 
 
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"JournalWriter\.to='.*/no/t\.jsonl': cannot be written: No such file"):
+    with pytest.raises(ConfigError, match=r"JournalWriter\.to='.*/no/t\.jsonl': cannot be written: there is no"):
         JournalWriter(tmp_path / "no" / "t.jsonl")
     with pytest.raises(ConfigError, match=r"capacity=0: must be >= 1"):
         JournalWriter(tmp_path / "t.jsonl", capacity=0)

@@ -212,7 +212,7 @@ def test_units_that_cannot_share_an_axis_are_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     trace = trace_of(tokens(), LLM)
-    with pytest.raises(ConfigError, match=r"--out=.*/no/p: cannot be written: No such file"):
+    with pytest.raises(ConfigError, match=r"--out=.*/no/p: cannot be written: there is no directory .*; make it first"):
         write_pictures(trace, trace.batches, tmp_path / "no" / "p")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 import pytest
 
 from reflex_runtime.web.errors import InvalidRequest
-from reflex_runtime.web.fields import check_id
+from reflex_runtime.web.fields import check_id, invalid_field, suggestion
 
 
 @pytest.mark.parametrize("value", ["", "arm 1", "a" * 256, "é" * 128, "\u2028"])
@@ -18,3 +21,38 @@ def test_h3_an_id_that_is_longer_or_holds_control_characters_is_refused_by_name(
     with pytest.raises(InvalidRequest, match=r"^robot_id: ") as caught:
         check_id("robot_id", value)
     assert caught.value.details["field"] == "robot_id"
+
+
+class _Part(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "system"] = "user"
+
+
+class _Body(msgspec.Struct, forbid_unknown_fields=True):
+    instruction: str | None = None
+    parts: list[_Part] | None = None
+    names: dict[str, int] | None = None
+
+
+def refused(body: bytes) -> msgspec.ValidationError:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        msgspec.json.decode(body, type=_Body)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("body", "meant"),
+    [
+        (b'{"instuction": "x"}', "; did you mean instruction?"),
+        (b'{"parts": [{}, {"roel": "user"}]}', "; did you mean role?"),
+        (b'{"parts": [{"role": "sytem"}]}', "; must be one of user, system; did you mean system?"),
+        (b'{"zzz": 1}', ""),
+        (b'{"instruction": 1}', ""),
+        (b'{"names": {"a": "b"}}', ""),
+        (b'{"' + b"instruction" * 10_000 + b'": 1}', ""),  # a search for what is near would take seconds
+    ],
+)
+def test_h3_an_unknown_field_or_value_is_told_the_nearest(body: bytes, meant: str) -> None:
+    error = refused(body)
+    assert suggestion(str(error), _Body) == meant
+    assert invalid_field(error, _Body).message.endswith(meant)
+    assert "did you mean" not in invalid_field(error).message

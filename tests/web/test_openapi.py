@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,8 @@ import pytest
 
 from policies.tiny import write_export
 from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.serving.openapi import document
+from reflex_runtime.policies.serving.openapi import act_example, document
+from reflex_runtime.web.openapi import page
 from serving.exports import write_tiny
 from serving.harness import Server
 from serving.openai_toy import Toy
@@ -70,9 +76,9 @@ def test_h7_so_is_one_with_two_policies_and_a_key(pair: Pair, tmp_path: Path) ->
 def test_h7_a_model_server_is_as_it_is_described(tmp_path: Path) -> None:
     with Toy(max_queue=20) as server:
         tried(tmp_path, server.port)
-        page = server.get("/docs")
-        assert (page.status, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
-        assert all(path.encode() in page.body for path in described(server)["paths"])
+        docs = server.get("/docs")
+        assert (docs.status, docs.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert all(path.encode() in docs.body for path in described(server)["paths"])
         assert set(_references(described(server))) <= {
             f"#/components/schemas/{name}" for name in described(server)["components"]["schemas"]
         }
@@ -94,6 +100,50 @@ def test_h7_what_the_policies_need_is_required_and_nothing_else(tmp_path: Path) 
         schema = described(server)["paths"]["/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert schema["required"] == ["state"]
         assert "allOf" not in schema
+
+
+@pytest.mark.parametrize("make", [write_export, write_tiny])
+def test_h7_the_example_of_docs_works_when_pasted(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    with Server(make(tmp_path / "export")) as server:
+        assert pasted(server, "/act").status == 200
+
+
+def test_h7_the_example_of_a_model_servers_docs_works_when_pasted() -> None:
+    with Toy() as server:
+        assert pasted(server, "/v1/completions").status == 200
+
+
+def test_h7_the_example_has_every_camera_under_the_name_it_is_sent(tmp_path: Path) -> None:
+    export = Export.load(write_export(tmp_path / "export"))
+    for cameras, top, further in (
+        (["front"], ["image"], []),
+        (["image", "image_wrist"], ["image", "image_wrist"], []),
+        (["image", "left", "right"], ["image"], ["left", "right"]),
+    ):
+        body = act_example([replace(export, images=dict.fromkeys(cameras, (8, 8)))])
+        assert [name for name in body if name.startswith("image") and name != "images"] == top
+        assert list(body.get("images", {})) == further
+
+
+def test_the_examples_name_the_server_as_it_was_asked_and_nothing_that_is_no_host(tmp_path: Path) -> None:
+    described = document({"prod": Export.load(write_tiny(tmp_path / "tiny"))}, True)
+    assert b"curl arm.lab:8000/act " in page(described, b"arm.lab:8000")
+    assert b"curl &#x27;[::1]:80/act&#x27; " in page(described, b"[::1]:80")
+    assert b"curl 127.0.0.1:8000/act " in page(described, b"x'; rm -rf /")
+    assert b"Authorization: Bearer KEY" in page(described)
+    assert b"Bearer KEY" not in page(document({"prod": Export.load(tmp_path / "tiny")}, False))
+
+
+def pasted(server: Any, path: str) -> Any:
+    """Run the command of /docs for a path, and return the answer; the one of /openapi.json is the same body."""
+    shown = html.unescape(server.get("/docs").body.decode())
+    url = rf"\S+:{server.port}{path}"
+    (command,) = re.findall(rf"<pre><code>(curl {url} .*?)</code></pre>", shown, re.DOTALL)
+    words = shlex.split(command.replace("\\\n", " "))
+    assert words[2:5] == ["-H", "Content-Type: application/json", "-d"]
+    content = described(server)["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    assert json.loads(words[5]) == content["example"]
+    return server.ask("POST", path, words[5].encode(), {"Content-Type": "application/json"})
 
 
 def _references(value: Any) -> list[str]:

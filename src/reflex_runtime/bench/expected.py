@@ -97,10 +97,17 @@ def read_observation(path: Path | str) -> dict[str, Any]:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"--observation={path}: cannot be read as .npz: {error}") from None
+        raise ConfigError(f"--observation={path}: cannot be read as .npz: {_why(error)}") from None
     return {
         name: value.item() if value.dtype.kind in "US" and value.size == 1 else value for name, value in found.items()
     }
+
+
+def _why(error: Exception) -> str:
+    """Why a file is no observation. What numpy says of pickles is no advice to follow."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return "numpy.savez(FILE, **observation) writes one"
 
 
 def _picture(height: int, width: int) -> NDArray[np.uint8]:

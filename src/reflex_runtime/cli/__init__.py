@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.options import did_you_mean, one_line
+from reflex_runtime.options import did_you_mean, one_line, one_of
 from reflex_runtime.processors.quiet import telemetry_off
 from reflex_runtime.version import __version__
 
+_MISSING = "the following arguments are required: "  # argparse's words
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 VERBS = {
@@ -38,8 +39,11 @@ VERBS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Usage errors are one line and exit status 2. anywhere: a list of words that may also stand behind options.
-    elsewhere: options that are not known here, with what an error says of them."""
+    """Usage errors are one line that says what may stand there, and exit status 2.
+
+    anywhere: a list of words that may also stand behind options. elsewhere: options that are not known here, with what
+    an error says of them.
+    """
 
     def __init__(
         self, *args: Any, anywhere: str = "", elsewhere: Mapping[str, str] = MappingProxyType({}), **more: Any
@@ -48,6 +52,8 @@ class Parser(argparse.ArgumentParser):
         self._anywhere, self._elsewhere = anywhere, elsewhere
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith(_MISSING):
+            message = f"missing: {message.removeprefix(_MISSING)}; {self._form()}"
         self.exit(2, f"{self.prog}: {message}\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -61,7 +67,44 @@ class Parser(argparse.ArgumentParser):
         if unknown is not None:
             hint = self._elsewhere.get(unknown) or did_you_mean(unknown, self._option_string_actions)
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(map(one_line, rest))}; {self._form()}")
         return found, rest
+
+    def _form(self) -> str:
+        """How the command is written, without its options."""
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [action for action in self._actions if not action.option_strings], [], "")
+        return f"write {' '.join(formatter.format_help().split())}; {self.prog} --help shows all options"
+
+    # What argparse says of these values names neither the option alone nor what may stand there.
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            self.error(f"{_named(action)}={one_line(value)}: {one_of(str(value), action.choices)}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            if action.type not in (int, float):
+                raise
+            kind = "a whole number" if action.type is int else "a number"
+            self.error(f"{_named(action)}={one_line(arg_string)}: must be {kind}")
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            if not action.option_strings or action.nargs is not None:
+                raise
+            name = _named(action)
+            self.error(f"{name}: expected one argument; write {name} {action.metavar or action.dest.upper()}")
+
+
+def _named(action: argparse.Action) -> str:
+    """An option by its long flag; a positional argument by its name."""
+    return action.option_strings[-1] if action.option_strings else str(action.metavar or action.dest)
 
 
 def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
@@ -78,6 +121,8 @@ def build_parser(words: Sequence[str]) -> argparse.ArgumentParser:
             verbs.add_parser(name, help=text)
     if verb in VERBS:
         import_module(f"reflex_runtime.cli.{_module(verb, words[1:])}").add_parser(verbs)
+    elif verb.startswith("-") and not any(name.startswith(verb) for name in ("-h", "--help", "--version")):
+        parser.error(f"{one_line(verb)}: no such option{did_you_mean(verb, ('--help', '--version'))}")
     elif verb and not verb.startswith("-"):
         parser.error(f"{one_line(verb)}: no such verb{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
     return parser
@@ -99,7 +144,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         telemetry_off()  # also that of libraries which a processor of the user's imports
         words = sys.argv[1:] if argv is None else argv
-        args = build_parser(words).parse_args(words)
+        parser = build_parser(words)
+        if not words:
+            parser.print_help(sys.stderr)
+            return 2
+        args = parser.parse_args(words)
         told.append(args.verb)
         return int(args.run(args))
 

@@ -114,10 +114,10 @@ class BenchConfig:
     def __post_init__(self) -> None:
         validate(self)
         if self.arrivals != "closed" and not self.rate:
-            raise ConfigError(f"--arrivals={self.arrivals} needs --rate")
+            raise ConfigError(f"--arrivals={self.arrivals} needs --rate: requests per second in all, such as --rate 20")
         if self.rate * (self.round_s + self.warmup_s) * self.rounds > MOST:
             raise ConfigError(
-                f"--rate={self.rate:g}: over {MOST:,} requests in all; take less of --round-s or --rounds"
+                f"--rate={self.rate:g}: over {MOST:,} requests in all; lower it, --round-s or --rounds"
             )
 
 
@@ -167,7 +167,7 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
     from reflex_runtime.bench.expected import read_observation
     from reflex_runtime.bench.load import BenchSide, LoadJob
     from reflex_runtime.bench.target import Target
-    from reflex_runtime.options import did_you_mean
+    from reflex_runtime.options import one_of
 
     key = config.api_key or os.environ.get("REFLEX_API_KEY", "")
     sides = [BenchSide(url, config.wire)]
@@ -175,8 +175,7 @@ def _job(config: BenchConfig, url: str, beside: str | None) -> LoadJob:
         sides.append(BenchSide(beside or url, config.beside_wire or config.wire))
     for side, name in zip(sides, ("--wire", "--beside-wire"), strict=False):
         if side.wire not in CALLERS:
-            near = did_you_mean(side.wire, CALLERS)
-            raise ConfigError(f"{name}={one_line(side.wire)}: must be one of {', '.join(CALLERS)}{near}")
+            raise ConfigError(f"{name}={one_line(side.wire)}: {one_of(side.wire, CALLERS)}")
         if (scheme := Target.of(side.url, key).scheme) not in CALLERS[side.wire].schemes:
             known = ", ".join(f"{known}://" for known in CALLERS[side.wire].schemes)
             raise ConfigError(f"{name}={side.wire}: not at {scheme}://; give the URL as {known}")
@@ -208,9 +207,9 @@ def _recorded(file: str) -> list[float]:
 
     times = sorted(line.arrival for line in read_journal(file, images=False).requests)
     if not times:
-        raise ConfigError(f"--replay={one_line(file)}: no requests in it")
+        raise ConfigError(f"--replay={one_line(file)}: no requests in it; record some with reflex serve --trace FILE")
     if len(times) > MOST:
-        raise ConfigError(f"--replay={one_line(file)}: over {MOST:,} requests in it")
+        raise ConfigError(f"--replay={one_line(file)}: has {len(times):,} requests; at most {MOST:,} can be sent")
     return [at - times[0] for at in times]
 
 

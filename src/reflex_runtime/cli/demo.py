@@ -80,16 +80,16 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.telemetry.journal_reader import read_journal
 
     if args.ab and args.variant:
-        raise ConfigError(f"--variant={args.variant}: --ab runs both")
+        raise ConfigError(f"--variant={args.variant}: --ab runs v1 and v2; leave one of the two out")
     if args.ab and args.call_ms is not None:
-        raise ConfigError(f"--call-ms={args.call_ms:g}: not with --ab")
+        raise ConfigError(f"--call-ms={args.call_ms:g}: not with --ab; leave one of the two out")
     if args.wire == "openpi":
         if args.ab:
-            raise ConfigError("--wire=openpi: not with --ab: openpi has no word for how an episode ended")
+            raise ConfigError("--wire=openpi: not with --ab: openpi cannot say how an episode ended; leave one out")
         need_client()
     args.call_ms = 8.0 if args.call_ms is None else args.call_ms
     if not 0.0 <= args.call_ms <= 1000.0:
-        raise ConfigError(f"--call-ms={args.call_ms:g}: must be in [0, 1000]")
+        raise ConfigError(f"--call-ms={args.call_ms:g}: must be in [0, 1000] ms")
     args.variant = args.variant or "v2"
     args.robots = (8 if args.ab else 6) if args.robots is None else args.robots
     args.episodes = (40 if args.ab else 2) if args.episodes is None else args.episodes
@@ -99,7 +99,10 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("metaworld", "cv2") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} not installed: in a clone, pip install '.[demo]'")
-    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out={args.out}: cannot make this directory: {error.strerror}") from None
     trace = args.out / "batches.jsonl"
     console = Console()
     if args.ab:

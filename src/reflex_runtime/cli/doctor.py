@@ -75,16 +75,16 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print them; returns the exit code."""
     from reflex_runtime.policies.doctor.doctor import examine
     from reflex_runtime.policies.export.directory import check_directory
-    from reflex_runtime.processors.onnx import CPU, CUDA
+    from reflex_runtime.processors.onnx import PROVIDERS
 
     check_directory(args.directory)
     threads = whole("--threads", args.threads, 1, 256)
     horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():
-        raise ConfigError("--instruction: is empty, expected words")
+        raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
     diagnosis = examine(
         args.directory,
-        {"cpu": CPU, "cuda": CUDA}.get(args.provider, args.provider),
+        PROVIDERS.get(args.provider, args.provider),
         threads,
         instruction=args.instruction,
         rtc_horizon=horizon,

@@ -402,12 +402,12 @@ def _refused(config: FeedsConfig, error: Exception) -> ConfigError:
 def _onnx(config: FeedsConfig) -> BatchProcessor:
     from reflex_runtime.demo.shapes import DETECTOR
     from reflex_runtime.feeds.onnx import OnnxFrames
-    from reflex_runtime.processors.onnx import CPU, CUDA, check_provider
+    from reflex_runtime.processors.onnx import PROVIDERS, check_provider
 
     path = DETECTOR if config.onnx == "shapes" else Path(config.onnx)
     if not path.is_file():
         raise ConfigError(f"--onnx={one_line(config.onnx)}: no such file (shapes is the bundled detector)")
-    provider = {"cpu": CPU, "cuda": CUDA}.get(config.provider, config.provider)
+    provider = PROVIDERS.get(config.provider, config.provider)
     try:
         check_provider(provider)
     except ConfigError as error:

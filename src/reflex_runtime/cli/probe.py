@@ -61,15 +61,14 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.bench.probe import advice, probe
     from reflex_runtime.bench.target import ServerLook, Target
     from reflex_runtime.client.errors import NotFound, Unreachable
-    from reflex_runtime.options import did_you_mean, one_line
+    from reflex_runtime.options import one_line, one_of
 
     if not 0.1 <= args.timeout_s <= 600.0:
         raise ConfigError(f"--timeout-s={args.timeout_s:g}: must be in [0.1, 600] s")
     target = Target.of(args.url, args.api_key or os.environ.get("REFLEX_API_KEY", ""), args.timeout_s)
     for name in args.wire or ():
         if name not in CALLERS:
-            near = did_you_mean(name, CALLERS)
-            raise ConfigError(f"--wire={one_line(name)}: must be one of {', '.join(CALLERS)}{near}")
+            raise ConfigError(f"--wire={one_line(name)}: {one_of(name, CALLERS)}")
         if target.scheme not in CALLERS[name].schemes:
             schemes = ", ".join(f"{scheme}://" for scheme in CALLERS[name].schemes)
             raise ConfigError(f"--wire={name}: not at {target.scheme}://; give the URL as {schemes}")

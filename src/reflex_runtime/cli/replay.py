@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import whole
+from reflex_runtime.options import one_of, whole
 from reflex_runtime.telemetry.files import create, write_all
 from reflex_runtime.telemetry.journal import JournalError
 from reflex_runtime.telemetry.journal_head import hardware
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.schedule == (args.model is not None):
-        raise ConfigError("name --model DIR or --schedule, one of the two")
+        raise ConfigError("give --model DIR, to run its model, or --schedule, to run the scheduler; one of the two")
     if args.schedule:
         found = _schedule(args)
     else:
@@ -123,7 +123,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     from reflex_runtime.policies.records.replay import replay_model
     from reflex_runtime.policies.records.replayed import DIFFS
     from reflex_runtime.processors.base import Processor
-    from reflex_runtime.processors.onnx import CPU, CUDA
+    from reflex_runtime.processors.onnx import PROVIDERS
 
     diffs = DIFFS if args.diff == "all" else (_one_of("--diff", args.diff, DIFFS),)
     fail_on = (
@@ -139,7 +139,7 @@ def _model(args: argparse.Namespace) -> dict[str, Any]:
     guarded = any(line.guard is not None for line in recording.requests)
 
     def make(slot: str) -> tuple[Policy, Processor]:
-        provider = {"cpu": CPU, "cuda": CUDA}.get(args.provider, args.provider)
+        provider = PROVIDERS.get(args.provider, args.provider)
         policy = load_policy(spec, slot, device=DeviceOptions(provider, threads))
         return policy, served_by(policy, ActionGuard(spec.embodiment, slot)) if guarded else policy
 
@@ -298,7 +298,7 @@ def _need_slot(recording: Journal, slot: str | None) -> None:
 
 def _one_of(flag: str, text: str, choices: Sequence[str], every: bool = True) -> Any:
     if text not in choices:
-        raise ConfigError(f"{flag}={text}: must be one of {', '.join(choices)}{', all' if every else ''}")
+        raise ConfigError(f"{flag}={text}: {one_of(text, [*choices, 'all'] if every else choices)}")
     return text
 
 
@@ -311,7 +311,7 @@ def _milliseconds(flag: str, text: str | None, low: float, high: float) -> float
     except ValueError:
         value = low - 1.0
     if not low <= value <= high:
-        raise ConfigError(f"{flag}={text}: must be in [{low:g}, {high:g}] ms")
+        raise ConfigError(f"{flag}={text}: must be a number in [{low:g}, {high:g}] ms")
     return value / 1e3
 
 

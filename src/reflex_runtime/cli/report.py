@@ -9,7 +9,7 @@ from pathlib import Path
 
 from reflex_runtime.cli.progress import ProgressLine
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import whole
+from reflex_runtime.options import one_of, whole
 from reflex_runtime.telemetry.journal import JournalError
 
 _DESCRIPTION = """\
@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.policies.records.report import report
 
     if args.format not in ("text", "json"):
-        raise ConfigError(f"--format={args.format}: must be one of text, json")
+        raise ConfigError(f"--format={args.format}: {one_of(args.format, ('text', 'json'))}")
     try:
         margin = float(args.margin)
     except ValueError:
         margin = 0.0
     if not 0.0 < margin < 100.0:
-        raise ConfigError(f"--margin={args.margin}: must be in (0, 100) percentage points")
+        raise ConfigError(f"--margin={args.margin}: must be a number in (0, 100), of percentage points")
     if args.to_lerobot is not None:
         return _exported(args)
     for option in ("frames", "fps", "episode"):

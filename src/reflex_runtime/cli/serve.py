@@ -131,7 +131,7 @@ def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
         raise ConfigError(f"SOURCE={source}: must be that of --policy-a={a}, or left out")
     for flag, given in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):
         if given and not os.path.isdir(directory_of(given)):
-            raise ConfigError(f"{flag}={one_line(given)}: no such directory")
+            raise ConfigError(f"{flag}={one_line(given)}: no such directory, expected an export (docs/exports.md)")
     if b and config.rtc is None:
         raise ConfigError(
             "two policies need --no-rtc, or --rtc with --rtc-per-episode: a chunk carried over from one policy to the "
@@ -172,8 +172,8 @@ def _missing(specs: Mapping[str, PolicySource]) -> dict[str, str]:
 def _check_memory(config: ServeConfig, sources: Mapping[str, str]) -> None:
     """Whether two policies fit, by the sizes of their files: nothing of them has been read yet."""
     from reflex_runtime.policies.export.memory import check_two_policies
-    from reflex_runtime.policies.serving.slots import PROVIDERS
     from reflex_runtime.policies.source import weight_of
+    from reflex_runtime.processors.onnx import PROVIDERS
 
     if len(sources) > 1:
         provider = PROVIDERS.get(config.provider, config.provider)
@@ -190,7 +190,8 @@ def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None
         spec.check()
         for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
             if given and not spec.staged:
-                raise ConfigError(f"{flag}: {spec.source} is monolithic; only decomposed policies denoise step by step")
+                why = "only decomposed policies denoise step by step"
+                raise ConfigError(f"{flag}: {spec.source} is monolithic, and {why}; leave {flag} out")
 
 
 def _check(config: ServeConfig) -> None:
@@ -198,8 +199,7 @@ def _check(config: ServeConfig) -> None:
     from reflex_runtime.policies.rollout.comparison import Comparison
     from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
     from reflex_runtime.policies.rollout.slo import Objective
-    from reflex_runtime.policies.serving.slots import PROVIDERS
-    from reflex_runtime.processors.onnx import CUDA, check_provider
+    from reflex_runtime.processors.onnx import CUDA, PROVIDERS, check_provider
 
     if config.slo:
         Objective.parse(config.slo)
@@ -218,7 +218,7 @@ def _check(config: ServeConfig) -> None:
     try:
         check_provider(provider)
     except ConfigError as error:
-        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message}") from None
+        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
     if config.cuda_graphs and provider != CUDA:
         raise ConfigError(
             f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"

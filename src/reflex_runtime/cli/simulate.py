@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, one_line, option, validate
+from reflex_runtime.options import add_options, did_you_mean, one_line, option, validate
 from reflex_runtime.sources import load
 
 if TYPE_CHECKING:
@@ -33,16 +33,17 @@ class SimulateConfig:
     """The settings of `reflex simulate`."""
 
     rate: float = option(
-        200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s", unless="compare|arrivals=closed"
+        200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s",
+        unless="compare|stages|arrivals=closed",
     )
     arrivals: str = option(
         "poisson",
         "pattern of arrivals; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
-        unless="compare",
+        unless="compare|stages",
     )
     callers: int = option(
-        8, "callers, with --arrivals closed", low=1, high=10_000, needs="arrivals=closed", unless="compare"
+        8, "callers, with --arrivals closed", low=1, high=10_000, needs="arrivals=closed", unless="compare|stages"
     )
     think: str = option(
         "1",
@@ -50,10 +51,14 @@ class SimulateConfig:
         "time) | half:1,300 (half the callers each)",
         metavar="THINK",
         needs="arrivals=closed",
-        unless="compare",
+        unless="compare|stages",
     )
-    fixed_ms: float = option(20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms")
-    marginal_ms: float = option(2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms")
+    fixed_ms: float = option(
+        20.0, "what a batch costs before its first request", low=0, high=60_000, unit="ms", unless="stages"
+    )
+    marginal_ms: float = option(
+        2.0, "what each request adds to its batch", low=0.001, high=60_000, unit="ms", unless="stages"
+    )
     noise: float = option(0.05, "relative spread of batch times", low=0, high=2, metavar="SHARE")
     slo_ms: float = option(
         100.0,
@@ -61,6 +66,7 @@ class SimulateConfig:
         low=0,
         high=600_000,
         unit="ms",
+        unless="stages",
     )
     max_batch_cost_ms: float = option(
         100.0,
@@ -69,6 +75,7 @@ class SimulateConfig:
         high=10_000,
         unit="ms",
         needs="policy=window|policy=by_cost|compare",
+        unless="stages",
     )
     batch_timeout_ms: float = option(
         5.0,
@@ -76,22 +83,23 @@ class SimulateConfig:
         low=0,
         high=1000,
         unit="ms",
-        needs="policy=window|policy=by_cost|policy=by_size|compare",
+        needs="policy=window|policy=by_cost|policy=by_size|compare|stages",
     )
     max_batch_size: int = option(
-        32, "most requests in a batch (by_size, greedy)", low=1, high=100_000, needs="policy=by_size|policy=greedy"
+        32, "most requests in a batch (by_size, greedy)", low=1, high=100_000, needs="policy=by_size|policy=greedy",
+        unless="stages",
     )
     duration_s: float = option(60.0, "virtual seconds", low=0.1, high=86_400, unit="s")
     warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
     seed: int = option(0, "same seed, same run", low=0, high=2**31)
-    policy: str = option("window", "the rule", choices=("window", "by_cost", "by_size", "greedy"), unless="compare")
+    policy: str = option(
+        "window", "the rule", choices=("window", "by_cost", "by_size", "greedy"), unless="compare|stages")
     compare: bool = option(
-        False, "print the comparison tables instead; --rate, --arrivals, --callers, --think and --policy do not apply"
+        False, "print the comparison tables instead"
     )
     stages: bool = option(
         False,
-        "print the table of joins at step boundaries against whole chunks instead; --duration-s, --warmup-s, --noise, "
-        "--batch-timeout-ms and --seed apply",
+        "print the table of joins at step boundaries against whole chunks instead",
     )
     picture: str = option("", "draw the run into PATH.svg and PATH.png", metavar="PATH")
 
@@ -248,9 +256,9 @@ def _callers(think: str, count: int) -> list[Callers]:
             raise ValueError
         made: Think | tuple[Think, Think] = make(*values)
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"--think={think}: must be MS, exp:MS, around:MS,MS, mix:MS,MS or half:MS,MS with MS in [0, 3600000]"
-        ) from None
+        forms = "MS, exp:MS, around:MS,MS, mix:MS,MS or half:MS,MS with MS in [0, 3600000]"
+        near = did_you_mean(kind, kinds) if colon else ""
+        raise ConfigError(f"--think={one_line(think)}: must be {forms}{near}") from None
     if not isinstance(made, tuple):
         return [Callers(count, made)]
     first = count // 2

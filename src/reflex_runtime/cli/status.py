@@ -6,6 +6,7 @@ import argparse
 import http.client
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +77,7 @@ def ask(url: str, key: str = "") -> dict[str, Any]:
     except ValueError:
         port = 0
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.hostname.isdigit() or port == 0:
-        raise ConfigError(f"URL={url!r:.200}: must be as http://127.0.0.1:8000")
+        raise ConfigError(f"URL={url!r:.200}: must be like http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for path in ("/status", "/health"):
         status, body = _get(url, parts, port, parts.path.rstrip("/") + path, headers)
@@ -98,9 +99,11 @@ def _get(url: str, parts: SplitResult, port: int | None, path: str, headers: dic
         response = connection.getresponse()
         return response.status, response.read(MOST)
     except ConnectionRefusedError:
-        raise ReflexError(f"{url}: nothing listens there; is the server running?") from None
+        raise ReflexError(f"{url}: nothing listens there; start one with reflex serve, or give its URL") from None
     except TimeoutError:
         raise ReflexError(f"{url}: did not answer within {PATIENCE:g} s") from None
+    except socket.gaierror as error:
+        raise ReflexError(f"{url}: no such host: {error.strerror}; a URL is like http://127.0.0.1:8000") from None
     except (OSError, http.client.HTTPException) as error:
         raise ReflexError(f"{url}: cannot be asked: {error or type(error).__name__}") from None
     finally:

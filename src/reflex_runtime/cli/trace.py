@@ -18,7 +18,7 @@ from reflex_runtime.cli.trace_search import search
 from reflex_runtime.cli.trace_steps import step_key, step_summary, step_table, text_lines
 from reflex_runtime.cli.trace_table import PLACE, ROWS, batch_table, place_of, summary, vary
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.options import add_options, flag, one_line, whole
+from reflex_runtime.options import add_options, flag, one_line, one_of, whole
 from reflex_runtime.telemetry.colours import plain
 from reflex_runtime.telemetry.journal import BatchLine, JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
@@ -123,11 +123,11 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Require either a file or prompts, without options of the other."""
     if args.prompts and args.file is not None:
-        raise ConfigError(f"FILE={one_line(args.file)}: a file and --prompts exclude each other")
+        raise ConfigError(f"FILE={one_line(args.file)}: not with --prompts, which runs prompts; leave one of them out")
     if not args.prompts:
         for name in ONLY_PROMPTS:
             if name in args:
-                raise ConfigError(f"{flag(name)}={one_line(getattr(args, name))}: only with --prompts")
+                raise ConfigError(f"{flag(name)}={one_line(getattr(args, name))}: only with --prompts TEXT")
         if args.file is None:
             raise ConfigError("FILE: is missing; give a trace, or --prompts TEXT …")
 
@@ -187,7 +187,7 @@ def _units(text: str) -> Units:
     for units in UNITS:
         if text == units:
             return units
-    raise ConfigError(f"--units={text}: must be one of {', '.join(UNITS)}")
+    raise ConfigError(f"--units={text}: {one_of(text, UNITS)}")
 
 
 def _prefix(file: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.events import BatchScheduled, Event
 from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.options import one_line, option, validate
+from reflex_runtime.options import did_you_mean, one_line, option, validate
 from reflex_runtime.sources import load
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def _load(model: str, **cache: Any) -> tuple[Any, Any]:
     from reflex_runtime.demo.scribe import model_directory
     from reflex_runtime.llm.load import load as load_model
 
-    return load_model(model_directory(model), **cache)
+    directory = model_directory(model)
+    if not Path(directory).is_dir():
+        raise ConfigError(f"--model={one_line(model)}: no such directory; scribe is the bundled model")
+    return load_model(directory, **cache)
 
 
 def record(setup: Setup, path: Path) -> dict[str, RequestOutput]:
@@ -162,10 +165,7 @@ def _outputs(text: str, count: int) -> list[int]:
     numbers = [int(p) for p in parts if p.strip().isdecimal() and len(p.strip()) <= 9]
     if len(numbers) == len(parts) and len(parts) in (1, count) and all(1 <= n <= LONGEST for n in numbers):
         return (numbers * count)[:count]
-    raise ConfigError(
-        f"--max-tokens={one_line(text)}: must be a whole number in [1, {LONGEST}], or {count} of them, one for each "
-        "prompt"
-    )
+    raise ConfigError(f"--max-tokens={one_line(text)}: must be a whole number in [1, {LONGEST}]{_or_each(count)}")
 
 
 def _arrivals(text: str, count: int) -> list[int]:
@@ -174,19 +174,23 @@ def _arrivals(text: str, count: int) -> list[int]:
     parts = text.split(",")
     if len(parts) == count and all(p.strip().isdecimal() and len(p.strip()) <= 9 for p in parts):
         return [int(p) for p in parts]
-    raise ConfigError(
-        f"--at={one_line(text)}: must be {count} whole numbers in [0, 999999999], one for each prompt, such as "
-        + ",".join(str(i) for i in range(min(count, 4)))
-    )
+    each = ",".join(str(i) for i in range(count)) if count <= 4 else "0,1,2,3,…"
+    numbers = f"{count} whole numbers, one for each prompt," if count > 1 else "a whole number"
+    raise ConfigError(f"--at={one_line(text)}: must be {numbers} in [0, 999999999], such as {each}")
 
 
 def _priorities(text: str, count: int) -> list[Priority]:
     names = [name.strip() for name in text.split(",")]
     if len(names) in (1, count) and all(name in PRIORITIES for name in names):
         return [Priority[name.upper()] for name in (names * count)[:count]]
-    raise ConfigError(
-        f"--priority={one_line(text)}: must be one of {', '.join(PRIORITIES)}, or {count} of them, one for each prompt"
-    )
+    stray = next((name for name in names if name not in PRIORITIES), "")
+    known = f"must be one of {', '.join(PRIORITIES)}{_or_each(count)}{did_you_mean(stray, PRIORITIES)}"
+    raise ConfigError(f"--priority={one_line(text)}: {known}")
+
+
+def _or_each(count: int) -> str:
+    """What else an option takes that has one value for all prompts."""
+    return f", or {count} of them with commas, one for each prompt" if count > 1 else ""
 
 
 def letters(number: int) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.feeds.source import Picture, SourceError
+from reflex_runtime.options import one_of
 
 Clock = Callable[[], float]
 Wait = Callable[[threading.Event, float], bool]  # sleeps for that many seconds or until the event is set; is it set?
@@ -99,7 +100,7 @@ class ChaosSource:
         for part in filter(None, text.removeprefix("chaos:").split(",")):
             field, _, value = part.partition("=")
             if field not in _FORMS:
-                raise ConfigError(f"chaos:{part}: must be one of {', '.join(_FORMS)}")
+                raise ConfigError(f"chaos:{part}: {one_of(part, _FORMS)}")
             parse, form = _FORMS[field]
             try:
                 options[field] = parse(value)

@@ -13,9 +13,8 @@ from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.processors.onnx import CPU, CUDA, OnnxSession, shown
+from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession, shown
 
-_PROVIDERS: Final = {"cpu": CPU, "cuda": CUDA}
 _FOUND: Final = ("boxes", "scores", "labels")  # outputs that make a graph a detector
 
 
@@ -66,7 +65,7 @@ class OnnxFrames:
         if not threads >= 1:
             raise ConfigError(f"threads={threads!r}: must be >= 1")
         self.id, self.path, self.score, self.size = id, Path(path), score, size
-        self._provider, self._threads = _PROVIDERS.get(provider, provider), threads
+        self._provider, self._threads = PROVIDERS.get(provider, provider), threads
         self._mean, self._std = _per_channel("mean", mean), _per_channel("std", std)
         if not (self._std > 0).all():
             raise ConfigError(f"std={std!r}: must be > 0")

@@ -60,7 +60,9 @@ def specs_of(texts: Sequence[str], file: Path | None, config: FeedsConfig) -> li
 def _of_text(text: str, config: FeedsConfig) -> FeedSpec:
     name, equals, source = text.partition("=")
     if not equals or not source or not name or "/" in name or ":" in name:
-        raise ConfigError(f"{_public(text)}: must be NAME=SOURCE, {_EXAMPLE}")
+        name = re.sub(r"[^\w.-]", "-", Path(text).stem)[:64]
+        example = f"such as {name}={one_line(text)}" if Path(text).is_file() else _EXAMPLE
+        raise ConfigError(f"{_public(text)}: must be NAME=SOURCE, {example}")
     return _spec(name, source, config, frozenset(), f"{one_line(name)}={_public(source)}")
 
 

@@ -18,6 +18,7 @@ from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.openvino_export import OpenVinoExport, is_export
 from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.tokenizer import HFTokenizer, Tokenizer
+from reflex_runtime.options import one_of
 
 DEVICES = ("auto", "cpu", "cuda")
 RUNNERS = ("auto", "openvino", "torch")
@@ -71,13 +72,13 @@ def choose(
     if device == "auto":
         device = "cuda" if runner != "openvino" and _sees_cuda() else "cpu"
     elif device == "cuda" and not _sees_cuda():
-        raise _wrong("device", device, "needs a GPU and a PyTorch that sees it, and there is none")
+        raise _wrong("device", device, "needs a GPU and a PyTorch that sees it, and there is none; use cpu or auto")
     if runner == "auto":
         runner = "openvino" if device == "cpu" else "torch"
     if runner == "openvino" and device != "cpu":
         raise _wrong("runner", runner, f"runs on the cpu, not on {device}")
     if runner == "openvino" and block_size is not None:
-        why = "blocks of the openvino runner have the size that its kernels want; leave it out, or use the torch runner"
+        why = "blocks of the openvino runner have the size that its kernels want; leave it out, or use torch"
         raise _wrong("block_size", block_size, why)
     if runner == "torch" and dtype == "int8":
         raise _wrong("dtype", dtype, "only the openvino runner has weights of 8 bits; use float32, bfloat16 or auto")
@@ -123,7 +124,7 @@ def check(
 
 def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise _wrong(name, value, f"must be one of {', '.join(known)}")
+        raise _wrong(name, value, one_of(str(value), known))
 
 
 def _wrong(name: str, value: Any, why: str) -> ConfigError:

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.options import did_you_mean
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.quiet import telemetry_off
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+PROVIDERS = {"cpu": CPU, "cuda": CUDA}  # by the names of command lines
 
 Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
 
@@ -329,8 +331,12 @@ def _onnxruntime() -> Any:
 def _check_provider(ort: Any, provider: str) -> None:
     available = ort.get_available_providers()
     if provider not in available:
-        hint = "; pip install onnxruntime-gpu in place of onnxruntime" if provider == CUDA else ""
-        raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {', '.join(available)}{hint}")
+        hint = did_you_mean(provider, available)
+        if provider == CUDA:
+            hint = "; pip install onnxruntime-gpu in place of onnxruntime"
+        short = {name: f"{name} ({alias})" for alias, name in PROVIDERS.items()}
+        there = ", ".join(short.get(name, name) for name in available)
+        raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {there}{hint}")
 
 
 def _padded(rows: Any, size: int) -> NDArray[Any]:

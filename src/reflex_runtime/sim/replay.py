@@ -81,7 +81,10 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
 def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
     cost = told.cost
     if cost is None:
-        raise ConfigError(f"slot {name}: its costs were not learned times, and cannot be replayed")
+        raise ConfigError(
+            f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; that of "
+            "reflex serve EXPORT can"
+        )
     flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.flush.items()}
     flush = {key: inf if value is None else value for key, value in flush.items()}
     return GroupConfig(

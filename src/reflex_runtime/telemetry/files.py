@@ -91,6 +91,8 @@ def _open(path: Path, flags: int, mode: int) -> FileIO:
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise OSError(error.errno, "is a symbolic link; name the file itself", str(path)) from None
+        if error.errno == errno.ENOENT and not path.parent.exists():
+            raise OSError(error.errno, f"there is no directory {path.parent}; make it first", str(path)) from None
         raise
     try:
         _lock(file, path)

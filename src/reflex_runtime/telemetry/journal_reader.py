@@ -29,6 +29,8 @@ from reflex_runtime.telemetry.journal import (
     Warm,
 )
 
+_NO_JOURNAL = "not a journal"
+_WRITES = "reflex serve --trace FILE or --record DIR writes one"
 _CHUNK = 1 << 18  # bytes read at a time
 
 
@@ -145,15 +147,16 @@ class JournalReader:
             try:
                 found = msgspec.json.decode(line, type=_AnyHeader)
                 if found.kind != "header":
-                    raise self._bad(f"not a line of a journal: the first line is a {found.kind!r}, not a header")
+                    raise self._bad(f"{_NO_JOURNAL}: the first line is a {found.kind!r:.80}, not a header; {_WRITES}")
                 if found.schema_version != SCHEMA_VERSION:
                     raise self._bad(_other_version(found))
                 return msgspec.json.decode(line, type=Header)
             except msgspec.ValidationError as error:
-                raise self._bad(f"not a line of a journal: {error}") from error
+                raise self._bad(f"{_NO_JOURNAL}: {error}; {_WRITES}") from error
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._bad(f"not JSON: {error}" if ended else "no whole header") from error
-        raise self._bad("empty, not even a header", 1)
+                why = f"{_NO_JOURNAL}: not JSON: {error}" if ended else "no whole header"
+                raise self._bad(f"{why}; {_WRITES}") from error
+        raise self._bad(f"empty, not even a header; {_WRITES}", 1)
 
     def _lines(self) -> Iterator[tuple[bytes, bool]]:
         """Each line, and whether it ended in a newline; counts them."""

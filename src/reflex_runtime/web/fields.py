@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final, overload
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args, get_origin, get_type_hints, overload
 
 import msgspec
 
+from reflex_runtime.options import did_you_mean, one_of
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.json import is_unicode, printable
 
 MAX_ID_BYTES: Final = 256
 _PATH: Final = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN: Final = re.compile(r"(?:unknown|missing required) field `(.*)`")
+_STRAY: Final = re.compile(r"unknown field `(.*?)`(?: - at|$)")
+_STRAY_VALUE: Final = re.compile(r"Invalid enum value '(.*?)'(?: - at|$)")
 
 if TYPE_CHECKING:
     Whole = int
@@ -40,15 +45,62 @@ def whole(name: str, value: Any) -> int | None:
     return int(value)
 
 
-def invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    """The 422 for an error of msgspec."""
+def invalid_field(error: msgspec.ValidationError, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
+    """The 422 for an error of msgspec. kind: of the body, to say what was meant."""
     text = str(error)
     unknown = _UNKNOWN.search(text)
     path = _PATH.search(text)
     field = unknown.group(1) if unknown else path.group(1) if path else "body"
     field = re.split(r"[.\[]", field, maxsplit=1)[0] or "body"
     plain = _PATH.sub("", text)
-    return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}"))
+    meant = suggestion(text, kind) if kind is not None else ""
+    return invalid(printable(field), printable(f"{field}: {plain[:1].lower()}{plain[1:]}") + meant)
+
+
+def suggestion(text: str, kind: type[msgspec.Struct]) -> str:
+    """What to append to an error of msgspec on a body of this kind: the nearest field, or the values there are."""
+    path = _PATH.search(text)
+    names = re.findall(r"[A-Za-z_]\w*", path.group(1)) if path else []
+    if unknown := _STRAY.search(text):
+        within = _struct_at(kind, names)
+        return did_you_mean(unknown.group(1), within.__struct_encode_fields__) if within is not None else ""
+    if (value := _STRAY_VALUE.search(text)) and names:
+        within = _struct_at(kind, names[:-1])
+        choices = _choices(_hints(within).get(names[-1])) if within is not None else []
+        return f"; {one_of(value.group(1), choices)}" if choices else ""
+    return ""
+
+
+def _struct_at(kind: type[msgspec.Struct], names: Sequence[str]) -> type[msgspec.Struct] | None:
+    """The kind of the object at a path of field names; None where the path leaves what is known."""
+    for name in names:
+        inner = next((of for of in _parts(_hints(kind).get(name)) if _is_struct(of)), None)
+        if inner is None:
+            return None
+        kind = inner
+    return kind
+
+
+@lru_cache(32)
+def _hints(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type and all that it is made of."""
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
+
+
+def _choices(hint: Any) -> list[str]:
+    """The texts of the `Literal` in a type."""
+    found = next((part for part in _parts(hint) if get_origin(part) is Literal), None)
+    return [str(value) for value in get_args(found)]
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def check_id(name: str, value: str) -> None:

@@ -7,8 +7,10 @@ request bodies, until it is answered; one that its caller cancels ends as a canc
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -94,6 +96,19 @@ StreamMethod = Callable[[GrpcCall, AsyncIterator[bytes]], Awaitable[bytes]]
 """Answers several messages with one."""
 
 
+def check_free(address: str) -> None:
+    """OSError where an address is taken or may not be used. gRPC would log that in a line of its own."""
+    host, _, port = address.rpartition(":")
+    for family, kind, _, _, place in socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(place)
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise  # anything else is of one of several addresses, such as IPv6 where there is none
+
+
 class GrpcListener:
     """A gRPC server on an address. Nothing is answered before `serve`."""
 
@@ -107,9 +122,11 @@ class GrpcListener:
             maximum_concurrent_rpcs=settings.max_connections,
         )
         try:
+            check_free(address)
             port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            raise ConfigError(f"{flag}={address}: cannot be bound: is it in use?") from None
+        except (OSError, RuntimeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "is it in use?"
+            raise ConfigError(f"{flag}={address}: cannot be bound: {why}; choose another address or port") from None
         self.address = f"{address.rpartition(':')[0]}:{port}"
 
     def serve(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from reflex_runtime.version import __version__
 from reflex_runtime.web.json import JSON_TYPE
+
+_HOST = re.compile(rb"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9a-fA-F:.]{2,45}\](:[0-9]{1,5})?")
 
 
 def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguarded: Iterable[str] | None) -> bytes:
@@ -39,8 +43,12 @@ def failures(texts: Mapping[str, str], *codes: str, but: Sequence[str] = ()) -> 
     return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
 
 
-def page(described: bytes) -> bytes:
-    """A page for people: every path, its fields and its answers."""
+def page(described: bytes, host: bytes = b"") -> bytes:
+    """A page for people: every path, its fields, its answers, and an example where the document has one.
+
+    host: the name under which the server was asked, for the examples.
+    """
+    address = host.decode() if _HOST.fullmatch(host) else "127.0.0.1:8000"
     doc = json.loads(described)
     parts = []
     for path, methods in doc["paths"].items():
@@ -51,21 +59,33 @@ def page(described: bytes) -> bytes:
             parts.append(f"<p>{html.escape(spec['summary'])}</p>")
             if "description" in spec:
                 parts.append(f"<p>{html.escape(spec['description'])}</p>")
-            schema = spec.get("requestBody", {}).get("content", {}).get(JSON_TYPE, {}).get("schema", {})
+            content = spec.get("requestBody", {}).get("content", {}).get(JSON_TYPE, {})
+            schema = content.get("schema", {})
             if schema.get("properties"):
                 parts.append(_table("Field", {k: _field(v) for k, v in sorted(schema["properties"].items())}))
+            if "example" in content:
+                parts.append(_example(f"{address}{path}", content["example"], "security" in spec))
             parts.append(_table("Status", {k: v["description"] for k, v in sorted(spec["responses"].items())}))
     style = (
         "body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1c2733}"
         "table{border-collapse:collapse;width:100%;margin:.5rem 0 1.5rem}td,th{border-bottom:1px solid #d8dee6;"
         "padding:.35rem .6rem;text-align:left;vertical-align:top}code{background:#f1f4f8;padding:.1rem .3rem;"
-        "border-radius:4px}h2{margin-top:2.5rem}"
+        "border-radius:4px}h2{margin-top:2.5rem}pre{background:#f1f4f8;padding:.8rem;border-radius:4px;"
+        "white-space:pre-wrap;overflow-wrap:anywhere}pre code{padding:0}"
     )
     title = html.escape(doc["info"]["title"])
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{title} API</title><style>{style}</style>"
     intro = f"<h1>{title} {html.escape(__version__)}</h1>"
     intro += "<p>Machine-readable: <a href=/openapi.json>/openapi.json</a></p>"
     return (head + intro + "".join(parts) + "</html>").encode()
+
+
+def _example(url: str, body: Any, key: bool) -> str:
+    """A command that sends a body, to be pasted into a shell."""
+    words = ["curl", shlex.quote(url), "-H 'Content-Type: application/json'"]
+    words += ["-H 'Authorization: Bearer KEY'"] * key
+    command = f"{' '.join(words)} \\\n  -d {shlex.quote(json.dumps(body))}"
+    return f"<p>Example</p><pre><code>{html.escape(command)}</code></pre>"
 
 
 def _field(schema: dict[str, Any]) -> str:

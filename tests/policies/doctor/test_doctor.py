@@ -630,8 +630,8 @@ def test_t7_command_in_json_is_stable(mono: Path, capsys: pytest.CaptureFixture[
         (["--threads", "0"], "--threads=0: must be a whole number in [1, 256]"),
         (["--threads", "x"], "--threads=x: must be"),
         (["--rtc-horizon", "0"], "--rtc-horizon=0: must be"),
-        (["--instruction", " "], "--instruction: is empty"),
-        (["--format", "xml"], "invalid choice"),
+        (["--instruction", " "], "--instruction=: is empty; give words"),
+        (["--format", "xml"], "--format=xml: must be one of text, json"),
     ],
 )
 def test_t7_bad_calls_are_one_line_and_exit_2(

@@ -383,8 +383,8 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
     path = record(tmp_path / "r", tiny, images="none")
     model = ["--model", str(tiny)]
     calls: list[tuple[list[str], str]] = [
-        ([], "name --model DIR or --schedule"),
-        ([*model, "--schedule"], "name --model DIR or --schedule"),
+        ([], "give --model DIR, to run its model, or --schedule"),
+        ([*model, "--schedule"], "give --model DIR, to run its model, or --schedule"),
         ([*model, "--diff", "taste"], "--diff=taste: must be one of actions, latency, cache, all"),
         ([*model, "--fail-on", "x"], "--fail-on=x: must be one of"),
         ([*model, "--n", "0"], "--n=0: must be a whole number in [1,"),
@@ -393,8 +393,8 @@ def test_t5_bad_calls_exit_with_2_and_name_what_is_wrong(
         ([*model, "--threads", "0"], "--threads=0: must be a whole number in [1, 256]"),
         (["--model", str(tmp_path)], "reflex_config.json: not found"),
         (model, "record with --record-images full"),
-        (["--schedule", "--max-batch-cost-ms", "5"], "--max-batch-cost-ms=5: must be in [10, 10000] ms"),
-        (["--schedule", "--batch-timeout-ms", "x"], "--batch-timeout-ms=x: must be in [0, 1000] ms"),
+        (["--schedule", "--max-batch-cost-ms", "5"], "--max-batch-cost-ms=5: must be a number in [10, 10000] ms"),
+        (["--schedule", "--batch-timeout-ms", "x"], "--batch-timeout-ms=x: must be a number in [0, 1000] ms"),
     ]
     for arguments, says in calls:
         assert main(["replay", str(path), *arguments]) == 2, arguments

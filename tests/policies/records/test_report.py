@@ -108,6 +108,14 @@ def test_an_episode_counts_once_and_for_one_slot(tmp_path: Path) -> None:
     assert found.mixed == 1
 
 
+def test_a_journal_without_requests_ends_when_it_began(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path / "t.jsonl"):
+        pass  # as a run of `reflex trace --prompts` has none
+    found = report([tmp_path / "t.jsonl"])
+    assert found.ended == found.started > 0.0
+    assert " UTC, 0 s" in found.text()
+
+
 def test_several_files_are_one_run_in_order_of_time(tmp_path: Path) -> None:
     late = Day(tmp_path / "x", split=80, now=1_700_003_600.0)
     late.episode("b", True)
@@ -272,7 +280,7 @@ def test_the_command_prints_text_or_json_and_draws(tmp_path: Path, capsys: pytes
     assert len(told["timeline"]) == 5
     assert main(["report", str(path), "--format", "xml"]) == 2
     assert main(["report", str(path), "--margin", "0"]) == 2
-    assert "--margin=0: must be in (0, 100)" in capsys.readouterr().err
+    assert "--margin=0: must be a number in (0, 100), of percentage points" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "gone.jsonl")]) == 1
     assert np.isfinite(told["slots"]["a"]["latency_ms"]["p99"])
 

@@ -302,6 +302,8 @@ def test_w44_an_address_in_use_is_one_line(tiny: Path) -> None:
         with Server(tiny, "--lerobot", address, until="cannot be bound") as second:
             assert second.wait() == 2
             assert not any("Traceback" in line for line in second.log)
+            assert not any(".cc:" in line for line in second.log)  # gRPC tells where in its sources
+            assert any("choose another address or port" in line for line in second.log)
 
 
 def test_w44_a_robot_that_comes_early_waits_for_the_policy(tiny: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.web.errors import ClientError, NotFound
-from reflex_runtime.web.fields import Whole, check_id
+from reflex_runtime.web.fields import Whole, check_id, suggestion
 from reflex_runtime.web.json import is_json, printable
 
 MOST_CHOICES = 128  # of one prompt
@@ -250,7 +250,7 @@ def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
     except msgspec.ValidationError as error:
         if not is_json(body):
             raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), decoder.type) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
     for name, plain in PLAIN.items():
@@ -280,13 +280,14 @@ def _check_values(parts: msgspec.Struct) -> None:
             raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
 
 
-def _invalid(text: str) -> BadRequest:
-    """What msgspec says, with the name of the field as the caller wrote it."""
+def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
+    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
     unknown, path = _UNKNOWN.search(text), _PATH.search(text)
     where = path[1] if path else ""
     param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
     plain = _PATH.sub("", text)
-    return BadRequest(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}", printable(param) or None)
+    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
+    return BadRequest(told, printable(param) or None)
 
 
 def _asked(

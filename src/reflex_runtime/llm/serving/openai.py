@@ -107,7 +107,7 @@ class OpenAI:
         exchange.answer(200, self._described())
 
     def _docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
+        exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
 
     def _models(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, encode({"object": "list", "data": [self.model.card()]}))

@@ -70,6 +70,8 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
         "/v1/completions": {"post": _post("Text goes on", _completion(model, limits, most), answers.TextChoice)},
         "/v1/chat/completions": {"post": _post("A conversation goes on", _chat(model, limits), answers.ChatChoice)},
     }
+    content = paths["/v1/completions"]["post"]["requestBody"]["content"][JSON_TYPE]
+    content["example"] = {"model": model, "prompt": "Once there was"}
     for path, (summary, codes, content) in _GETS.items():
         done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
         more = _failures("401", "403", "405", "408", but=codes)

@@ -86,7 +86,11 @@ def check_directory(path: Path, hint: str = "") -> None:
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: not found, expected an export directory{hint}")
+        raise ConfigError(f"{path}: not found, expected an export directory{hint or _bundled(path)}")
+
+
+def _bundled(path: Path) -> str:
+    return f"; to write the bundled one there: reflex demo-export {path}"
 
 
 def _hint(path: Path) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.options import one_of
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.observation import ActionChunk
@@ -56,7 +57,7 @@ def replay_model(
     model will not take is an item with an error.
     """
     if compose not in get_args(Compose):
-        raise ConfigError(f"--compose={compose}: must be one of {', '.join(get_args(Compose))}")
+        raise ConfigError(f"--compose={compose}: {one_of(compose, get_args(Compose))}")
     if not recording.header.payloads:
         raise ConfigError(
             f"{recording.path}: holds no payloads, as --trace writes it, and only what was recorded with --record DIR "

@@ -249,6 +249,7 @@ def _read(path: Path, found: RolloutReport) -> list[Note]:
     notes = []
     begun = _seconds(reader.header.started_at)
     found.started = min(found.started or begun, begun)
+    found.ended = max(found.ended, begun)
     for line in reader:
         if isinstance(line, RequestLine):
             slot = found.slots.setdefault(line.slot, SlotReport(line.slot))

@@ -29,7 +29,7 @@ from reflex_runtime.web.json import printable
 log = logging.getLogger("reflex.admin")
 
 MAX_FAULTS = 100
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Split(msgspec.Struct, forbid_unknown_fields=True):
@@ -188,7 +188,7 @@ def _decode(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
+        raise invalid_field(error, kind) from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
 

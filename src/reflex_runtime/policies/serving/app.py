@@ -251,7 +251,7 @@ class Views:
         exchange.answer(200, self._described())
 
     def docs(self, exchange: Exchange, _: bytes) -> None:
-        exchange.answer(200, page(self._described()), b"text/html; charset=utf-8")
+        exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
 
     def _described(self) -> bytes:
         slots = self.runtime.slots

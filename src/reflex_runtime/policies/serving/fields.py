@@ -110,7 +110,9 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return _json.decode(body)
     except msgspec.ValidationError as error:
-        raise (invalid_field(error) if is_json(body) else InvalidJson("the body is not JSON: it breaks off")) from None
+        if not is_json(body):
+            raise InvalidJson("the body is not JSON: it breaks off") from None
+        raise invalid_field(error, ActJson) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
     # NaN and Infinity are no JSON, but a client that sends them deserves the name of the field.
@@ -121,7 +123,7 @@ def _decode_json(body: bytes) -> ActJson:
     try:
         return msgspec.convert(value, ActJson)
     except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
+        raise invalid_field(error, ActJson) from None
     except UnicodeEncodeError:
         raise invalid("body", "body: a name in it is not Unicode (a lone surrogate)") from None
 
@@ -132,7 +134,7 @@ def _too_many_values(body: bytes) -> InvalidRequest:
     try:
         _json.decode(memoryview(body)[:enough])
     except msgspec.ValidationError as error:
-        return invalid_field(error)
+        return invalid_field(error, ActJson)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     end = body.rfind(b'":', 0, enough)
@@ -144,7 +146,7 @@ def _decode_msgpack(body: bytes) -> ActMsgpack:
     try:
         return _msgpack.decode(body)
     except msgspec.ValidationError as error:
-        raise invalid_field(error) from None
+        raise invalid_field(error, ActMsgpack) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ClientError(f"the body is not msgpack: {error}") from None
 

@@ -55,6 +55,9 @@ _OBJECT = {JSON_TYPE: {"schema": {"type": "object"}}}
 _PRINTABLE = r"^[^\u0000-\u001f\u007f-\u009f]*$"
 _ID = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": _PRINTABLE}
 _NULL = {"type": "null"}
+_PICTURE = (  # a PNG of 8 x 8 pixels
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFUlEQVR42mNMaFjAgA0wMeAAg1MCAC/XAZAAI3yiAAAAAElFTkSuQmCC"
+)
 _IMAGE = {"type": "string", "format": "image", "contentEncoding": "base64"}
 
 
@@ -62,7 +65,7 @@ def document(specs: Mapping[str, PolicySpec], key: bool) -> bytes:
     """The OpenAPI 3.1 document. exports: by slot, of what is served. key: whether one is needed."""
     served = [spec for slot, spec in specs.items() if slot != SHADOW]
     answer, components = act.answer_schema()
-    paths: dict[str, Any] = {"/act": {"post": _act(act_request(served), answer)}}
+    paths: dict[str, Any] = {"/act": {"post": _act(act_request(served), act_example(served), answer)}}
     for path, (summary, codes, content) in _GETS.items():
         done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
         found = ("404",) if path == "/diagnostics/shadow" or _MODEL in path else ()
@@ -110,6 +113,24 @@ def act_request(specs: Sequence[PolicySpec]) -> dict[str, Any]:
     schema["required"] = [name for name, (_, must) in needed.items() if must]
     _cameras(schema, specs)
     return schema
+
+
+def act_example(specs: Sequence[PolicySpec]) -> dict[str, Any]:
+    """A JSON body that every one of these policies takes: a small grey-blue picture for each camera."""
+    body: dict[str, Any] = {}
+    if any(spec.takes_text for spec in specs):
+        body["instruction"] = "open the door"
+    if any(spec.takes_state for spec in specs):
+        body["state"] = [0.1] * specs[0].state_dim
+    for spec in specs:
+        for name in spec.images:
+            if name in ("image", "image_wrist"):
+                body[name] = _PICTURE
+            elif len(spec.images) == 1:
+                body["image"] = _PICTURE
+            else:
+                body.setdefault("images", {})[name] = _PICTURE
+    return body
 
 
 def _cameras(schema: dict[str, Any], specs: Sequence[PolicySpec]) -> None:
@@ -233,13 +254,13 @@ def _post(summary: str, schema: dict[str, Any], optional: bool) -> dict[str, Any
     }
 
 
-def _act(request: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+def _act(request: dict[str, Any], example: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     done = {"200": {"description": "a chunk of actions", "content": {JSON_TYPE: {"schema": answer}}}}
     return {
         "summary": "One observation in, one chunk of actions out",
         "description": "What the policies served here need is required; 422 names what is missing or wrong. As "
         "application/msgpack, images are PNG/JPEG bytes or arrays, and arrays are {dtype, shape, data}; the answer "
         "then is msgpack too, unless another type is accepted.",
-        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request}}},
+        "requestBody": {"required": True, "content": {JSON_TYPE: {"schema": request, "example": example}}},
         "responses": done | failures(ERRORS, *_ALWAYS, "409", "422", "429", "500", "504"),
     }

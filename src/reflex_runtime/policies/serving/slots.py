@@ -31,10 +31,9 @@ from reflex_runtime.policies.policy.rtc import Rtc
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.rollout.slo import SloTracker
 from reflex_runtime.policies.rollout.versions import SlotProcessor, Version
-from reflex_runtime.processors.onnx import CPU, CUDA
+from reflex_runtime.processors.onnx import PROVIDERS
 
 SHADOW = "shadow"
-PROVIDERS = {"cpu": CPU, "cuda": CUDA}
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
 GAP_CHANCE = 0.5
 WARM_SIZES = (1, 2, 4)
