@@ -1,0 +1,75 @@
+"""With LeRobot where it is installed, else with stand-ins for the few classes of it that the package uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "src"), str(HERE.parents[2] / "tests")]  # the package; `serving.harness`
+
+
+@dataclasses.dataclass
+class PreTrainedConfig:
+    input_features: dict[str, Any] = dataclasses.field(default_factory=dict)
+    output_features: dict[str, Any] = dataclasses.field(default_factory=dict)
+    device: str | None = None
+    push_to_hub: bool = True
+
+    @staticmethod
+    def register_subclass(name: str) -> Callable[[type], type]:
+        return lambda kind: kind
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def action_feature(self) -> Any:
+        return self.output_features.get("action")
+
+
+class PreTrainedPolicy(torch.nn.Module):
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@dataclasses.dataclass
+class PolicyProcessorPipeline:
+    steps: list[Any]
+    name: str
+    to_transition: Callable[[Any], Any] = lambda value: value
+    to_output: Callable[[Any], Any] = lambda value: value
+
+    def __call__(self, value: Any) -> Any:
+        return self.to_output(self.to_transition(value))
+
+
+def _stand_in() -> None:
+    def same(value: Any) -> Any:
+        return value
+
+    parts: dict[str, dict[str, Any]] = {
+        "": {},
+        ".configs": {},
+        ".configs.policies": {"PreTrainedConfig": PreTrainedConfig},
+        ".policies": {},
+        ".policies.pretrained": {"PreTrainedPolicy": PreTrainedPolicy},
+        ".processor": {"PolicyProcessorPipeline": PolicyProcessorPipeline},
+        ".processor.converters": {"policy_action_to_transition": same, "transition_to_policy_action": same},
+    }
+    for name, members in parts.items():
+        module = ModuleType(f"lerobot{name}")
+        module.__dict__.update(members, __path__=[])
+        sys.modules[module.__name__] = module
+
+
+if find_spec("lerobot.configs") is None:
+    _stand_in()
