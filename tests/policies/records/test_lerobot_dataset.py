@@ -530,4 +530,4 @@ def test_the_start_of_an_episode_is_known_to_the_wall_clock(tmp_path: Path) -> N
         first, second = found.episodes
         assert next(found.frames(first)).at == pytest.approx(BEGUN)
         assert next(found.frames(second)).at == pytest.approx(BEGUN + 0.1)
-        assert lerobot_dataset.control_rate(found) == ROBOT["control_rate_hz"]
+        assert found.control_rate == ROBOT["control_rate_hz"]

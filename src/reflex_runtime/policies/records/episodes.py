@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from reflex_runtime.web.errors import InvalidRequest
 
 Advance = Callable[[int], None]
 """Called with the frames done so far."""
+
+Source = Literal["told", "assumed", "unknown"]
 
 _LENGTH = 8  # bytes before each frame in the temporary file
 
@@ -96,6 +98,21 @@ class RecordedFrame(msgspec.Struct):
     @property
     def chunk(self) -> NDArray[np.float32]:
         return np.frombuffer(self.chunk_bytes, np.float32).reshape(self.dims)
+
+
+def executed_between(frame: RecordedFrame, after: RecordedFrame | None, rate: float) -> tuple[int, Source]:
+    """How many actions of a chunk were executed before the episode's next request, and how that is known.
+
+    The next request says so, or it is the time from the answer to that request at the control rate. Of the last chunk
+    of an episode, and of one after which an answer was left out, only the first action is taken: how it went on is not
+    known.
+    """
+    if after is None or after.turn != frame.turn + 1:
+        return 1, "unknown"
+    if after.executed is not None:
+        return min(after.executed, len(frame.chunk)), "told"
+    done = int((after.at - frame.at - frame.latency_s) * rate + 1e-6)
+    return min(max(done, 0), len(frame.chunk)), "assumed"
 
 
 @dataclass(slots=True)
@@ -193,6 +210,22 @@ class RecordedEpisodes:
         between = [gaps for episode in self.episodes if len(gaps := episode.intervals(self._number))]
         found = float(np.median(np.concatenate(between))) if between else 0.0
         return found if found > 0.0 else None
+
+    @property
+    def control_rate(self) -> float | None:
+        """Actions a second, as the first recording that knows it says."""
+        return next((h.control_rate_hz for h in self.journals.values() if h.control_rate_hz), None)
+
+    def state_names(self) -> list[str]:
+        """Of the elements of a state, as the first recording that knows them says, else numbered."""
+        return self._names([h.state_names for h in self.journals.values()], self.shape.state, "state")
+
+    def action_names(self) -> list[str]:
+        """Of the elements of an action, likewise."""
+        return self._names([h.action_names for h in self.journals.values()], self.shape.action, "action")
+
+    def _names(self, told: list[list[str]], dim: int, kind: str) -> list[str]:
+        return next((list(names) for names in told if len(names) == dim), [f"{kind}_{i}" for i in range(dim)])
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

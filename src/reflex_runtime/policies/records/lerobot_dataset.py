@@ -25,7 +25,12 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.policy.observation import decode_image
-from reflex_runtime.policies.records.episodes import RecordedEpisode, RecordedEpisodes, RecordedFrame
+from reflex_runtime.policies.records.episodes import (
+    RecordedEpisode,
+    RecordedEpisodes,
+    RecordedFrame,
+    executed_between,
+)
 from reflex_runtime.policies.records.lerobot_stats import (
     ColumnStats,
     PictureStats,
@@ -48,7 +53,6 @@ DATA_MB, VIDEO_MB = 100, 200  # a file that is larger is the last one's end: the
 ROWS = 4096  # kept in memory until they are written
 MOST_FPS = 1000
 
-Source = Literal["told", "assumed", "unknown"]
 Values = dict[str, Any]
 """A frame: values by column."""
 
@@ -136,7 +140,7 @@ def _rate(found: RecordedEpisodes, kind: FrameKind, fps: int | None) -> tuple[fl
     if fps is not None:
         return fps, "--fps"
     if kind == "steps":
-        control = control_rate(found)
+        control = found.control_rate
         if control is None:
             raise ConfigError("--frames=steps: the recording does not say the control rate; give it with --fps")
         return min(MOST_FPS, control), "the control rate in the recording"
@@ -144,11 +148,6 @@ def _rate(found: RecordedEpisodes, kind: FrameKind, fps: int | None) -> tuple[fl
     if between is None:
         return 1.0, "no episode has two requests"
     return min(MOST_FPS, 1.0 / between), f"a request every {between:.3g} s"
-
-
-def control_rate(found: RecordedEpisodes) -> float | None:
-    """Actions a second, as the first recording that knows it says."""
-    return next((h.control_rate_hz for h in found.journals.values() if h.control_rate_hz), None)
 
 
 # -- frames ------------------------------------------------------------------------------------------------------------
@@ -160,21 +159,6 @@ class _Seen(NamedTuple):
     frame: RecordedFrame
     pictures: dict[str, NDArray[np.uint8]]
     executed: int
-
-
-def executed_between(frame: RecordedFrame, after: RecordedFrame | None, rate: float) -> tuple[int, Source]:
-    """How many actions of a chunk were executed before the episode's next request, and how that is known.
-
-    The next request says so, or it is the time from the answer to that request at the control rate. Of the last chunk
-    of an episode, and of one after which an answer was left out, only the first action is taken: how it went on is not
-    known.
-    """
-    if after is None or after.turn != frame.turn + 1:
-        return 1, "unknown"
-    if after.executed is not None:
-        return min(after.executed, len(frame.chunk)), "told"
-    done = int((after.at - frame.at - frame.latency_s) * rate + 1e-6)
-    return min(max(done, 0), len(frame.chunk)), "assumed"
 
 
 class _Writer:
@@ -208,12 +192,11 @@ class _Writer:
 
     def _described(self) -> dict[str, dict[str, Any]]:
         """The columns in `info.json`: what a frame holds besides its pictures."""
-        header = next(iter(self._found.journals.values()))
         state, dim, longest = self._shape.state, self._shape.action, self._found.longest
         described: dict[str, dict[str, Any]] = {}
         if state:
-            described["observation.state"] = _vector(state, header.state_names, "state")
-        described["action"] = _vector(dim, header.action_names, "action")
+            described["observation.state"] = _vector(state, self._found.state_names())
+        described["action"] = _vector(dim, self._found.action_names())
         if self._kind == "requests":
             # A row of numbers: LeRobot's tools that merge and split datasets cannot write matrices.
             described["chunk"] = {"dtype": "float32", "shape": [longest * dim], "names": None}
@@ -396,9 +379,8 @@ def camera_keys(names: list[str]) -> dict[str, str]:
     return keys
 
 
-def _vector(dim: int, names: list[str], kind: str) -> dict[str, Any]:
-    named = list(names) if len(names) == dim else [f"{kind}_{i}" for i in range(dim)]
-    return {"dtype": "float32", "shape": [dim], "names": named}
+def _vector(dim: int, names: list[str]) -> dict[str, Any]:
+    return {"dtype": "float32", "shape": [dim], "names": names}
 
 
 def _single(dtype: str) -> dict[str, Any]:
