@@ -67,7 +67,15 @@ class ServeConfig(ServerConfig):
         "cpu", "execution provider: cpu, cuda or an ONNX Runtime provider name; there is no silent fallback to another",
         group="what is served",
     )
-    threads: int = option(1, "ONNX Runtime threads per call", low=1, high=256)
+    threads: int = option(1, "threads of the model per call", low=1, high=256)
+    dtype: str = option(
+        "stored", "type of the weights and numbers of a model in PyTorch; by default that of the file",
+        choices=("stored", "float32", "bfloat16", "float16"), needs="a model in PyTorch",
+    )
+    compile: bool = option(
+        False, "compile a model in PyTorch with torch.compile; warming up then takes minutes",
+        needs="a model in PyTorch",
+    )
     cuda_graphs: str = option(
         "",
         "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to; without SIZES 1,2,4,8,16,32; GPU only",

@@ -20,6 +20,8 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "cuda_graphs": "test_b24_graphs_cannot_be_captured_on_the_cpu",
         "provider": "test_h10_the_provider_is_the_one_onnx_runtime_is_asked_for",
         "threads": "test_h10_threads_are_onnx_runtimes",
+        "dtype": "test_p3_dtype_is_the_type_of_the_weights",
+        "compile": "test_p3_compile_compiles_the_step_and_threads_are_torchs",
         "prefix_max_age_chunks": "test_e1_prefix_max_age_chunks_allows_so_many_blind_chunks",
         "prefix_cache_mb": "test_h10_prefix_cache_mb_bounds_what_is_kept",
         "on_bad_action": "test_e3_on_bad_action_hold_repeats_the_episodes_last_good_action",

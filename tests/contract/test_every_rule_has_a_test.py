@@ -15,7 +15,7 @@ from reflex_runtime.options import flag
 from .effects import EFFECTS
 
 FILES = sorted(Path(__file__).parents[1].rglob("test_*.py"))
-WIRES = Path(__file__).parents[2] / "docs" / "wires.md"
+PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 IDS = [
     *(f"B{i}" for i in range(1, 25)),
     *(f"H{i}" for i in range(1, 15)),
@@ -26,7 +26,7 @@ IDS = [
     *(f"G{i}" for i in range(1, 16)),
     *(f"L{i}" for i in range(1, 11)),
     "X5",
-    *re.findall(r"^\| (W\d+) \|", WIRES.read_text(encoding="utf-8"), re.MULTILINE),
+    *(id for page in PAGES for id in re.findall(r"^\| ([WP]\d+) \|", page.read_text(encoding="utf-8"), re.MULTILINE)),
 ]
 
 

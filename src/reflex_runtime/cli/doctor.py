@@ -22,10 +22,11 @@ WIDE = 120  # columns if the output is not a terminal
 _STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "skip": "dim"}
 
 _DESCRIPTION = """\
-Check an export directory. First without loading it: its files and weights, normalisation, configuration, the graphs'
-inputs and batch axis, the robot's file, text, memory for two versions, the provider. Then load it as `reflex serve`
-does and run it: actions, determinism, a batch compared with its members alone, the needs of --rtc. Last, the clocks of
-this machine.
+Check an export directory, or another policy. First without loading it: its files and weights, normalisation,
+configuration, the graphs' inputs and batch axis, the robot's file, text, memory for two versions, the provider. Then
+load it as `reflex serve` does and run it: actions, determinism, a batch compared with its members alone, the needs of
+--rtc. Last, the clocks of this machine. Of python:package.module:make, the check `source` stands for those of files and
+graphs.
 
 A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
 expected and what to do.
@@ -44,7 +45,7 @@ examples:
   stay. environment is true if the fault is in this machine and not in the export.
 ids:
   files normalisation config wires opset inputs dynamic_batch embodiment tokenizer memory provider model_load actions
-  determinism batch_parity rtc_boundary clock
+  determinism batch_parity rtc_boundary clock, and for what is no export: source
 
 exit codes: 0 nothing failed, 1 the export failed a check, 2 bad arguments, 3 only checks of this machine failed
 """
@@ -58,7 +59,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("directory", type=Path, metavar="DIR", help="export directory (see docs/exports.md)")
+    add("source", metavar="SOURCE", help="export directory (docs/exports.md), or python:package.module:make")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
     add("--threads", default="1", metavar="N", help="as with serve: ONNX Runtime threads per call (default 1)")
@@ -75,15 +76,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print them; returns the exit code."""
     from reflex_runtime.policies.doctor.doctor import examine
     from reflex_runtime.policies.export.directory import check_directory
+    from reflex_runtime.policies.source import is_export
     from reflex_runtime.processors.onnx import PROVIDERS
 
-    check_directory(args.directory)
+    if is_export(args.source):
+        check_directory(Path(args.source))
     threads = whole("--threads", args.threads, 1, 256)
     horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
     diagnosis = examine(
-        args.directory,
+        args.source,
         PROVIDERS.get(args.provider, args.provider),
         threads,
         instruction=args.instruction,
@@ -101,7 +104,7 @@ def _show(console: Console, diagnosis: Diagnosis) -> None:
     spec = diagnosis.spec
     name = "" if spec is None else f" {spec.model_id} ({spec.model_hash}),"
     threads = f"{diagnosis.threads} thread{'s' if diagnosis.threads > 1 else ''}"
-    console.print(Text(f"{diagnosis.path}:{name} {diagnosis.provider}, {threads}"), style="dim", soft_wrap=True)
+    console.print(Text(f"{diagnosis.source}:{name} {diagnosis.provider}, {threads}"), style="dim", soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -30,6 +30,7 @@ examples:
   reflex serve ./my-export --max-batch-cost-ms 250                        deeper batches, longer waits
   reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
   reflex serve ./my-export --trace batches.jsonl    then: reflex trace batches.jsonl
+  reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
 OpenAI API and has options of its own; reflex serve MODEL_DIR --help shows them.
@@ -54,7 +55,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "source",
         nargs="?",
         metavar="SOURCE",
-        help="export directory (see docs/exports.md); may be left out with --policy-a",
+        help="export directory (docs/exports.md), or python:package.module:make for a policy of your own in Python "
+        "(docs/policies.md); may be left out with --policy-a",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)
@@ -153,9 +155,10 @@ def _same(one: str, other: str) -> bool:
 def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, PolicySource]:
     """What is served, by slot. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.policies import read_source
+    from reflex_runtime.policies.serving.slots import device_of
 
     _check_memory(config, sources)
-    specs = {slot: read_source(source) for slot, source in sources.items()}
+    specs = {slot: read_source(source, device_of(config)) for slot, source in sources.items()}
     check_needs(config, places, _missing(specs))
     _check(config)
     _check_specs(config, specs)
@@ -164,9 +167,15 @@ def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[st
 
 def _missing(specs: Mapping[str, PolicySource]) -> dict[str, str]:
     """The facts that settings need and that do not hold; see `check_needs`."""
-    if any(spec.staged for spec in specs.values()):
-        return {}
-    return {"a decomposed export": f"{', '.join(spec.source for spec in specs.values())} is monolithic"}
+    from reflex_runtime.policies import Export
+
+    told = ", ".join(spec.source for spec in specs.values())
+    missing = {}
+    if not any(spec.staged for spec in specs.values()):
+        missing["a decomposed export"] = f"{told} is monolithic"
+    if all(isinstance(spec, Export) for spec in specs.values()):
+        missing["a model in PyTorch"] = f"{told} is an ONNX export"
+    return missing
 
 
 def _check_memory(config: ServeConfig, sources: Mapping[str, str]) -> None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.memory import Weight
 from reflex_runtime.policies.export.model_files import model_bytes
 from reflex_runtime.policies.policy.model import PolicySource
-
-LEROBOT: Final = "lerobot:"
-PYTHON: Final = "python:"
+from reflex_runtime.policies.policy.spec import LEROBOT, PYTHON, DeviceOptions
 
 
-def read_source(source: str | Path) -> PolicySource:
+def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
     """Read and check what a source says of its policy; the model itself is loaded by its `open`.
 
-    source: an export directory. ConfigError says what is wrong with it and what to do.
+    source: an export directory, or `python:module:make` for a factory. device: what the factory is called with.
+    ConfigError says what is wrong with it and what to do.
     """
+    text = str(source)
+    if text.startswith(PYTHON):
+        from reflex_runtime.policies.models.python import read_python
+
+        return read_python(text, device or DeviceOptions())
     return Export.load(source)
+
+
+def is_export(source: str) -> bool:
+    """Whether a source is read as an export directory."""
+    return not source.startswith((LEROBOT, PYTHON))
 
 
 def directory_of(source: str) -> Path:

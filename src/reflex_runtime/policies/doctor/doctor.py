@@ -17,6 +17,7 @@ from reflex_runtime.policies.doctor import files, runs
 from reflex_runtime.policies.doctor.findings import Clocks, Finding, Patient, Status, failed, skipped
 from reflex_runtime.policies.export.memory import total_memory
 from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.policies.source import is_export
 from reflex_runtime.processors.onnx import CPU
 from reflex_runtime.version import __version__
 
@@ -47,7 +48,7 @@ class Check:
 class Diagnosis:
     """All checks of one export, in the order they were made."""
 
-    path: Path
+    source: str
     provider: str
     threads: int
     spec: PolicySpec | None
@@ -67,7 +68,7 @@ class Diagnosis:
         return {
             "schema_version": 1,
             "reflex_version": __version__,
-            "export_dir": str(self.path),
+            "export_dir": self.source,
             "model_id": None if self.spec is None else self.spec.model_id,
             "model_hash": None if self.spec is None else self.spec.model_hash,
             "provider": self.provider,
@@ -79,7 +80,7 @@ class Diagnosis:
 
 
 def examine(
-    root: Path,
+    source: str | Path,
     provider: str = CPU,
     threads: int = 1,
     *,
@@ -88,18 +89,18 @@ def examine(
     clocks: Clocks | None = None,
     total_memory: Callable[[str], int] = total_memory,
 ) -> Diagnosis:
-    """Make every check of the export at `root`.
+    """Make every check of a source, as in `read_source`.
 
     provider, threads: as in `OnnxSession`, and as the export would be served. instruction: one it has to understand;
     default its own first words. rtc_horizon: actions of a chunk that anchor the next one; named, an export that cannot
     do it fails, else it is a warning for the default. clocks, total_memory: for tests.
     """
     clocks = clocks or Clocks()
-    patient = Patient(root, provider, threads, instruction, rtc_horizon, clocks, total_memory)
+    patient = Patient(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory)
     patient.began = clocks.together()
     checks: list[Check] = []
     broken: dict[str, Status] = {}
-    for name, needs, look in _CHECKS:
+    for name, needs, look in _EXPORT if is_export(patient.source) else _OTHER:
         began = clocks.monotonic()
         missing = [need for need in needs if need in broken]
         if missing:
@@ -110,7 +111,7 @@ def examine(
         if finding.status in ("fail", "skip"):
             broken[name] = finding.status
         checks.append(Check(name, finding, clocks.monotonic() - began))
-    return Diagnosis(root, provider, threads, patient.loaded, checks)
+    return Diagnosis(patient.source, provider, threads, patient.loaded, checks)
 
 
 def _looked(look: Callable[[Patient], Finding], patient: Patient) -> Finding:
@@ -123,7 +124,9 @@ def _looked(look: Callable[[Patient], Finding], patient: Patient) -> Finding:
         )
 
 
-_CHECKS: Final[tuple[tuple[str, tuple[str, ...], Callable[[Patient], Finding]], ...]] = (
+_Checks = tuple[tuple[str, tuple[str, ...], Callable[[Patient], Finding]], ...]
+
+_EXPORT: Final[_Checks] = (
     ("files", (), files.check_files),
     ("normalisation", ("files",), files.check_normalisation),
     ("config", ("files", "normalisation"), files.check_config),
@@ -143,3 +146,16 @@ _CHECKS: Final[tuple[tuple[str, tuple[str, ...], Callable[[Patient], Finding]], 
     ("clock", (), runs.check_clock),
 )
 """Id, the checks whose findings it needs, and the check, in the order they are made."""
+
+_OTHER: Final[_Checks] = (
+    ("source", (), runs.check_source),
+    ("embodiment", ("source",), runs.check_embodiment),
+    ("memory", ("source",), runs.check_memory),
+    ("model_load", ("source",), runs.check_model_load),
+    ("actions", ("model_load",), runs.check_actions),
+    ("determinism", ("actions",), runs.check_determinism),
+    ("batch_parity", ("actions",), runs.check_batch_parity),
+    ("rtc_boundary", ("actions",), runs.check_rtc_boundary),
+    ("clock", (), runs.check_clock),
+)
+"""The same for what is no export: its own reader checks its files."""

@@ -15,6 +15,8 @@ from reflex_runtime.policies.export.onnx_file import OnnxFile
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.model import PolicySource
 from reflex_runtime.policies.policy.observation import ActionChunk
+from reflex_runtime.policies.policy.spec import DeviceOptions
+from reflex_runtime.policies.source import directory_of
 
 Status = Literal["pass", "fail", "warn", "skip"]
 
@@ -52,7 +54,7 @@ class Clocks:
 class Patient:
     """The policy under examination, and the results that later checks use."""
 
-    root: Path
+    source: str
     provider: str
     threads: int
     instruction: str | None
@@ -81,6 +83,15 @@ class Patient:
     def policy(self) -> Policy:
         assert self.opened is not None
         return self.opened
+
+    @property
+    def root(self) -> Path:
+        """The directory of the source."""
+        return directory_of(self.source)
+
+    @property
+    def device(self) -> DeviceOptions:
+        return DeviceOptions(self.provider, self.threads)
 
     @property
     def config_file(self) -> Path:

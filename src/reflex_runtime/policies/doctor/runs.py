@@ -22,12 +22,13 @@ from reflex_runtime.policies.doctor.findings import (
     some,
     warned,
 )
-from reflex_runtime.policies.doctor.trial import run_together, sample
+from reflex_runtime.policies.doctor.trial import sample
 from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.memory import SHARE, Room
 from reflex_runtime.policies.policy.load import load_policy
-from reflex_runtime.policies.policy.spec import DeviceOptions
+from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions
+from reflex_runtime.policies.source import is_export, read_source
 from reflex_runtime.processors import onnx
 from reflex_runtime.processors.onnx import CPU, CUDA
 
@@ -50,6 +51,18 @@ DAY: Final = 86_400.0
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
+def check_source(patient: Patient) -> Finding:
+    """Of what is no export: its own reader says what is wrong."""
+    expected = "a policy that says what it expects and gives"
+    try:
+        patient.loaded = spec = read_source(patient.source, patient.device)
+        spec.check()
+    except ConfigError as error:
+        return failed(expected, error.message, "see docs/policies.md")
+    kind = f"{spec.model_id}, {spec.model_type}, {spec.inference_mode}, {spec.num_denoising_steps} steps"
+    return passed(expected, f"{kind}, chunk of {spec.chunk_size} x {spec.action_dim}, model {spec.model_hash}")
+
+
 def check_provider(patient: Patient) -> Finding:
     try:
         onnx.check_provider(patient.provider)
@@ -65,7 +78,7 @@ def check_model_load(patient: Patient) -> Finding:
     expected = f"loads on {patient.provider}"
     began = patient.clocks.monotonic()
     try:
-        patient.opened = load_policy(patient.spec, device=DeviceOptions(patient.provider, patient.threads))
+        patient.opened = load_policy(patient.spec, device=patient.device)
     except ConfigError as error:
         if patient.provider != CPU and _loads_on_cpu(patient):
             return failed(
@@ -97,7 +110,7 @@ def _instructions(patient: Patient) -> list[str | None]:
         return [None]
     if patient.instruction:
         return [patient.instruction]
-    words = spec.config.get("tokenizer")
+    words = spec.config.get("tokenizer") if spec.tokenizer is not None else None
     if isinstance(words, str):
         model = json_object(patient.root / words).get("model")
         words = model.get("vocab") if isinstance(model, dict) else None
@@ -110,7 +123,7 @@ def _instructions(patient: Patient) -> list[str | None]:
 def check_tokenizer(patient: Patient) -> Finding:
     tokenizer, most = patient.spec.tokenizer, patient.spec.max_tokens
     if tokenizer is None:
-        return skipped("the policy reads no text")
+        return skipped("the model makes its own tokens" if patient.spec.takes_text else "the policy reads no text")
     expected = "known words, no longer than max_tokens"
 
     def ids(text: str, size: int = 1) -> list[int]:
@@ -145,10 +158,10 @@ def check_actions(patient: Patient) -> Finding:
     requests = [sample(policy, i, texts[i % len(texts)]) for i in range(SAMPLES)]
     times = []
     try:
-        run_together(policy, requests[:1])
+        policy.answers(requests[:1])
         for request in requests:
             began = patient.clocks.monotonic()
-            patient.alone += run_together(policy, [request])
+            patient.alone += policy.answers([request])
             times.append(patient.clocks.monotonic() - began)
     except ReflexError as error:
         return failed(
@@ -193,7 +206,7 @@ def _names(patient: Patient, joints: NDArray[Any]) -> str:
 def check_determinism(patient: Patient) -> Finding:
     expected = "the same bits for the same observation and seed"
     policy, texts = patient.policy, _instructions(patient)
-    again = run_together(policy, [sample(policy, 0, texts[0])])[0].actions
+    again = policy.answers([sample(policy, 0, texts[0])])[0].actions
     first = patient.alone[0].actions
     if again.tobytes() != first.tobytes():
         return failed(
@@ -221,7 +234,7 @@ def check_batch_parity(patient: Patient) -> Finding:
         for how, starts in ways.items():
             requests = [sample(policy, i, texts[i % len(texts)]) for i in range(n)]
             try:
-                chunks = run_together(policy, requests, starts)
+                chunks = policy.answers(requests, starts)
             except ReflexError as error:
                 return failed(
                     expected, f"{n} {how}: {error.message}",
@@ -291,7 +304,8 @@ def check_embodiment(patient: Patient) -> Finding:
     if unknown and len(spec.images) > 1:
         doubts.append(f"images that are no camera of the robot: {', '.join(unknown)}")
     if doubts:
-        return warned(expected, some(doubts), f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment)")
+        file = f"complete {EMBODIMENT_FILE} (docs/exports.md, Embodiment)"
+        return warned(expected, some(doubts), file if is_export(patient.source) else "give PolicySpec an Embodiment")
     return passed(expected, f"{robot.name}, {robot.action_space}, {spec.action_dim} ranges")
 
 
@@ -341,7 +355,8 @@ def check_clock(patient: Patient) -> Finding:
             environment=True,
         )
     monotonic, wall = clocks.together()
-    newest = max((file.stat().st_mtime for file in patient.root.rglob("*") if file.is_file()), default=0.0)
+    mine = () if patient.source.startswith(PYTHON) else patient.root.rglob("*")
+    newest = max((file.stat().st_mtime for file in mine if file.is_file()), default=0.0)
     if wall < LEAST_WALL or wall < newest - DAY:
         shown = time.strftime("%Y-%m-%d %H:%M", time.gmtime(max(0.0, wall)))
         return warned(

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Priority, Request, Ticket
@@ -19,6 +19,7 @@ from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies.policy.model import PolicyModel
 from reflex_runtime.policies.policy.observation import (
     MAX_REQUEST_PIXELS,
+    ActionChunk,
     CacheUse,
     Doubt,
     Image,
@@ -305,6 +306,15 @@ class Policy(BaseProcessor):
             request_id=f"warm-up-{seed}",
         )
         return self.request(observation)
+
+    def answers(self, requests: Sequence[Request], starts: Sequence[int] = ()) -> list[ActionChunk]:
+        """Their answers without a scheduler, from batches of all that are under way; the first error is raised.
+
+        starts: the round in which each enters, as in `run_through`: rows then are at different steps.
+        """
+        tickets = [Ticket(request, i, 0.0) for i, request in enumerate(requests)]
+        run_through(self, tickets, self.stages, starts, group=self.slot, shape=self.shape)
+        return [ticket.outcome.value for ticket in tickets if isinstance(ticket.outcome, Done)]
 
     # -- shared by both kinds ------------------------------------------------------------------------------------------
 

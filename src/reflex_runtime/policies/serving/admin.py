@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
+from reflex_runtime.policies.policy.spec import PYTHON
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.slots import SHADOW
-from reflex_runtime.policies.source import PYTHON, directory_of
+from reflex_runtime.policies.source import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.fields import Whole, check_id, invalid, invalid_field, whole

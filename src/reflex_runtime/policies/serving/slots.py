@@ -125,16 +125,22 @@ class Slot:
 def load(config: ServeConfig, slot: str, spec: PolicySource) -> Policy:
     """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong."""
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
-    provider = PROVIDERS.get(config.provider, config.provider)
     return load_policy(
         spec,
         slot=slot,
-        device=DeviceOptions(provider, config.threads, config.captured_sizes),
+        device=device_of(config),
         cache_bytes=int(config.prefix_cache_mb * 2**20),
         max_age_chunks=config.prefix_max_age_chunks,
         rtc=rtc,
         adaptive=config.adaptive_steps,
     )
+
+
+def device_of(config: ServeConfig) -> DeviceOptions:
+    """How the settings say that models are loaded."""
+    provider = PROVIDERS.get(config.provider, config.provider)
+    dtype: Any = config.dtype
+    return DeviceOptions(provider, config.threads, config.captured_sizes, dtype, config.compile)
 
 
 class BudgetPlanner(Planner):
