@@ -72,6 +72,7 @@ class GroupSpec:
     max_queued_seconds: float = inf
     displace_background: bool = False
     adaptive: tuple[int, int, float, int, float] | None = None  # a `HoldTarget` of these
+    tenant: str = ""
 
     def config(self) -> GroupConfig:
         return GroupConfig(
@@ -80,6 +81,7 @@ class GroupSpec:
             capacity=self.capacity,
             max_in_flight_per_client=self.cap,
             weight=self.weight,
+            tenant=self.tenant,
             latest_only=self.latest_only,
             share_room=self.share_room,
             promote_after=self.promote_after,
@@ -108,6 +110,7 @@ class GroupSpec:
             self.max_queued_seconds,
             self.displace_background,
             None if self.adaptive is None else Adapting(*self.adaptive),
+            self.tenant,
         )
 
 
@@ -676,6 +679,17 @@ SCENARIOS: dict[str, Scenario] = {
             counted(FlushPolicy.by_size(2, 4 * TICK), name="b", weight=1.0, capacity=5),
             counted(FlushPolicy(max_batch_size=1), name="shadow", weight=0.0),
         ),
+        device=lambda b: (1 + len(b)) * TICK,
+    ),
+    "tenants": Scenario(
+        (
+            timed(FlushPolicy(max_batch_cost=12 * TICK), name="arm.a", weight=2.0, tenant="arm"),
+            timed(FlushPolicy(max_batch_size=2), name="arm.b", weight=2.0, tenant="arm"),
+            counted(FlushPolicy.by_size(2, 4 * TICK), name="hand", capacity=5),
+            counted(FlushPolicy(max_batch_size=1), name="arm.shadow", weight=0.0),
+            counted(FlushPolicy(max_batch_size=1), name="hand.shadow", weight=0.0),
+        ),
+        partitions=1,
         device=lambda b: (1 + len(b)) * TICK,
     ),
     "groups_several": Scenario(

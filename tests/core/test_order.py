@@ -9,6 +9,7 @@ import pytest
 
 from reflex_runtime.core.batch import Cause, Done, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.order import IDLE_CLIENTS, ByArrival, Clients
@@ -314,6 +315,36 @@ def test_b10_groups_take_turns_by_device_time_and_weight() -> None:
     for group in "ab":
         ask_many(scheduler, 60, group=group)
     assert groups_of(scheduler, 30).count("a") == 20
+
+
+def tenants(*groups: tuple[str, str, float]) -> Scheduler:
+    """Groups of (name, tenant, weight)."""
+    configs = [GroupConfig(name=n, tenant=t, weight=w, flush=ONE, cost=UnitCost) for n, t, w in groups]
+    return Scheduler(configs)
+
+
+def turns_of(scheduler: Scheduler, busy: str, turns: int) -> list[int]:
+    """How many turns each of these groups gets if all of them have work."""
+    for name in busy:
+        ask_many(scheduler, turns, group=name)
+    ran = groups_of(scheduler, turns)
+    return [ran.count(name) for name in busy]
+
+
+def test_p35_groups_of_one_tenant_share_its_weight() -> None:
+    assert turns_of(tenants(("a", "arm", 1.0), ("b", "arm", 1.0), ("h", "", 1.0)), "abh", 80) == [20, 20, 40]
+    assert turns_of(tenants(("a", "arm", 3.0), ("b", "arm", 3.0), ("h", "", 1.0)), "abh", 80) == [30, 30, 20]
+
+
+def test_p35_a_group_whose_mates_have_nothing_has_all_of_its_tenants_share() -> None:
+    scheduler = tenants(("a", "arm", 1.0), ("b", "arm", 1.0), ("h", "", 1.0))
+    assert turns_of(scheduler, "ah", 40) == [20, 20]
+    assert turns_of(scheduler, "bah", 40) == [10, 10, 20]  # b owes nothing and has no credit
+
+
+def test_p35_groups_of_one_tenant_name_the_same_weight() -> None:
+    with pytest.raises(ConfigError, match=r"weight=2\.0: is 1\.0 in another group of tenant 'arm'"):
+        tenants(("a", "arm", 1.0), ("b", "arm", 2.0))
 
 
 def test_b10_device_time_is_what_was_measured_not_turns() -> None:

@@ -81,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--last", metavar="N", help="only the last N batches, N >= 1")
     add("--from", dest="first", metavar="ID", help="only batches from this id on")
     add("--to", dest="final", metavar="ID", help="only batches up to this id")
-    add("--group", metavar="SLOT", help="only batches of this group (a slot, a tenant or a workload)")
+    add("--group", metavar="SLOT", help="only batches of this group (a slot or a workload)")
     add(
         "--units",
         default="grants",

@@ -1,4 +1,4 @@
-"""A group: a slot, a tenant or a workload with its own capacity, caps, cost model, weight and pause."""
+"""A group: a slot or a workload with its own capacity, caps, cost model, weight and pause."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class GroupConfig:
         counts as 0. Background work neither counts nor is refused.
     max_in_flight_per_client: most unsettled tickets per client, 0 for no cap.
     weight: share of device time against other groups; 0 runs only when nothing else waits.
+    tenant: groups of one tenant take turns as one group of their weight, which is the same for all of them, and share
+        its turns evenly; "" is a group by itself.
     gap_chance: for groups of weight 0: a batch starts only if, with this probability, no other group has a new request
         before it ends, at their present rate; 0 starts at any time. So the others rarely wait for such a batch.
     latest_only: a newer request of a client replaces its waiting older ones.
@@ -51,6 +53,7 @@ class GroupConfig:
     capacity: int = 1000
     max_in_flight_per_client: int = 0
     weight: float = 1.0
+    tenant: str = ""
     gap_chance: float = 0.0
     latest_only: bool = False
     share_room: bool = False
@@ -84,11 +87,27 @@ class GroupConfig:
             raise ConfigError("GroupConfig.resources: needs a flush policy without holds and shedding (every_step)")
 
 
+class Tenant:
+    """Groups that take turns as one. number: its place among others of the same device time."""
+
+    def __init__(self, name: str, weight: float, number: int) -> None:
+        self.name, self.weight, self.number = name, weight, number
+        self.groups: list[Group] = []
+        self.device_time = 0.0  # virtual, of all its groups
+
+    @property
+    def active(self) -> bool:
+        """Whether any of its groups has a ticket that may run."""
+        return any(group.active for group in self.groups)
+
+
 class Group:
     """The state of one group. Only the scheduler and `forming` touch it."""
 
-    def __init__(self, config: GroupConfig) -> None:
+    def __init__(self, config: GroupConfig, tenant: Tenant) -> None:
         self.config = config
+        self.tenant = tenant
+        tenant.groups.append(self)
         self.name = config.name
         self.cost = config.cost()
         self.evidence = Evidence()
@@ -285,7 +304,9 @@ class Group:
 
     def charge(self, partition: Partition, seconds: float) -> None:
         """Charge device seconds to the partition; a negative number corrects an earlier charge."""
-        self.device_time += seconds / (self.config.weight or 1.0)
+        virtual = seconds / (self.config.weight or 1.0)
+        self.device_time += virtual
+        self.tenant.device_time += virtual
         self.turns.shares.charge(partition, seconds)
         self.turns.touch(partition)
 

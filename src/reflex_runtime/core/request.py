@@ -74,7 +74,7 @@ class Request:
 
     payload: opaque to the scheduler.
     id: for people and traces; need not be unique.
-    group: the slot, tenant or workload it belongs to.
+    group: the slot or workload it belongs to.
     partition: requests of different partitions never share a batch.
     client: what has a fair share and an in-flight cap: a robot, a feed, a key.
     time_limit: seconds from arrival within which it is worth answering, or None.

@@ -17,7 +17,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
 
  1. Time. Tickets past their deadline settle as `Expired`, pauses that are over end (`_apply_due`). Running tickets do
     not expire; they are checked when their batch returns. With `max_batches` running there is nothing to decide.
- 2. Groups take turns by device time over weight, the least served first (`_turns`).
+ 2. Tenants, then the groups of one, take turns by device time over weight, the least served first (`_turns`).
  3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
     least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
  4. Parts of a call that failed run first, each by itself, to find the bad request (`Former.form`, `isolation`).
@@ -70,7 +70,7 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.forming import Formed, Former
-from reflex_runtime.core.group import Group, GroupConfig
+from reflex_runtime.core.group import Group, GroupConfig, Tenant
 from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Origin
@@ -100,7 +100,8 @@ class Scheduler:
 
     def __init__(self, groups: Iterable[GroupConfig] = (GroupConfig(),), max_batches: int = 1) -> None:
         configs = list(groups)
-        self._groups = {config.name: Group(config) for config in configs}
+        self._tenants: list[Tenant] = []
+        self._groups = {config.name: Group(config, self._tenant_of(config)) for config in configs}
         if not configs:
             raise ConfigError("Scheduler.groups=(): needs at least one group")
         if len(self._groups) < len(configs):
@@ -389,12 +390,13 @@ class Scheduler:
     # -- forming -------------------------------------------------------------------------------------------------------
 
     def _turns(self) -> list[Group]:
-        """Groups as they take turns: least device time over weight; weight 0 only when nothing else waits."""
+        """Groups as they take turns: least device time over weight, of the tenant, then their own; weight 0 only when
+        nothing else waits."""
         ready = [g for g in self._groups.values() if g.active and g.paused_until <= self._now]
         if len(ready) > 1:
             if any(g.config.weight > 0.0 and self._waits(g) for g in ready):
                 ready = [g for g in ready if g.config.weight > 0.0]
-            ready.sort(key=lambda g: g.device_time)
+            ready.sort(key=lambda g: (g.tenant.device_time, g.tenant.number, g.device_time))
         return ready
 
     def _waits(self, group: Group) -> bool:
@@ -652,10 +654,23 @@ class Scheduler:
         group.enter(ticket, now)
 
     def _lift(self, group: Group) -> None:
-        """A group that becomes active gets no credit for its idle time, and no debt for having used an idle device."""
-        peers = [g for g in self._groups.values() if (g.config.weight > 0.0) == (group.config.weight > 0.0)]
-        busy = [g.device_time for g in peers if g.active and g is not group]
-        group.device_time = max(group.device_time, min(busy) if busy else max(g.device_time for g in peers))
+        """What becomes active gets no credit for its idle time, and no debt for having used an idle device."""
+        tenant = group.tenant
+        if not tenant.active:
+            _lift(tenant, [t for t in self._tenants if (t.weight > 0.0) == (tenant.weight > 0.0)])
+        _lift(group, tenant.groups)
+
+    def _tenant_of(self, config: GroupConfig) -> Tenant:
+        """Its tenant, made with its first group."""
+        found = next((t for t in self._tenants if config.tenant and t.name == config.tenant), None)
+        if found is None:
+            found = Tenant(config.tenant, config.weight, len(self._tenants))
+            self._tenants.append(found)
+        if found.weight != config.weight:
+            raise ConfigError(
+                f"GroupConfig.weight={config.weight!r}: is {found.weight!r} in another group of tenant {found.name!r}"
+            )
+        return found
 
     def _unsettled(self) -> Iterator[Ticket]:
         groups = self._groups.values()
@@ -676,3 +691,9 @@ class Scheduler:
             "seconds_per_item": group.seconds_per_item,
             "queued_seconds": group.backlog.seconds,
         }
+
+
+def _lift(one: Group | Tenant, peers: Sequence[Group | Tenant]) -> None:
+    """To the least device time of those that are active; where none is, to the largest of all."""
+    busy = [peer.device_time for peer in peers if peer.active and peer is not one]
+    one.device_time = max(one.device_time, min(busy) if busy else max(peer.device_time for peer in peers))

@@ -93,6 +93,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
         capacity=told.capacity,
         max_in_flight_per_client=told.max_in_flight_per_client,
         weight=told.weight,
+        tenant=told.tenant or "",
         latest_only=told.latest_only,
         promote_after=told.promote_after,
         cost=lambda: TimeCost(tuple(cost["stages"]), cost["affine"], tuple(cost["sizes"])),

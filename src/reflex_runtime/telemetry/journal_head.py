@@ -9,6 +9,8 @@ from dataclasses import asdict
 from math import inf
 from typing import Any
 
+import msgspec
+
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
@@ -27,6 +29,7 @@ def info_of(group: GroupConfig) -> GroupInfo:
         capacity=group.capacity,
         max_in_flight_per_client=group.max_in_flight_per_client,
         weight=group.weight,
+        tenant=group.tenant or msgspec.UNSET,
         latest_only=group.latest_only,
         promote_after=group.promote_after,
         planned=group.controller is not None,

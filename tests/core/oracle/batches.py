@@ -214,7 +214,7 @@ class Batches(Memory, Wake, Conservation):
         self.batches += 1
         left, w.left = w.left, []
         expected = expected if w.meter.in_seconds else 0.0
-        w.device_time += expected / (w.weight or 1.0)
+        self.charge(w, expected)
         w.device_times[partition] += expected
         made = Expected(
             self.batches, w.name, partition, batch[0][0].stage, cause, cost, expected, list(batch), admitted, left

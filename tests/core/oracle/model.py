@@ -98,8 +98,14 @@ class Oracle(Batches):
         request, now = ticket.request, self.now
         if not self.unsettled(w.name):
             peers = [p for p in self.worlds.values() if (p.weight > 0) == (w.weight > 0)]
-            busy = [p.device_time for p in peers if p is not w and self.unsettled(p.name)]
-            w.device_time = max(w.device_time, min(busy) if busy else max(p.device_time for p in peers))
+            mates = self.mates(w)
+            if not any(self.unsettled(p.name) for p in mates):
+                busy = [p.tenant_time for p in peers if self.unsettled(p.name)]
+                lifted = max(w.tenant_time, min(busy) if busy else max(p.tenant_time for p in peers))
+                for p in mates:
+                    p.tenant_time = lifted
+            busy = [p.device_time for p in mates if p is not w and self.unsettled(p.name)]
+            w.device_time = max(w.device_time, min(busy) if busy else max(p.device_time for p in mates))
         if not self.unsettled(w.name, request.partition):
             busy = [w.device_times[p] for p in self.partitions(w.name)]
             mine = w.device_times.get(request.partition, 0.0)
@@ -206,7 +212,7 @@ class Oracle(Batches):
         self.in_flight.remove(batch)
         self.free_since = now
         w = self.worlds[batch.group]
-        w.device_time += (elapsed - batch.expected) / (w.weight or 1.0)
+        self.charge(w, elapsed - batch.expected)
         w.device_times[batch.partition] += elapsed - batch.expected
         batch.crashed = self.to_blame(w, batch, outcomes)
         if isinstance(outcomes[0], Apart):

@@ -16,7 +16,8 @@ class Order(Views):
     """Who goes first."""
 
     def groups_in_order(self) -> list[World]:
-        """By device time over weight; weight 0 only when no other group has anything that does not run."""
+        """By device time over weight, of the tenant first; weight 0 only when no other group has anything that does not
+        run."""
         ready = [
             w
             for w in self.worlds.values()
@@ -24,7 +25,8 @@ class Order(Views):
         ]
         if any(w.weight > 0 and any(t.state != "running" for t in self.unsettled(w.name)) for w in ready):
             ready = [w for w in ready if w.weight > 0]
-        return sorted(ready, key=lambda w: w.device_time)
+        tenants = list({w.tenant or w.name: w for w in self.worlds.values()})
+        return sorted(ready, key=lambda w: (w.tenant_time, tenants.index(w.tenant or w.name), w.device_time))
 
     def partitions_in_order(self, w: World) -> list[Hashable]:
         """Urgent first; then the one with the least device time if it waited long; then those whose deadline is at

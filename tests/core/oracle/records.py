@@ -78,7 +78,9 @@ class World:
     max_queued_seconds: float = inf
     displace_background: bool = False
     adapting: Adapting | None = None
+    tenant: str = ""
     device_time: float = 0.0
+    tenant_time: float = 0.0  # the same of all its groups
     per_item: float = 0.0
     counters: dict[Hashable, float] = field(default_factory=dict)
     rest: float = 0.0

@@ -39,6 +39,16 @@ class Views:
             and (client is ... or t.client == client)
         ]
 
+    def mates(self, w: World) -> list[World]:
+        """The groups of its tenant, itself among them."""
+        return [p for p in self.worlds.values() if p is w or (w.tenant and p.tenant == w.tenant)]
+
+    def charge(self, w: World, seconds: float) -> None:
+        """Charge device seconds to a group and its tenant."""
+        w.device_time += seconds / (w.weight or 1.0)
+        for p in self.mates(w):
+            p.tenant_time += seconds / (w.weight or 1.0)
+
     def waiting(self, group: str, partition: Hashable = ..., client: Hashable = ...) -> list[Seen]:
         return [t for t in self.unsettled(group, partition, client) if t.state == "waiting"]
 
