@@ -22,7 +22,7 @@ else), `observation` (what goes in and comes out), `base` (what both kinds of po
 from __future__ import annotations
 
 from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.export.embodiment import Embodiment, Norm
+from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.policy.base import Policy, WarmUp
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault
@@ -41,6 +41,7 @@ from reflex_runtime.policies.policy.observation import (
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.tokenizer import WordTokenizer
+from reflex_runtime.policies.policy.units import Norm
 from reflex_runtime.policies.source import read_source
 from reflex_runtime.web.errors import InvalidRequest
 

@@ -35,6 +35,7 @@ class Answered(msgspec.Struct):
     images: as sent, by name: PNG or JPEG bytes, base64 text (a data URL will do), or uint8 [h, w, 3].
     state: as sent, [state_dim]. seed: of the noise, as used. arrived: seconds on the server's monotonic clock.
     executed: how many actions of the last chunk the caller has executed, where it said so.
+    past: request ids of the earlier observations that the policy saw with it, oldest first.
     actions: [num_actions, action_dim] as answered, None without an answer. cache: `hit`, `hit_stale`, `miss`, `off`.
     total_s, queue_s, batch_s: as in the answer. batch: None when it never ran.
     measured_ms: its share of measured device time. error: (slug, message). routing: {slot, routing_key, degraded,
@@ -52,6 +53,7 @@ class Answered(msgspec.Struct):
     arrived: float = 0.0
     deadline_ms: float | None = None
     executed: int | None = None
+    past: Sequence[str] = ()
     actions: NDArray[Any] | None = None
     denoising_steps: int = 0
     inference_mode: str = ""
@@ -146,6 +148,7 @@ def add_payload(line: RequestLine, a: Answered, images: ImageMode) -> None:
         line.response = Given(short(a.actions), a.actions.shape[0], a.actions.shape[1])
     asked = line.request
     asked.instruction, asked.executed = a.instruction, a.executed
+    asked.past = list(a.past) or None
     asked.state = None if a.state is None else finite(np.asarray(a.state, np.float64).tolist())
     if a.images and images != "none":
         asked.image_sha256 = sha256_of(a.images)

@@ -119,7 +119,9 @@ class Warm(msgspec.Struct, frozen=True, tag_field="kind", tag="warm"):
 
 
 class Asked(msgspec.Struct):
-    """A request. Only with payloads: instruction, state, executed, images.
+    """A request. Only with payloads: instruction, state, executed, past, images.
+
+    past: request ids of the earlier observations of its episode that the policy saw with it, oldest first.
 
     image_sha256, image_b64: one text when the only image is `image`, else by name.
     """
@@ -131,6 +133,7 @@ class Asked(msgspec.Struct):
     state: list[float | str] | None = None
     seed: int = 0
     executed: int | None = None
+    past: list[str] | None = None
     image_sha256: str | dict[str, str] | None = None
     image_b64: str | dict[str, str] | None = None
 

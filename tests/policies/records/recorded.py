@@ -117,6 +117,7 @@ class Served:
         if slot != "prod":
             answered.routing = {"slot": slot, "routing_key": "", "degraded": False, "cached": False}
         if ticket is not None:
+            answered.past = ticket.request.payload.past
             answered.measured_ms = ticket.shared * 1e3
             if ticket.started is not None and ticket.admission is not None:
                 admission = ticket.admission

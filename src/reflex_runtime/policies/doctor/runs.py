@@ -223,7 +223,7 @@ def check_batch_parity(patient: Patient) -> Finding:
     expected = f"an action of a batch within {bound:g} of its joint's scale of the same one alone"
     policy, texts = patient.policy, _instructions(patient)
     alone = np.stack([chunk.actions for chunk in patient.alone])
-    std = 1.0 if patient.spec.action_norm is None else patient.spec.action_norm.std
+    std = 1.0 if patient.spec.action_norm is None else patient.spec.action_norm.scale
     scale = np.maximum(np.abs(alone).max(axis=(0, 1)), std)
     steps = patient.spec.num_denoising_steps
     worst, where = 0.0, ""
@@ -284,7 +284,7 @@ def check_embodiment(patient: Patient) -> Finding:
         doubts.append("no action_ranges: nothing is clamped")
     elif spec.action_norm is not None:
         low, high = robot.action_ranges[:, 0], robot.action_ranges[:, 1]
-        mean, std = spec.action_norm.mean, spec.action_norm.std
+        mean, std = spec.action_norm.offset, spec.action_norm.scale
         outside = np.flatnonzero((mean < low) | (mean > high))
         if len(outside):
             told = [

@@ -146,7 +146,8 @@ def _load(root: Path) -> Export:
         model_bytes=model_bytes(root),
         resize=config.resize or "stretch",
         wires=read_wires(table, images, config.state_dim if roles.inputs.has("state") else 0, config.action_dim),
-        **norms,
+        state_norm=norms["state_norm"],
+        action_norm=norms["action_norm"],
     )
 
 

@@ -24,25 +24,10 @@ from reflex_runtime.policies.export.config_file import (
     read_json,
     whole,
 )
+from reflex_runtime.policies.policy.units import Norm, frozen
 
 EMBODIMENT_FILE: Final = "embodiment.json"
 _RANGES: Final = "pairs [low, high] of finite numbers with low < high"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Norm:
-    """normalised = (value − mean) / std, element by element; float32 [dim], std > 0."""
-
-    mean: NDArray[np.float32]
-    std: NDArray[np.float32]
-
-    def normalise(self, value: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Into the model's units; the last axis is dim."""
-        return ((value - self.mean) / self.std).astype(np.float32, copy=False)
-
-    def denormalise(self, value: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Into the robot's units; the last axis is dim."""
-        return (value * self.std + self.mean).astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,9 +56,9 @@ def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
         return None
     table = ExportObject(config.file, config.get(key), config.name(key))
     fields = table.read(_norm_keys(dim))
-    norm = Norm(_frozen(fields.mean), _frozen(fields.std))
-    if not (norm.std > 0.0).all():
-        table.wrong("std", "numbers > 0", norm.std.tolist())
+    norm = Norm(frozen(fields.mean), frozen(fields.std))
+    if not (norm.scale > 0.0).all():
+        table.wrong("std", "numbers > 0", norm.scale.tolist())
     return norm
 
 
@@ -89,7 +74,7 @@ def read_embodiment(
     if table.has("action_ranges"):
         if not all(low < high for low, high in values["action_ranges"]):
             table.wrong("action_ranges", f"a list of {action_dim} {_RANGES}")
-        values["action_ranges"] = _frozen(values["action_ranges"])
+        values["action_ranges"] = frozen(values["action_ranges"])
     if table.has("action_names"):
         values["action_names"] = table.different("action_names", names_of(action_dim))
     if table.has("cameras"):
@@ -119,9 +104,3 @@ def _embodiment_keys(state_dim: int, action_dim: int) -> Any:
     }
     keys: list[Any] = [("name", Text), *((name, kind | None, None) for name, kind in optional.items())]
     return msgspec.defstruct("_EmbodimentFile", keys, forbid_unknown_fields=True)
-
-
-def _frozen(value: Any) -> NDArray[np.float32]:
-    array = np.array(value, np.float32)
-    array.setflags(write=False)
-    return array

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.roles import Graph
-from reflex_runtime.policies.policy.model import Floats, StagedModel, WholeModel, stacked
+from reflex_runtime.policies.policy.model import StagedModel, WholeModel, stacked
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.units import Floats
 from reflex_runtime.processors.onnx import OnnxSession
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.policy.model import Floats, StagedModel, WholeModel
+from reflex_runtime.policies.policy.model import StagedModel, WholeModel
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.units import Floats
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 try:

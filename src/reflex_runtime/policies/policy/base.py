@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import isfinite
 from typing import Any, ClassVar, get_args
 
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import Priority, Request, Ticket
+from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.time_cost import TimeCost
+from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory, together
 from reflex_runtime.policies.policy.model import PolicyModel
 from reflex_runtime.policies.policy.observation import (
     MAX_REQUEST_PIXELS,
@@ -32,6 +34,7 @@ from reflex_runtime.policies.policy.observation import (
     seed_of,
 )
 from reflex_runtime.policies.policy.spec import PolicySpec
+from reflex_runtime.policies.policy.units import transformed
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.by_hand import TimedBatch, run_through
 from reflex_runtime.web.errors import InvalidRequest
@@ -72,6 +75,7 @@ class Policy(BaseProcessor):
         self.model, self.spec, self.slot = model, spec, slot
         self.captured_sizes = tuple(model.captured_sizes)
         self.shape: Hashable = _shape(spec)
+        self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
         kinds = {use: "hit" if use in ("hit", "hit_stale") else "miss" for use in get_args(CacheUse)}
         self._classes = {use: f"{kind}, {steps}" for use, kind in kinds.items()}
@@ -84,7 +88,7 @@ class Policy(BaseProcessor):
 
     def look(self, images: Mapping[str, Sent]) -> int:
         """Pixels that `prepare` will decode, from the headers alone; InvalidRequest for a missing or wrong field."""
-        pixels = sum(pixels_of(*self._found(name, images)) for name in self.spec.images)
+        pixels = sum(pixels_of(*found) for found in self._all_found(images).values())
         if pixels > MAX_REQUEST_PIXELS:
             most = f"at most {MAX_REQUEST_PIXELS:,} are accepted"
             raise InvalidRequest(f"images: {pixels:,} pixels to decode in all, {most}", "images")
@@ -100,6 +104,7 @@ class Policy(BaseProcessor):
         request_id: str = "",
         seed: int | None = None,
         executed: int | None = None,
+        received: float | None = None,
     ) -> Observation:
         """Check and convert the fields of a request. Slow (decoding, resizing): call it on worker threads.
 
@@ -108,19 +113,28 @@ class Policy(BaseProcessor):
         At full size one image is held at a time.
         state: [state_dim], as the robot measures it. seed: in [0, 2⁶⁴); default `seed_of(request_id)`.
         executed: actions of the episode's last chunk that have been executed; matters to real-time chunking only.
+        received: when the server had all of the request, seconds on its monotonic clock, now if None; matters only to a
+        policy that sees several observations of an episode.
 
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
         spec = self.spec
-        sent = {name: self._found(name, images or {}) for name in spec.images}
+        sent = self._all_found(images or {})
         tokens = self._tokens(instruction)
-        normalised = self._state(state)
+        robot_state, normalised = self._state(state)
         if seed is None:
             seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
-        seen = {name: self._image(name, *found) for name, found in sent.items()}
+        seen = {
+            name: self._image(name, *sent[name]) if name in sent else _black(size)
+            for name, size in spec.images.items()
+        }
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
+        observation.robot_state = robot_state
+        observation.present = {name: name in sent for name in spec.images}
+        if self.history is not None:
+            observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
         if instruction:
             observation.instruction = instruction
             observation.doubts = self._doubts(instruction)
@@ -131,14 +145,27 @@ class Policy(BaseProcessor):
         """Hook for subclasses to amend the observation."""
         return observation
 
-    def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent, str]:
-        """The image sent for one of its cameras, and the field name for errors about it."""
+    def _with_past(self, observation: Observation, history: ObservationHistory, received: float) -> Observation:
+        """The observation behind those before it in its episode; the first one repeated where there are too few."""
+        o = observation
+        moment = Glimpse(o.request_id, received, o.images, o.present, o.state)  # type: ignore[arg-type]
+        past = history.before(o.episode_id, moment) if o.episode_id else ()
+        with_past = together((*past, moment), history.steps)
+        return replace(o, **with_past, moment=moment, past=tuple(one.request_id for one in past))
+
+    def _all_found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
+        """`_found` of every camera, without those that were left out and may be."""
+        found = {name: self._found(name, images) for name in self.spec.images}
+        return {name: (sent, field) for name, (sent, field) in found.items() if sent is not None}
+
+    def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent | None, str]:
+        """The image sent for one of its cameras, None where it may be left out, and the field name for errors."""
         # The field is as the caller would write it: `image` and `image_wrist` stand alone, others in `images`.
         field = name if name in ("image", "image_wrist") else f"images.{name}"
         sent = images.get(name)
         if sent is None and "image" in images and len(self.spec.images) == 1:
             sent, field = images["image"], "image"
-        if sent is None:
+        if sent is None and name not in self.spec.optional_images:
             raise InvalidRequest(f"{field}: missing, and this policy needs it", field)
         return sent, field
 
@@ -165,26 +192,31 @@ class Policy(BaseProcessor):
         tokenizer = self.spec.tokenizer
         return None if tokenizer is None else tokenizer.encode(instruction, self.spec.max_tokens)
 
-    def _state(self, state: Sequence[float] | NDArray[Any] | None) -> NDArray[np.float32] | None:
+    def _state(
+        self, state: Sequence[float] | NDArray[Any] | None
+    ) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """The state after its transforms, and normalised; both None where the policy takes none."""
         if state is None:
             if self.spec.takes_state:
                 raise InvalidRequest("state: missing, and this policy needs it", "state")
-            return None
+            return None, None
         try:
             sent = np.asarray(state)
         except ValueError:  # ragged lists
             sent = np.array(None)
-        dim, norm = self.spec.state_dim, self.spec.state_norm
+        dim, norm, transforms = self.spec.state_dim, self.spec.state_norm, self.spec.state_transforms
         if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
             raise InvalidRequest(f"state: must be {dim} numbers", "state")
-        values: NDArray[np.float32] = sent
-        if norm is not None or sent.dtype != np.float32:
-            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
-                values = sent.astype(np.float32)
-                values = values if norm is None else norm.normalise(values)
+        changed: NDArray[np.float32] = sent
+        with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
+            if sent.dtype != np.float32:
+                changed = sent.astype(np.float32)
+            if transforms:
+                changed = transformed(changed, transforms)
+            values = changed if norm is None else norm.normalise(changed)
         if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
             raise InvalidRequest("state: must be finite numbers", "state")
-        return values if self.spec.takes_state else None
+        return (changed, values) if self.spec.takes_state else (None, None)
 
     # -- event loop ----------------------------------------------------------------------------------------------------
 
@@ -297,7 +329,7 @@ class Policy(BaseProcessor):
         spec, rng = self.spec, np.random.Generator(np.random.PCG64(seed))
         state = None
         if spec.takes_state:  # the mean, once normalised
-            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.mean
+            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.offset
         observation = self.prepare(
             images={name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
             instruction="warm up" if spec.takes_text else None,
@@ -321,6 +353,24 @@ class Policy(BaseProcessor):
     def start(self) -> None:
         self.model.start()
 
+    def forget(self, episode: str) -> None:
+        """Forget what is carried from one request of an episode to the next: it was moved, or starts again."""
+        if self.history is not None:
+            self.history.forget(episode)
+
+    def forget_all(self) -> None:
+        """Forget it of all episodes: they were moved."""
+        if self.history is not None:
+            self.history.forget_all()
+
+    def _remember(self, ticket: Ticket) -> None:
+        """A chunk has been computed: keep its observation for the next ones of its episode."""
+        observation: Observation = ticket.request.payload
+        if self.history is None or observation.moment is None:
+            return
+        if not ticket.cancel_requested and ticket.state is not TicketState.SETTLED:  # no robot gets its chunk
+            self.history.remember(observation.episode_id, observation.moment)
+
     def _noise(self, observation: Observation) -> NDArray[np.float32]:
         return noise_of(observation.seed, self.spec.chunk_size, self.spec.x_dim)
 
@@ -340,12 +390,21 @@ class Policy(BaseProcessor):
             "fanout": "batched" if model.batched else "sequential",
             "shape": str(self.shape),
             "captured_sizes": list(self.captured_sizes),
+            **({} if self.history is None else {"history": self.history.snapshot()}),
             **self._describe(),
             "config": dict(spec.config),
         }
 
     def _describe(self) -> dict[str, Any]:
         raise NotImplementedError
+
+
+@cache
+def _black(size: tuple[int, int]) -> Image:
+    """A black picture of that size, read only."""
+    black = np.zeros((*size, 3), np.uint8)
+    black.setflags(write=False)
+    return black
 
 
 def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
@@ -363,9 +422,10 @@ def _usual(batches: Sequence[TimedBatch]) -> list[TimedBatch]:
 
 def _shape(spec: PolicySpec) -> str:
     """The input shapes, as a key that reads well in diagnostics."""
-    parts = [f"{name}[{h},{w},3]" for name, (h, w) in spec.images.items()]
+    n = f"{spec.observation_steps}," if spec.observation_steps > 1 else ""
+    parts = [f"{name}[{n}{h},{w},3]" for name, (h, w) in spec.images.items()]
     if spec.takes_text:
         parts.append(f"tokens[{spec.max_tokens}]")
     if spec.takes_state:
-        parts.append(f"state[{spec.state_dim}]")
+        parts.append(f"state[{n}{spec.state_dim}]")
     return " ".join([*parts, f"actions[{spec.chunk_size},{spec.action_dim}]"])

@@ -88,6 +88,8 @@ class DecomposedPolicy(Policy):
             seen.append(observation.tokens)
         if self.spec.prefix_takes_state and observation.state is not None:
             seen.append(observation.state)
+        if self.spec.optional_images:  # a black picture is not a missing one
+            seen.append(observation.row("image_masks"))
         key = PrefixKey(self.slot, observation.episode_id, digest(text), digest(*seen))
         return replace(observation, prefix_key=key)
 
@@ -106,6 +108,16 @@ class DecomposedPolicy(Policy):
         if self.cache is None or not episode:
             return "off", PREFIX, steps + 1.0
         return "hit", DENOISE, steps
+
+    def forget(self, episode: str) -> None:
+        super().forget(episode)
+        if self.tails is not None:
+            self.tails.forget(episode)
+
+    def forget_all(self) -> None:
+        super().forget_all()
+        if self.tails is not None:
+            self.tails.forget_all()
 
     # -- device thread -------------------------------------------------------------------------------------------------
 
@@ -218,6 +230,7 @@ class DecomposedPolicy(Policy):
     def _arrive(self, ticket: Ticket, flow: _Flow) -> None:
         """Keep what the episode's next chunk continues, and nothing else."""
         self._flows.pop(ticket, None)
+        self._remember(ticket)
         if self.tails is not None and not ticket.cancel_requested:  # a cancelled chunk is not executed
             episode = ticket.request.payload.episode_id
             self.tails.remember(episode, np.array(flow.x), self._clock() - ticket.arrived)

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.units import Floats, transformed
 from reflex_runtime.processors.onnx import CPU
-
-Floats = NDArray[np.float32]
 
 
 class PolicyModel:
@@ -50,15 +49,19 @@ class PolicyModel:
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         """Actions in the robot's units, [n, chunk_size, action_dim], of what the model computed, [n, chunk_size, any].
 
-        By default x without the columns beyond action_dim, denormalised. Values may be infinite or NaN: the guard looks
-        for them.
+        By default x without the columns beyond action_dim, denormalised, then through the action transforms. Values may
+        be infinite or NaN: the guard looks for them.
         """
         spec = self.spec
         actions = x[..., : spec.action_dim] if x.shape[-1] > spec.action_dim else x
-        if spec.action_norm is None:
-            return actions.astype(np.float32, copy=False)
+        actions = actions.astype(np.float32, copy=False)
         with np.errstate(all="ignore"):
-            return spec.action_norm.denormalise(actions.astype(np.float32, copy=False))
+            if spec.action_norm is not None:
+                actions = spec.action_norm.denormalise(actions)
+            if not spec.action_transforms:
+                return actions
+            states = [row.robot_state for row in rows if row.robot_state is not None]
+            return transformed(actions, spec.action_transforms, np.stack(states)[:, None] if states else None)
 
     def start(self) -> None:
         """Called on a new device thread before its first call."""

@@ -13,7 +13,7 @@ from reflex_runtime.policies.policy.observation import ActionChunk, CacheUse, Ob
 
 
 class MonolithicPolicy(Policy):
-    """Runs a whole model. It has no state between calls, so every answer has `cache: off`."""
+    """Runs a whole model. It caches nothing, so every answer has `cache: off`."""
 
     stages = ("",)
     staged = False
@@ -30,6 +30,8 @@ class MonolithicPolicy(Policy):
         if len(actions) != len(seen):
             raise ProcessorError(f"{self.spec.source}: the model answered {len(actions)} rows for {len(seen)}")
         steps = self.spec.num_denoising_steps
+        for ticket in batch.grants:
+            self._remember(ticket)
         return [Done(ActionChunk(row, steps, o.cache)) for o, row in zip(seen, actions, strict=True)]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:

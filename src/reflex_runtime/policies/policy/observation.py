@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.policies.policy.history import Glimpse
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.policies.policy.rtc import Anchor
 from reflex_runtime.web.errors import InvalidRequest
@@ -21,6 +22,7 @@ CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 
 MAX_IMAGE_PIXELS = 4096 * 4096
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
+IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
@@ -39,16 +41,22 @@ DOUBTS: tuple[str, ...] = ("instruction_ignored", "instruction_unknown")
 class Observation:
     """The input of a policy, ready for its model: decoded and resized.
 
-    images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself.
+    Of a policy that sees n observations together, images, `present` and state have an axis [n] in front, oldest first.
+
+    images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
+        was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
     instruction: the text, "" for none.
     tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens.
-    state: float32 [state_dim], normalised, or None if the policy takes none.
+    state: float32 [state_dim], normalised, or None if the policy takes none. robot_state: the newest one, float32
+        [state_dim], in the robot's units after the state transforms, or None.
     seed: of the noise, in [0, 2⁶⁴).
     episode_id: "" if the caller named none; nothing is then kept between its requests.
     prefix_key: the key of its prefix in the cache, or None.
     cache, prefix: set by `Policy.request`: the cache's result, and the prefix found. The reference keeps it in memory
         until the request is settled, even if the cache evicts it.
     ready: what the model's own `prepare` made of it.
+    moment: what is kept of it for the next ones of its episode, or None; past: the request ids of those it looks back
+        to, oldest first.
     doubts: the warnings for the answer.
     executed: actions of the episode's last chunk that were executed before this observation, or None. anchor: set by
         `Policy.request`: the old actions that the new chunk continues.
@@ -68,15 +76,26 @@ class Observation:
     doubts: tuple[Doubt, ...] = ()
     instruction: str = ""
     ready: Any = None
+    present: Mapping[str, bool | tuple[bool, ...]] = field(default_factory=dict)
+    robot_state: NDArray[np.float32] | None = None
+    moment: Glimpse | None = None
+    past: tuple[str, ...] = ()
 
     def row(self, role: str) -> NDArray[Any]:
-        """The value for a role: "tokens", "state" or the name of an image."""
+        """The value for a role: "tokens", "state", the name of an image, or its mask as "image_mask/NAME".
+
+        "image_masks" are all masks along a last axis, in the order of the policy's images.
+        """
         if role == "tokens":
             assert self.tokens is not None
             return self.tokens
         if role == "state":
             assert self.state is not None
             return self.state
+        if role == "image_masks":
+            return np.array([self.present[name] for name in self.images], np.bool_).T
+        if role.startswith(IMAGE_MASK):
+            return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
         return self.images[role]
 
 

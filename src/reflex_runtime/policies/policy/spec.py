@@ -8,9 +8,10 @@ from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import Resize, Size
-from reflex_runtime.policies.export.embodiment import Embodiment, Norm
+from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer
+from reflex_runtime.policies.policy.units import Norm, Transform
 from reflex_runtime.processors.onnx import CPU
 
 
@@ -39,6 +40,7 @@ _RANGES = (
     ("chunk_size", 1, 1_000_000),
     ("state_dim", 0, 1_000_000),
     ("num_denoising_steps", 1, 1000),
+    ("observation_steps", 1, 64),
 )
 
 
@@ -53,7 +55,11 @@ class PolicySpec:
 
     images: (height, width) by image name, uint8 [height, width, 3]. resize: how pictures of another size are fitted:
         stretched, or padded with black; "none" leaves them as they came, for a model that fits them itself.
+    optional_images: those that a request may leave out: the model gets black pictures and `Observation.present`.
+    observation_steps: observations of an episode that the model sees together, the newest last. Images and state have
+        an axis of that length in front if it is above 1. See `ObservationHistory`.
     takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
+    state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
     takes_text: an instruction is needed. tokenizer, max_tokens: how it becomes tokens; None if the model does that.
     takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
         0 is action_dim.
@@ -83,6 +89,10 @@ class PolicySpec:
     action_norm: Norm | None = None
     embodiment: Embodiment = field(default_factory=Embodiment)
     wires: Mapping[str, WireMap] = field(default_factory=dict)
+    optional_images: frozenset[str] = frozenset()
+    observation_steps: int = 1
+    state_transforms: Sequence[Transform] = ()
+    action_transforms: Sequence[Transform] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     model_hash: str = ""
     config_hash: str = ""
@@ -101,6 +111,11 @@ class PolicySpec:
         for name, size in self.images.items():
             if len(size) != 2 or not all(1 <= pixels <= 4096 for pixels in size):
                 raise ConfigError(f"PolicySpec.images[{name!r}]={size!r}: must be (height, width), each in [1, 4096]")
+        unknown = sorted(self.optional_images - set(self.images))
+        if unknown:
+            raise ConfigError(f"PolicySpec.optional_images: {unknown[0]!r} is none of the images")
+        if self.images and not set(self.images) - self.optional_images:
+            raise ConfigError("PolicySpec.optional_images: all images are optional, at least one must not be")
         if self.x_dim < self.action_dim:
             raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
         if self.takes_state and not self.state_dim:

@@ -8,7 +8,7 @@ the last bit.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any, get_args
@@ -22,15 +22,18 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.options import one_of
 from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
-from reflex_runtime.policies.policy.observation import ActionChunk
+from reflex_runtime.policies.policy.history import Glimpse, ObservationHistory
+from reflex_runtime.policies.policy.observation import ActionChunk, Observation
 from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
 from reflex_runtime.policies.records.replayed import Compose, ModelReplay, ReplayedRequest, Timed, distance
 from reflex_runtime.processors.base import Processor, run_batch
 from reflex_runtime.processors.by_hand import advance, run_through
-from reflex_runtime.telemetry.journal import BatchLine, RequestLine
+from reflex_runtime.telemetry.journal import Asked, BatchLine, RequestLine
 from reflex_runtime.telemetry.journal_reader import Journal
+from reflex_runtime.web.errors import InvalidRequest
 
 WARM_SIZES = 16  # different batch sizes that are warmed up before anything is timed
+MOMENTS = 64  # earlier observations kept decoded
 
 Make = Callable[[str], tuple[Policy, Processor]]
 """The model that stands in for a slot, and the processor it is served by."""
@@ -127,8 +130,24 @@ class _Tails(ChunkTails):
         return int(report["executed"])
 
 
+class _Past(ObservationHistory):
+    """What a request looks back to, as recorded."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps)
+        self.moments: tuple[Glimpse, ...] = ()
+
+    def before(self, episode: str, moment: Glimpse) -> tuple[Glimpse, ...]:
+        return self.moments[1 - self.steps :]
+
+    def remember(self, episode: str, moment: Glimpse) -> None:
+        pass
+
+
 def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
-    """Switch on what was on for these answers: chunks carried over, steps spared."""
+    """Switch on what was on for these answers: earlier observations, chunks carried over, steps spared."""
+    if policy.history is not None and any(line.request.past for line in lines):
+        policy.history = _Past(policy.history.steps)
     if not isinstance(policy, DecomposedPolicy):
         return
     report = next((line.rtc for line in lines if line.rtc is not None), None)
@@ -136,6 +155,18 @@ def _as_recorded(policy: Policy, lines: Sequence[RequestLine]) -> None:
         rtc = Rtc(report["schedule"], report["horizon"])
         policy.tails = _Tails(rtc, policy.spec.embodiment.control_rate_hz)
     policy.adaptive = any(line.response and 0 < line.denoise < policy.spec.num_denoising_steps for line in lines)
+
+
+def _prepared(policy: Policy, asked: Asked, executed: int | None) -> Observation:
+    return policy.prepare(
+        images=asked.images(),
+        instruction=asked.instruction,
+        state=None if asked.state is None else [float(v) for v in asked.state],
+        episode_id=asked.episode_id,
+        request_id=asked.request_id,
+        seed=asked.seed,
+        executed=executed,
+    )
 
 
 class _Runner:
@@ -159,27 +190,39 @@ class _Runner:
             for seq in batch.seqs:
                 self._batches_of.setdefault(seq, []).append(batch)
 
+        self._line_by_id: dict[tuple[str, str], RequestLine] = {}
+        for line in recording.requests:
+            self._line_by_id.setdefault((line.slot, line.request.request_id), line)
+        self._seen: OrderedDict[tuple[str, str], Glimpse] = OrderedDict()
+
     def run(self, answered: Sequence[RequestLine]) -> None:
         raise NotImplementedError
 
     def _request(self, line: RequestLine) -> Request:
         """The request as it was submitted; InvalidRequest when the model does not take it."""
         asked, (policy, _) = line.request, self._models[line.slot]
-        state = None if asked.state is None else [float(v) for v in asked.state]
+        if isinstance(policy.history, _Past):
+            moments = [self._moment(policy, policy.history, line.slot, past) for past in asked.past or ()]
+            policy.history.moments = tuple(moments)
         tails = getattr(policy, "tails", None)
         executed = asked.executed
         if isinstance(tails, _Tails):
             executed = tails.prepare(asked.episode_id or "", line.rtc, executed)
-        observation = policy.prepare(
-            images=asked.images(),
-            instruction=asked.instruction,
-            state=state,
-            episode_id=asked.episode_id,
-            request_id=asked.request_id,
-            seed=asked.seed,
-            executed=executed,
-        )
-        return policy.request(observation)
+        return policy.request(_prepared(policy, asked, executed))
+
+    def _moment(self, policy: Policy, history: _Past, slot: str, request_id: str) -> Glimpse:
+        """What an earlier request saw; InvalidRequest when the recording does not have it."""
+        key = (slot, request_id)
+        if key not in self._seen:
+            if key not in self._line_by_id:
+                raise InvalidRequest(f"it looks back to request {request_id}, which is not in the recording", "past")
+            history.moments = ()
+            moment = _prepared(policy, self._line_by_id[key].request, None).moment
+            assert moment is not None
+            self._seen[key] = moment
+            if len(self._seen) > MOMENTS:
+                self._seen.popitem(last=False)
+        return self._seen[key]
 
     def _warm(self, sizes: Iterable[int]) -> None:
         """Run each size once before anything is timed."""

@@ -139,11 +139,12 @@ class Asking:
         client, limit = question.robot_id or question.episode_id or ask.client, self._time_limit(ask, question)
         settled = partial(self._settled, ask)
         if not question.images:
-            observation = _observe(policy, ask.request_id, question)
+            observation = _observe(policy, ask.request_id, question, ask.received)
             request = policy.request(observation, client=client, priority=priority, time_limit=limit)
             ask.ticket = self.runtime.batcher.submit(request, settled)
             return
-        job = _job(policy, ask.request_id, question, client, SHARES[priority], partial(self._prepared, ask))
+        done = partial(self._prepared, ask)
+        job = _job(policy, ask.request_id, question, ask.received, client, SHARES[priority], done)
         request = policy.reservation(
             job, ask.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
         )
@@ -235,10 +236,10 @@ class Asking:
         shadow = self.runtime.shadow
         if shadow is None or ask.question is None or not shadow.takes(ask.request_id):
             return
-        request_id, question = ask.request_id, ask.question
+        request_id, question, received = ask.request_id, ask.question, ask.received
 
         def job(policy: Policy, done: Made) -> Job:
-            return _job(policy, request_id, question, SHADOW_CLIENT, SHADOW_SHARE, done)
+            return _job(policy, request_id, question, received, SHADOW_CLIENT, SHADOW_SHARE, done)
 
         shadow.ask(request_id, ticket.request.group, chunk.actions, job)
 
@@ -266,13 +267,15 @@ class Asking:
         )
 
 
-def _job(policy: Policy, request_id: str, question: Question, client: Any, share: float, done: Made) -> Job:
+def _job(
+    policy: Policy, request_id: str, question: Question, received: float, client: Any, share: float, done: Made
+) -> Job:
     pictures = Pictures(question, policy)
-    return Job(client, share, pictures.look, partial(_observe, policy, request_id, question, pictures), done)
+    return Job(client, share, pictures.look, partial(_observe, policy, request_id, question, received, pictures), done)
 
 
 def _observe(
-    policy: Policy, request_id: str, question: Question, pictures: Pictures | None = None
+    policy: Policy, request_id: str, question: Question, received: float, pictures: Pictures | None = None
 ) -> Observation:
     return policy.prepare(
         images=None if pictures is None else pictures.sent,
@@ -282,6 +285,7 @@ def _observe(
         request_id=request_id,
         seed=question.seed,
         executed=question.executed,
+        received=received,
     )
 
 

@@ -144,7 +144,7 @@ def _cameras(schema: dict[str, Any], specs: Sequence[PolicySpec]) -> None:
     fields["images"] = _or_null(images, fields["images"])
     ways = []
     for spec in specs:
-        for name in spec.images:
+        for name in [name for name in spec.images if name not in spec.optional_images]:
             here = {"required": ["images"], "properties": {"images": {"type": "object", "required": [name]}}}
             top = "image" if len(spec.images) == 1 else name
             ways.append({"anyOf": [{"required": [top], "properties": {top: {"type": "string"}}}, here]}

@@ -57,6 +57,8 @@ def asked_and_answered(
         found.batch_s = 0.0 if started is None else now - started
         found.measured_ms = ticket.shared * 1e3
         found.batch = ticket.admission
+        if isinstance(ticket.request.payload, Observation):
+            found.past = ticket.request.payload.past
     if answer is not None and chunk is not None:
         found.actions, found.denoising_steps = chunk.actions, chunk.denoising_steps
         found.inference_mode, found.cache, found.guard = answer.inference_mode, answer.cache, answer.guard

@@ -363,12 +363,10 @@ class PolicyRuntime:
         self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
 
     def _moved(self, episodes: Sequence[str]) -> None:
-        """The episodes go on in the other slot: chunks carried over from this one would be a jump there."""
+        """The episodes go on in the other slot: what is carried over from this one would be a jump there."""
         for slot in self.slots.values():
-            tails = getattr(slot.policy, "tails", None)
-            if tails is not None:
-                for episode in episodes:
-                    tails.forget(episode)
+            for episode in episodes:
+                slot.policy.forget(episode)
 
     def _drained(self, slot: str) -> bool:
         return self.rollout.breaker.verdicts[slot] != "ok"

@@ -102,9 +102,7 @@ class Slot:
         before, self.previous = self.previous, None
         self._leaving.append(self.version)
         self.version = before
-        tails = getattr(before.policy, "tails", None)
-        if tails is not None:
-            tails.forget_all()
+        before.policy.forget_all()
         return before
 
     def settle(self) -> None:

@@ -44,7 +44,11 @@ class Reading:
         """(images, state, instruction) of a `Question`; 422 naming what is missing or wrong."""
         came = dict(_flat(observation))
         plain = {_stripped(name): name for name in reversed(came)}
-        images = {camera: self._image(camera, came, plain) for camera in self.spec.images}
+        images = {
+            camera: self._image(camera, came, plain)
+            for camera in self.spec.images
+            if self._is_there(camera, came, plain)
+        }
         for other in self._others:
             for camera in [camera for camera in other.spec.images if camera not in images]:
                 with suppress(InvalidRequest):  # the version that needs it says so
@@ -56,6 +60,12 @@ class Reading:
         spec, wire = self.spec, self.wire
         images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
         found: dict[str, Any] = {"images": images}
+        if spec.optional_images:
+            found["optional_images"] = [
+                wire.images.get(name, self._video + name) for name in spec.images if name in spec.optional_images
+            ]
+        if spec.observation_steps > 1:
+            found["observation_steps"] = spec.observation_steps
         if spec.takes_state:
             found["state"] = {"names": list(wire.state or ("state",)), "dim": spec.state_dim}
             if wire.state_sizes:
@@ -63,6 +73,10 @@ class Reading:
         if spec.takes_text:
             found["prompt"] = wire.prompt or PROMPTS[0]
         return found
+
+    def _is_there(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> bool:
+        """Whether it was sent; of cameras that must be sent, `_image` says so."""
+        return camera not in self.spec.optional_images or (self.wire.images.get(camera) or plain.get(camera)) in came
 
     def _image(self, camera: str, came: Mapping[str, Any], plain: Mapping[str, str]) -> tuple[str, str, Image]:
         name = self.wire.images.get(camera) or plain.get(camera)

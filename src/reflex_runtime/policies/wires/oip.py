@@ -6,7 +6,7 @@ HTTP and gRPC share this. Each of them reads its bytes into an `InferRequest` an
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -118,7 +118,7 @@ def questions(
     """One for each row; 422 naming what is wrong. most_ms: how long the caller waits at most."""
     expected = [item["name"] for item in model_metadata(spec)["inputs"]]
     given = {tensor.name: tensor for tensor in sent.inputs}
-    _check_names(sent, list(given), expected)
+    _check_names(sent, list(given), expected, {_SEED, *spec.optional_images})
     rows = _rows(list(given.values()))
     limits = limits_of(_said(sent.parameters, most_ms))
     robot, episode = limits.robot_id, limits.episode_id or sequences.episode(sent.parameters)
@@ -127,7 +127,7 @@ def questions(
         of_row = partial(_part, f"/{row}" if rows > 1 else "")
         found.append(
             Question(
-                images=tuple((name, name, _picture(given[name], row)) for name in spec.images),
+                images=tuple((name, name, _picture(given[name], row)) for name in spec.images if name in given),
                 state=_state(given[_STATE], row) if spec.takes_state else None,
                 instruction=_text(given[_INSTRUCTION], row) if spec.takes_text else None,
                 robot_id=of_row(robot),
@@ -146,13 +146,15 @@ def _part(part: str, name: str | None) -> str | None:
     return name + part if name else None
 
 
-def _check_names(sent: InferRequest, given: Sequence[str], expected: Sequence[str]) -> None:
+def _check_names(
+    sent: InferRequest, given: Sequence[str], expected: Sequence[str], optional: Collection[str]
+) -> None:
     all_of = f"came: {', '.join(given) or 'nothing'}; expected: {', '.join(expected)}"
     for name in given:
         if name not in expected:
             raise invalid(printable(name), printable(f"{name}: no such input; {all_of}"))
     for name in expected:
-        if name not in given and name != _SEED:
+        if name not in given and name not in optional:
             raise invalid(name, printable(f"{name}: missing; {all_of}"))
     if len(given) != len(sent.inputs):
         raise invalid("inputs", printable(f"inputs: one is given twice; {all_of}"))
