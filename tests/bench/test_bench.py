@@ -20,10 +20,11 @@ from reflex_runtime.bench.load import OK, BenchSide, LoadJob, LoadRound, Sample,
 from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
 from reflex_runtime.policies.wires.openpi_codec import decode
+from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server
 
 SILENT = ("json-numpy", "vla-eval", "lerobot")  # answers say nothing of batches
-SENT = ("act-json", "act-msgpack", "openpi", "json-numpy", "oip", "oip-grpc", "gr00t")  # deadlines are
+SENT = ("act-json", "act-msgpack", "openpi", "json-numpy", "xpolicylab", "oip", "oip-grpc", "gr00t")  # deadlines are
 MAIN = [name for name, kind in CALLERS.items() if not kind.setting]  # those of the main port
 QUICK = ("--rounds", "1", "--round-s", "0.3", "--warmup-s", "0")
 
@@ -223,6 +224,18 @@ def test_the_generators_own_lag_is_measured(tiny: Path, monkeypatch: pytest.Monk
         found = generator(asyncio.run(play(job, lambda told: None)))
     assert found["limits"]
     assert found["lag_ms"]["p99"] > 15.0
+
+
+def test_robots_of_xpolicylab_are_evaluations_of_their_own(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Server(tiny, "--record", str(tmp_path)) as server:
+        status, _ = measured(capsys, url(server), "--wire", "xpolicylab", "--robots", "3", *QUICK)
+        assert status == 0
+        server.stop()
+    (file,) = tmp_path.iterdir()
+    episodes = {line.request.robot_id: line.request.episode_id for line in read_journal(file).requests}
+    assert len(episodes) == len(set(episodes.values())) == 4  # and that which asked once at first
 
 
 def test_no_two_requests_have_the_same_picture() -> None:

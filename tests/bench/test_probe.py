@@ -87,7 +87,7 @@ def test_a_key_is_asked_for_and_taken(tiny: Path, capsys: pytest.CaptureFixture[
             shown = capsys.readouterr().out
             assert shown.startswith(f"{url(server)}: reflex: ready, {told}\n")
             assert shown.count("send the key as Authorization") == 1
-            assert "act-json, act-msgpack, openpi, json-numpy, oip, vla-eval: unauthorized: " in shown
+            assert "act-json, act-msgpack, openpi, json-numpy, oip, vla-eval, xpolicylab: unauthorized: " in shown
         status, found = probed(capsys, url(server), "--api-key", "s3cret")
         assert (status, all(wire["works"] for wire in found["wires"])) == (0, True)
 
@@ -193,6 +193,17 @@ def test_where_no_guess_fits_the_servers_own_words_are_told_and_an_observation_h
     assert (found.wires[0].works, found.wires[0].known) == (True, "--observation")
 
 
+def test_what_xpolicylab_says_in_its_hello_is_sent(seeing: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(seeing) as server:
+        words = f"ws://127.0.0.1:{server.port}/xpolicylab", "--wire", "xpolicylab"
+        status, found = probed(capsys, *words)
+    (wire,) = found["wires"]
+    assert (status, wire["known"], wire["actions"]) == (0, "hello_ack", [CHUNK, ACTIONS])
+    assert wire["announced"]["reflex"]["model_id"] == "tiny"
+    cameras = {"image": "uint8 [6, 8, 3]", "image_wrist": "uint8 [6, 8, 3]"}
+    assert wire["sent"] == cameras | {"state": "float32 [2]"}
+
+
 def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = np.zeros((12, 16, 3), np.uint8)
     seen = {"observation/image": picture, "observation/wrist_image": picture, "observation/state": np.zeros(2)}
@@ -204,7 +215,8 @@ def test_an_observation_of_ones_own_is_sent(server: Server, tmp_path: Path, caps
     status, found = probed(capsys, *words, str(tmp_path / "half.npz"))
     assert (status, found["wires"][0]["error"]) == (1, "invalid_request")
     assert "observation/wrist_image: missing" in found["wires"][0]["message"]
-    for wire in ("vla-eval", "gr00t", "oip", "oip-grpc", "lerobot", "json-numpy"):  # each has its own form of errors
+    own_forms = ("vla-eval", "xpolicylab", "gr00t", "oip", "oip-grpc", "lerobot", "json-numpy")
+    for wire in own_forms:  # of errors
         status, found = probed(capsys, url(server), "--wire", wire, "--observation", str(tmp_path / "half.npz"))
         assert (status, found["wires"][0]["error"]) == (1, "invalid_request"), found
         assert found["wires"][0]["message"]

@@ -13,7 +13,7 @@ from reflex_runtime.bench.groot_caller import GrootCaller
 from reflex_runtime.bench.grpc_callers import LerobotCaller, OipGrpcCaller
 from reflex_runtime.bench.http_callers import ActCaller, ActMsgpackCaller, JsonNumpyCaller
 from reflex_runtime.bench.oip_caller import OipCaller
-from reflex_runtime.bench.websocket_callers import OpenpiCaller, VlaEvalCaller
+from reflex_runtime.bench.websocket_callers import OpenpiCaller, VlaEvalCaller, XPolicyLabCaller
 
 CALLERS: Final[dict[str, type[WireCaller]]] = {
     "act-json": ActCaller,
@@ -22,6 +22,7 @@ CALLERS: Final[dict[str, type[WireCaller]]] = {
     "json-numpy": JsonNumpyCaller,
     "oip": OipCaller,
     "vla-eval": VlaEvalCaller,
+    "xpolicylab": XPolicyLabCaller,
     "gr00t": GrootCaller,
     "oip-grpc": OipGrpcCaller,
     "lerobot": LerobotCaller,

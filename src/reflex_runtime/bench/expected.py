@@ -78,6 +78,14 @@ GUESSES: Final = {
         ),
     ),
     "vla-eval": (Expected("a guess: LIBERO", {"images/agentview": (256, 256)}, {}, "task_description"),),
+    "xpolicylab": (
+        Expected(
+            "a guess: one arm",
+            {"vision/cam_head": (224, 224)},
+            {"state/arm_joint_state": 6, "state/ee_joint_state": 1},
+            "instruction",
+        ),
+    ),
     "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
 }
 """What is tried on a server that does not say what it expects."""

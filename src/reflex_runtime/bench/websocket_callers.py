@@ -1,12 +1,13 @@
-"""The wires on websockets: openpi and vla-eval, as their stock clients speak them."""
+"""The wires on websockets, as their stock clients speak them: openpi, vla-eval and XPolicyLab."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import numpy as np
 from websockets.asyncio.client import ClientConnection
@@ -19,8 +20,9 @@ from reflex_runtime.bench.target import HTTP, WEBSOCKET, Target
 from reflex_runtime.client.answers import refused
 from reflex_runtime.client.errors import BadAnswer, ServerError, TimedOut, Unreachable
 from reflex_runtime.client.exchange import Reply, broken, not_connected
-from reflex_runtime.policies.wires import openpi_codec, vla_eval_codec
+from reflex_runtime.policies.wires import openpi_codec, vla_eval_codec, xpolicylab_codec
 from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage
+from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame
 from reflex_runtime.web.errors import ClientError
 
 
@@ -192,6 +194,85 @@ class VlaEvalCaller(_WebsocketCaller):
         except ClientError as error:
             raise BadAnswer(f"no message of vla-eval: {error.message}") from None
         raise BadAnswer(f"no message of vla-eval, but text: {frame[:200]!r}")
+
+
+_TRIAL: Final = f"reflex-{'0' * 32}"  # stands in frames for the name of a caller's own evaluation
+
+
+class XPolicyLabCaller(_WebsocketCaller):
+    """XPolicyLab: a hello, the reset of a trial, and a chunk of actions for each observation. Every caller is an
+    evaluation of its own, because the server names episodes after it."""
+
+    config: ClassVar[str] = "xpolicylab"
+    path: ClassVar[str] = "/xpolicylab"
+    first: ClassVar[str] = "no hello_ack came: the policy may still be loading"
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._trial = f"reflex-{uuid.uuid4().hex}"
+
+    def expected(self) -> Expected | None:
+        """Our own servers say it in their hello_ack."""
+        return Expected.of("hello_ack", self.announced.get("reflex"))
+
+    def frame(self, observed: Observed, deadline_ms: float) -> bytes:
+        """Pictures by slot, the state by group."""
+        sent: dict[str, Any] = {"vision": {}, "state": {}}
+        for name, value in observed.items():
+            if isinstance(value, str):
+                sent["instruction"] = value
+            elif value.ndim == 3:
+                sent["vision"][name.removeprefix("vision/")] = {"color": value}
+            else:
+                group = "arm_joint_state" if name == "state" else name.removeprefix("state/")
+                sent["state"][group] = value
+        if deadline_ms and "reflex" in self.announced:
+            sent["reflex/deadline_ms"] = deadline_ms
+        return _lab_frame("infer", _TRIAL, {"observation": sent})
+
+    async def ask(self, frame: bytes) -> WireAnswer:
+        """The actions of all groups, side by side."""
+        answer = self._message(await self._exchange(frame.replace(_TRIAL.encode(), self._trial.encode(), 1)))
+        if answer.type != "infer_result":
+            raise BadAnswer(f"no actions, but {answer.type}: {str(answer.payload)[:200]}")
+        try:
+            steps = answer.payload["actions"]
+            batch = (answer.payload.get("reflex") or {}).get("batch") or {}
+            width = sum(np.size(group) for group in steps[0].values())
+            return WireAnswer((len(steps), width), int(batch.get("size", 0)))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise BadAnswer(f"no groups of actions in the answer: {error!r}") from None
+
+    async def _greet(self, socket: ClientConnection) -> None:
+        await socket.send(_lab_frame("hello", self._trial, {}))
+        self.announced = self._awaited("hello_ack", await socket.recv())
+        await socket.send(_lab_frame("reset", self._trial, {}))
+        self._awaited("reset_result", await socket.recv())
+
+    def _awaited(self, kind: str, frame: str | bytes) -> Mapping[str, Any]:
+        answer = self._message(frame)
+        if answer.type != kind:
+            raise BadAnswer(f"{kind} expected, {answer.type} came")
+        return answer.payload
+
+    def _message(self, frame: str | bytes) -> LabFrame:
+        try:
+            if not isinstance(frame, bytes):
+                raise BadAnswer(f"no message of XPolicyLab, but text: {frame[:200]!r}")
+            answer = xpolicylab_codec.decode(frame)
+        except ClientError as error:
+            raise BadAnswer(f"no message of XPolicyLab: {error.message}") from None
+        if answer.type == "error":
+            details = answer.payload.get("details")
+            if isinstance(details, dict) and "message" in details:
+                raise _refused(details)
+            raise ServerError(str(answer.payload.get("message"))[:300])
+        return answer
+
+
+def _lab_frame(kind: str, trial: str, payload: dict[str, Any]) -> bytes:
+    envelope = {"message_id": kind, "evaluation_id": trial, "trial_id": "0", "step": 0}
+    return xpolicylab_codec.encode(LabFrame(kind, envelope, payload))
 
 
 def _nested(observed: Observed) -> dict[str, Any]:

@@ -26,7 +26,7 @@ examples:
   reflex probe http://10.0.0.7:8000 --wire openpi --observation seen.npz
 
 Without --observation it sends what the server says it expects, or what LIBERO, DROID, ALOHA and OpenVLA send.
-The policy runs once for each wire; XPolicyLab's is not asked. docs/measure.md explains the table.
+The policy runs once for each wire. docs/measure.md explains the table.
 
 Exit status: 0 when at least one wire answered with actions, 1 when none did, 2 for a wrong command line.
 """
