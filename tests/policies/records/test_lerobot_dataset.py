@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import tracemalloc
@@ -149,6 +150,18 @@ def test_the_same_id_in_two_runs_of_a_server_is_two_episodes(tmp_path: Path) -> 
     ]  # fmt: skip
 
 
+def test_two_robots_that_use_the_same_id_have_two_episodes(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "recordings")
+    for number in range(4):
+        fleet.look(number, "e", number * 0.1, robot_id=f"r{number % 2}", executed=3)
+    fleet.ended("e", True)
+    exported(fleet.close(), tmp_path / "fleet")
+    assert [(e["robot_id"], e["length"], e["success"]) for e in episodes_of(tmp_path / "fleet")] == [
+        ("r0", 2, None), ("r1", 2, None),
+    ]  # fmt: skip
+    assert [row["executed"] for row in rows_of(tmp_path / "fleet")] == [3, -1, 3, -1]
+
+
 def test_an_episode_over_several_parts_of_a_recording_is_one(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path / "recordings", max_bytes=1)
     fleet.look(0, "e", 0.0)
@@ -269,6 +282,23 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (told["episodes"], told["frames"], told["requests"]) == (1, 3, 3)
     assert json.loads((target / "meta" / "reflex.json").read_text())["left_out"] == told["left_out"]
     assert [row["action"][0] for row in rows_of(target)] == [0.0, 1.0, 2.0]
+
+
+def test_lines_that_somebody_changed_are_left_out(tmp_path: Path) -> None:
+    lines = gzip.decompress(two_robots(tmp_path / "recordings").read_bytes()).decode().splitlines()
+    changed = [json.loads(line) for line in lines]
+    requests = [line for line in changed if line["kind"] == "request"]
+    changed[0]["started_at"] = "yesterday"
+    requests[0]["response"]["action_dim"] = 3
+    requests[1]["request"]["state"] = ["left", "right"]
+    requests[2]["request"]["image_b64"] = {"top": "not base64"}
+    requests[3]["response"] |= {"actions": [], "num_actions": 0}
+    (tmp_path / "changed.jsonl").write_text("\n".join(map(json.dumps, changed)))
+    written = exported(tmp_path / "changed.jsonl", tmp_path / "fleet")
+    assert written.left_out == {
+        "numbers that cannot be read": 2, "unreadable picture": 1, "no actions": 1,
+    }  # fmt: skip
+    assert sorted(row["action"][0] for row in rows_of(tmp_path / "fleet")) == [4.0, 5.0, 6.0]
 
 
 def test_only_one_episode(tmp_path: Path) -> None:

@@ -84,7 +84,6 @@ class RecordedFrame(msgspec.Struct):
     latency_s: float
     task: str
     slot: str
-    robot: str
     executed: int | None
     dims: tuple[int, int]
     state_bytes: bytes | None
@@ -117,16 +116,17 @@ def executed_between(frame: RecordedFrame, after: RecordedFrame | None, rate: fl
 
 @dataclass(slots=True)
 class RecordedEpisode:
-    """The frames of one episode of one run of a server. turns: its answered requests, those left out included.
+    """The frames of one episode of one robot in one run of a server.
 
-    success: as reported; None without a report.
+    turns: its answered requests, those left out included. success: as reported; None without a report, or if several
+    robots used the id, because a report has no robot.
 
     The same id in two runs is two episodes: robots may count anew after a restart.
     """
 
     session_id: str
     episode_id: str
-    robot: str = ""
+    robot: str
     turns: int = 0
     slots: set[str] = field(default_factory=set)
     success: bool | None = None
@@ -171,7 +171,8 @@ class RecordedEpisodes:
         self.left_out: Counter[str] = Counter()
         self.requests = 0
         self._only, self._advance = only, advance
-        self._episodes: dict[tuple[str, str], RecordedEpisode] = {}
+        self._episodes: dict[tuple[str, str, str], RecordedEpisode] = {}
+        self._outcomes: dict[tuple[str, str], bool] = {}
         self._shapes: dict[FrameShape, _ShapeSeen] = {}
         self._hashes_only = 0
         self._file: Any = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115 (`__exit__` closes it)
@@ -237,7 +238,7 @@ class RecordedEpisodes:
         if header.redaction.get("images") == "none":
             raise ConfigError(f"{path}: holds no pictures; record with --record-images full")
         reader = JournalReader(path)
-        begun = datetime.fromisoformat(header.started_at).timestamp() if header.started_at else 0.0
+        begun = _seconds(header.started_at)
         for line in reader:
             if isinstance(line, RequestLine):
                 self.requests += 1
@@ -259,14 +260,20 @@ class RecordedEpisodes:
             self._only = asked.episode_id
         if self._only is not None and asked.episode_id != self._only:
             return "another episode"
-        episode = self._episodes.setdefault((session, asked.episode_id), RecordedEpisode(session, asked.episode_id))
+        key = session, asked.episode_id, asked.robot_id or ""
+        episode = self._episodes.setdefault(key, RecordedEpisode(*key))
         episode.turns += 1
         if asked.hashes() and not asked.image_b64:
             self._hashes_only += 1
             return "pictures recorded as hashes only"
-        chunk = given.array()
-        state = None if asked.state is None else np.array([float(v) for v in asked.state], np.float32)
-        if not len(chunk) or not np.isfinite(chunk).all() or (state is not None and not np.isfinite(state).all()):
+        try:
+            chunk = given.array()
+            state = None if asked.state is None else np.array([float(v) for v in asked.state], np.float32)
+        except ValueError:
+            return "numbers that cannot be read"
+        if not len(chunk):
+            return "no actions"
+        if not np.isfinite(chunk).all() or (state is not None and not np.isfinite(state).all()):
             return "numbers that are not finite"
         try:
             pictures = asked.images()
@@ -280,7 +287,6 @@ class RecordedEpisodes:
             latency_s=line.latency.total_ms / 1e3,
             task=asked.instruction or "",
             slot=line.slot,
-            robot=asked.robot_id or "",
             executed=executed,
             dims=(len(chunk), chunk.shape[1]),
             state_bytes=None if state is None else state.tobytes(),
@@ -295,7 +301,6 @@ class RecordedEpisodes:
         seen = self._shapes.setdefault(shape, _ShapeSeen())
         seen.frames += 1
         seen.longest = max(seen.longest, frame.dims[0])
-        episode.robot = episode.robot or frame.robot
         episode.slots.add(frame.slot)
         episode.times.append(frame.at)
         episode.places.append(self._file.tell())
@@ -305,9 +310,8 @@ class RecordedEpisodes:
 
     def _ended(self, session: str, told: dict[str, Any]) -> None:
         """The first outcome of an episode counts."""
-        episode = self._episodes.get((session, str(told.get("episode_id", ""))))
-        if episode is not None and episode.success is None and isinstance(told.get("success"), bool):
-            episode.success = told["success"]
+        if isinstance(told.get("success"), bool):
+            self._outcomes.setdefault((session, str(told.get("episode_id", ""))), told["success"])
 
     def _choose(self) -> None:
         """The shape of which there are most frames."""
@@ -323,7 +327,19 @@ class RecordedEpisodes:
         for shape, seen in self._shapes.items():
             if shape != self.shape:
                 self.left_out[f"another shape ({shape.text()})"] += seen.frames
+        robots = Counter((episode.session_id, episode.episode_id) for episode in self._episodes.values())
+        for episode in self._episodes.values():
+            name = episode.session_id, episode.episode_id
+            episode.success = self._outcomes.get(name) if robots[name] == 1 else None
         self.episodes = [episode for episode in self._episodes.values() if self._number in episode.shapes]
+
+
+def _seconds(stamp: str) -> float:
+    """Since the epoch; 0 where there is no time."""
+    try:
+        return datetime.fromisoformat(stamp).timestamp()
+    except ValueError:
+        return 0.0
 
 
 _encode = msgspec.msgpack.Encoder().encode
