@@ -306,7 +306,7 @@ def test_another_server_of_gr00t_is_asked_by_its_names(pong: dict[str, str]) -> 
 
     async def serve_three(socket: Any) -> None:
         for _ in answers:
-            await socket.send(encode(answers[decode(await socket.recv())[0]["endpoint"]]))
+            await socket.send(encode(answers[decode(await socket.recv())["endpoint"]]))
 
     async def run() -> ServerProbe:
         with zmq.asyncio.Context() as context, context.socket(zmq.REP) as socket:

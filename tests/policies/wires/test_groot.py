@@ -322,7 +322,7 @@ def test_w37_a_message_without_a_deadline_has_one(tiny: Path, tmp_path: Path) ->
                 robot.act(tiny_state(0), **more)
         server.stop()
     (file,) = tmp_path.iterdir()
-    assert [found.deadline for found in read_journal(file).requests] == [15_000, 30_000, 9_000]
+    assert [found.deadline for found in read_journal(file).requests] == [15_000, 15_000, 9_000]
 
 
 def test_w37_what_is_late_and_what_finds_the_queue_full_is_answered(tiny: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import json_numpy
 import numpy as np
 import pytest
 
@@ -28,18 +30,22 @@ def as_json(array: Any, key: str = "__ndarray__") -> dict[str, Any]:
     return {key: base64.b64encode(array.tobytes()).decode(), "dtype": dtype, "shape": array.shape}
 
 
+@pytest.mark.parametrize("quoted", [False, True])
 @pytest.mark.parametrize("key", ["__ndarray__", "__numpy__"])
-def test_w30_over_http_groups_are_lists(server: Server, key: str) -> None:
+def test_w30_over_http_groups_come_as_the_client_reads_them(server: Server, key: str, quoted: bool) -> None:
     sent = {
         "video.ego_view": as_json(PICTURE[None], key),
         "state.arm": as_json(np.array([[0.3]]), key),
         "state.gripper": [[-0.3]],
         "annotation.human.action.task_description": ["open the door"],
     }
-    answer = server.post({"observation": sent, "seed": 5})
+    body = {"observation": sent, "seed": 5}
+    answer = server.post({"encoded": json.dumps(body)} if quoted else body)
     assert answer.status == 200, answer.body
-    assert set(answer.json) == {"action.arm", "action.gripper"}
-    both = np.concatenate([answer.json["action.arm"], answer.json["action.gripper"]], 1)
+    groups = json_numpy.loads(answer.body) if key == "__numpy__" else answer.json
+    assert set(groups) == {"action.arm", "action.gripper"}
+    assert {type(group) for group in groups.values()} == {np.ndarray if key == "__numpy__" else list}
+    both = np.concatenate([groups["action.arm"], groups["action.gripper"]], 1)
     np.testing.assert_allclose(both, want(3, 5), atol=1e-5)
     assert server.metrics()("reflex_requests_total", outcome="ok", wire="json-numpy") > 0
 

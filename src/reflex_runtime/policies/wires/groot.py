@@ -29,8 +29,7 @@ from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.zeromq import ZmqMessage
 
-DEADLINE_MS: Final = 15_000.0  # what clients of N1.5 and N1.6 have in mind; they wait for ever
-DEADLINE_ND_MS: Final = 30_000.0  # after which those of N1.7 come again on another connection
+DEADLINE_MS: Final = 15_000.0  # `timeout_ms` of every release; N1.5 and N1.6 do not set it, and wait for ever
 MAX_CLIENTS: Final = 4096  # routing ids that are kept: the one that was silent for longest is forgotten
 _OPTIONS: Final = RequestLimits.__struct_fields__
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
@@ -73,11 +72,11 @@ class GrootSession:
 
     def asked(self, message: ZmqMessage) -> None:
         """A message has come. Answer it, now or later; what is raised is answered by `failed`."""
-        sent, nd = decode(message.data)
+        sent = decode(message.data)
         self._check_token(sent.get("api_token"))
         endpoint = text_of(sent.get("endpoint", "get_action"))
         if endpoint == "get_action":
-            self._act(message, _map(sent, "data"), DEADLINE_ND_MS if nd else DEADLINE_MS)
+            self._act(message, _map(sent, "data"))
         elif endpoint == "reset":
             self._client(message).reset(_options(_map(sent, "data")))
             message.answer(encode({}))
@@ -115,14 +114,14 @@ class GrootSession:
         self._clients.move_to_end(message.peer)
         return client
 
-    def _act(self, message: ZmqMessage, data: Mapping[str, Any], deadline_ms: float) -> None:
+    def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> None:
         client, reading, nested = self._client(message), self._readings.now, "observation" in data
         seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
         observation = GrootObservation(seen)
         options = client.said | _options(data)
         limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
         if limits.deadline_ms is None and not self._asking.config.deadline_ms:
-            limits.deadline_ms = deadline_ms
+            limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading.wire)
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]

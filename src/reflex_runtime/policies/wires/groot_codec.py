@@ -1,9 +1,9 @@
 """The messages of GR00T's clients: msgpack, with arrays in one of two forms. Bytes in, values out, and back.
 
-    {"__ndarray_class__": True, "as_npy": bytes}                           N1.5, N1.6: a file of numpy.save
-    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   N1.7: msgpack-numpy
+    {"__ndarray_class__": True, "as_npy": bytes}                           numpy.save: until the release of N1.7
+    {"nd": True, "type": "<f4", "kind": "", "shape": [8], "data": bytes}   msgpack-numpy: N1.7 as it is now
 
-The keys of these maps may be text or bytes. Answers have the first form, which all three read. No array is unpickled:
+The keys of these maps may be text or bytes. Answers have the first form, which all of them read. No array is unpickled:
 neither form is read by numpy or msgpack-numpy.
 """
 
@@ -28,33 +28,17 @@ _HEADER: Final = re.compile(
 )
 
 
-class _Hook:
-    """Makes arrays of maps. nd: whether one had the form of N1.7."""
-
-    def __init__(self) -> None:
-        self.nd = False
-
-    def __call__(self, found: dict[str, Any]) -> Any:
-        if "__ndarray_class__" in found:
-            return _npy(found.get("as_npy"))
-        if "nd" in found and "data" in found:
-            self.nd = True
-            return nd_in(found)
-        return found
-
-
-def decode(frame: bytes) -> tuple[dict[str, Any], bool]:
-    """(the map in a message, arrays as read-only views of it; whether arrays had the form of N1.7)."""
-    hook = _Hook()
-    value = unpack(frame, hook)
+def decode(frame: bytes) -> dict[str, Any]:
+    """The map in a message, arrays as read-only views of it; ClientError when there is none."""
+    value = decode_answer(frame)
     if not isinstance(value, dict):
         raise ClientError("the message must be a map with an endpoint")
-    return value, hook.nd
+    return value
 
 
 def decode_answer(frame: bytes) -> Any:
     """What a server answers, with arrays in either form."""
-    return unpack(frame, _Hook())
+    return unpack(frame, _array)
 
 
 def encode(value: Any) -> bytes:
@@ -66,6 +50,13 @@ def modality_config(names: list[str], steps: int, as_text: bool) -> dict[str, An
     """What get_modality_config tells of one modality. as_text: as N1.5 reads it."""
     told = {"delta_indices": list(range(steps)), "modality_keys": names}
     return {"__ModalityConfig_class__": True, "as_json": msgspec.json.encode(told).decode() if as_text else told}
+
+
+def _array(found: dict[str, Any]) -> Any:
+    """The array that a map stands for, else the map."""
+    if "__ndarray_class__" in found:
+        return _npy(found.get("as_npy"))
+    return nd_in(found) if "nd" in found and "data" in found else found
 
 
 def _npy(data: Any) -> Any:

@@ -8,7 +8,8 @@ Four forms, told apart by what they hold. Each is answered in its own form; erro
     {"image": array, "instruction": text, …}        an array: the first action of the chunk
     {"encoded": "<the JSON of that>"}               a text: the JSON of that array
     {"full_image": array, "state": array, …}        a list of arrays: one for each action of the chunk
-    {"observation": {"video.x": array, …}, …}       {"action.x": [[…], …]}: the groups of GR00T, as lists
+    {"observation": {"video.x": array, …}, …}       {"action.x": array}: the groups of GR00T, as lists where none of
+                                                    the observation's arrays came as `__numpy__`
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class JsonNumpy:
 
 
 class GrootJson:
-    """An observation of GR00T. said: what else the body has."""
+    """An observation of GR00T. said: what else the body has. arrays: its client reads json-numpy."""
 
     block: ClassVar = GROOT
 
-    def __init__(self, observation: dict[str, Any], said: dict[str, Any]) -> None:
-        self.observation, self._said = GrootObservation(observation), said
+    def __init__(self, observation: dict[str, Any], said: dict[str, Any], arrays: bool) -> None:
+        self.observation, self._said, self._arrays = GrootObservation(observation), said, arrays
         self._reading: Reading | None = None
 
     def question(self, reading: Reading) -> Question:
@@ -86,7 +87,7 @@ class GrootJson:
         """The body of the answer."""
         assert self._reading is not None
         groups = self.observation.actions(self._reading, [actions])
-        return encode({name: group.tolist() for name, group in groups.items()})
+        return encode({name: _map(group) if self._arrays else group.tolist() for name, group in groups.items()})
 
 
 def is_json_numpy(body: bytes) -> bool:
@@ -101,11 +102,12 @@ def decode(body: bytes) -> JsonNumpy | GrootJson | None:
     if quoted:
         if len(value) > 1:
             raise ClientError("encoded: must be alone")
-        value = _parse(value["encoded"].encode())
+        body = value["encoded"].encode()
+        value = _parse(body)
     if not isinstance(value, dict):
         return None
-    if isinstance(value.get(OBSERVATION), dict) and not quoted:
-        return GrootJson(_read_groups(value.pop(OBSERVATION)), value)
+    if isinstance(value.get(OBSERVATION), dict):
+        return GrootJson(_read_groups(value.pop(OBSERVATION)), value, _MARKS[0] in body)
     observation = {name: _read(name, sent) for name, sent in value.items()}
     if not quoted and not any(isinstance(sent, np.ndarray) for sent in observation.values()):
         return None
