@@ -78,7 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "needs_more.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / "with_error.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for an installed command
     for name in ("my_policy", "needs_more", "with_error"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path

@@ -113,11 +113,11 @@ def test_p2_rows_are_packed_once_while_the_same_requests_step(monkeypatch: pytes
 
 def test_p2_a_prefix_stays_a_tensor_and_is_counted_in_the_cache() -> None:
     policy = staged()
-    policy.answers([asked(policy, 0, episode_id="e")])
+    policy.answers([asked(policy, i, episode_id=f"e{i}") for i in range(2)])
     assert policy.cache is not None
     scene = 4 * 64 * (16 + 6)  # float32 [patches and words, 64]
-    assert policy.cache.snapshot()["bytes"] == scene + 1024
-    again = asked(policy, 0, episode_id="e")
+    assert policy.cache.snapshot()["bytes"] == 2 * (scene + 1024)
+    again = asked(policy, 0, episode_id="e0")
     prefix = again.payload.prefix
     assert isinstance(prefix, TorchPrefix)
     assert prefix.tensors["scene"].shape == (1, 22, 64)
