@@ -18,6 +18,9 @@ from reflex_runtime.core.errors import ConfigError
 
 MISSING: Final = object()
 
+CHECKPOINT_KEYS: Final = frozenset({"type", "input_features"})
+"""What a config.json has that is of a LeRobot policy, and not of a language model."""
+
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -73,6 +76,15 @@ class JsonObject:
             return msgspec.convert(value, kind)
         except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: half of a surrogate pair
             self.wrong(key, described(kind), value)
+
+
+def json_keys(file: str | Path) -> frozenset[str]:
+    """The keys of the JSON object in a file; none where there is no file or no object."""
+    try:
+        found = json.loads(Path(file).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return frozenset()
+    return frozenset(found) if isinstance(found, dict) else frozenset()
 
 
 def described(kind: Any) -> str:

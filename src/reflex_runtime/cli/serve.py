@@ -30,6 +30,7 @@ examples:
   reflex serve ./my-export --max-batch-cost-ms 250                        deeper batches, longer waits
   reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
   reflex serve ./my-export --trace batches.jsonl    then: reflex trace batches.jsonl
+  reflex serve lerobot:./outputs/pretrained_model   a checkpoint of LeRobot
   reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
@@ -55,8 +56,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "source",
         nargs="?",
         metavar="SOURCE",
-        help="export directory (docs/exports.md), or python:package.module:make for a policy of your own in Python "
-        "(docs/policies.md); may be left out with --policy-a",
+        help="export directory (docs/exports.md), lerobot:DIR, or python:package.module:make for a policy of your own "
+        "in Python (docs/policies.md); may be left out with --policy-a",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)

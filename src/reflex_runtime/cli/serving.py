@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
+from reflex_runtime.checked import CHECKPOINT_KEYS, json_keys
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import flag, one_line, table
@@ -19,7 +20,8 @@ def names_model(args: Sequence[str]) -> bool:
     words = [word for word in args if not word.startswith("-")]
     if any(os.path.isfile(os.path.join(word, "reflex_config.json")) for word in words):  # whatever the words are
         return False
-    return any(os.path.isfile(os.path.join(model_directory(word), "config.json")) for word in words)
+    files = [os.path.join(model_directory(word), "config.json") for word in words]
+    return any(os.path.isfile(file) and not json_keys(file) >= CHECKPOINT_KEYS for file in files)
 
 
 def options_of(kind: type[Any], served: str) -> dict[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.memory import Weight
 from reflex_runtime.policies.export.model_files import model_bytes
+from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint, is_checkpoint
 from reflex_runtime.policies.policy.model import PolicySource
 from reflex_runtime.policies.policy.spec import LEROBOT, PYTHON, DeviceOptions
 
@@ -14,7 +16,8 @@ from reflex_runtime.policies.policy.spec import LEROBOT, PYTHON, DeviceOptions
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
     """Read and check what a source says of its policy; the model itself is loaded by its `open`.
 
-    source: an export directory, or `python:module:make` for a factory. device: what the factory is called with.
+    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint), or `python:module:make`.
+    device: what a factory in Python is called with.
     ConfigError says what is wrong with it and what to do.
     """
     text = str(source)
@@ -22,12 +25,19 @@ def read_source(source: str | Path, device: DeviceOptions | None = None) -> Poli
         from reflex_runtime.policies.models.python import read_python
 
         return read_python(text, device or DeviceOptions())
+    if text.startswith(LEROBOT) or _is_lerobot(text):
+        return LeRobotCheckpoint.load(text)
     return Export.load(source)
+
+
+def _is_lerobot(source: str) -> bool:
+    """Whether a plain directory is a LeRobot checkpoint."""
+    return not (Path(source) / CONFIG_FILE).is_file() and is_checkpoint(Path(source))
 
 
 def is_export(source: str) -> bool:
     """Whether a source is read as an export directory."""
-    return not source.startswith((LEROBOT, PYTHON))
+    return not source.startswith((LEROBOT, PYTHON)) and not _is_lerobot(source)
 
 
 def directory_of(source: str) -> Path:

@@ -372,7 +372,7 @@ class Policy(BaseProcessor):
             self.history.remember(observation.episode_id, observation.moment)
 
     def _noise(self, observation: Observation) -> NDArray[np.float32]:
-        return noise_of(observation.seed, self.spec.chunk_size, self.spec.x_dim)
+        return noise_of(observation.seed, self.spec.horizon, self.spec.x_dim)
 
     def describe(self) -> dict[str, Any]:
         """The loaded policy, JSON-safe: its configuration, the hashes, and how it runs."""

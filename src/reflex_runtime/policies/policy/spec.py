@@ -62,7 +62,7 @@ class PolicySpec:
     state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
     takes_text: an instruction is needed. tokenizer, max_tokens: how it becomes tokens; None if the model does that.
     takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
-        0 is action_dim.
+        0 is action_dim. horizon: its rows, 0 is chunk_size; only whole models have others.
     prefix_takes_state: the state is an input of the prefix, so that a new state needs a new prefix.
     chunk_size, action_dim, action_norm: the answer, [chunk_size, action_dim], denormalised.
     wires: what the observations of other protocols mean, by wire.
@@ -84,6 +84,7 @@ class PolicySpec:
     max_tokens: int = 0
     takes_noise: bool = True
     x_dim: int = 0
+    horizon: int = 0
     prefix_takes_state: bool = False
     num_denoising_steps: int = 1
     action_norm: Norm | None = None
@@ -99,9 +100,11 @@ class PolicySpec:
     model_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Fill x_dim, and refuse what cannot be."""
+        """Fill x_dim and horizon, and refuse what cannot be."""
         if not self.x_dim:
             object.__setattr__(self, "x_dim", self.action_dim)
+        if not self.horizon:
+            object.__setattr__(self, "horizon", self.chunk_size)
         if not self.model_id.strip():
             raise ConfigError("PolicySpec.model_id: is empty, expected a name")
         for name, low, high in _RANGES:

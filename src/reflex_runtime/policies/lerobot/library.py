@@ -1,0 +1,166 @@
+"""LeRobot itself: loads a checkpoint's policy and its processors. The only folder that imports it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import queue
+import warnings
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.lerobot.features import Features
+from reflex_runtime.policies.models.torch_models import taken, torch_device
+from reflex_runtime.policies.policy.observation import Observation
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.units import Floats
+
+Batch = dict[str, Any]
+
+
+class Prepared(NamedTuple):
+    """A request after the preprocessor: LeRobot's batch of one, and the state that relative actions are relative to."""
+
+    batch: Batch
+    anchor: Any
+
+
+class LoadedPolicy:
+    """A policy of LeRobot on its device, with its processors.
+
+    Preprocessors keep state between their steps, so that each thread needs one of its own: they are copied as needed.
+    """
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        self.spec, self.features, self.device = spec, features, torch_device(device)
+        torch.set_num_threads(device.threads)
+        try:
+            self.config, self.policy, pre, self._post = _opened(features.path, device, self.device)
+        except ConfigError:
+            raise
+        except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {_told(error)}") from error
+        _check_finite(spec, self.policy)
+        self._first = pre
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._free.put(pre)
+        self._relative = _relative_step(pre)
+
+    @property
+    def half(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return bool({p.dtype for p in self.policy.parameters()} & {torch.float16, torch.bfloat16})
+
+    def prepare(self, observation: Observation) -> Prepared:
+        """The observation as LeRobot's own preprocessor makes it; on any thread."""
+        batch: Batch = {
+            name: _picture(observation.images[camera]) for camera, name in self.features.cameras.items()
+        }
+        if observation.state is not None:
+            sizes = [size for _, size in self.features.states]
+            parts = np.split(observation.state, np.cumsum(sizes)[:-1], axis=-1)
+            batch |= {name: torch.from_numpy(part) for (name, _), part in zip(self.features.states, parts, strict=True)}
+        batch["task"] = observation.instruction
+        if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
+            batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
+        pre = self._taken()
+        try:
+            with torch.inference_mode():
+                made = pre(batch)
+            step = _relative_step(pre)
+            return Prepared(made, None if step is None else step.get_cached_state())
+        finally:
+            self._free.put(pre)
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The tensors of a batch on the policy's device."""
+        return {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+    def finish(self, rows: Sequence[Observation], actions: Any) -> Floats:
+        """Actions [n, chunk, dim] of the policy in the robot's units, by LeRobot's own postprocessor."""
+        with torch.inference_mode():
+            if self._relative is not None and rows[0].ready.anchor is not None:
+                self._relative._last_state = torch.cat([row.ready.anchor for row in rows])
+            return taken(self._post(actions))
+
+    def _taken(self) -> Any:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return copy.deepcopy(self._first)
+
+
+def stacked_batch(batches: Sequence[Batch]) -> Batch:
+    """Batches of one as one batch. Texts are left out; rows of other lengths (tokens) are padded on the right."""
+    found: Batch = {}
+    for name, first in batches[0].items():
+        if isinstance(first, torch.Tensor) and name.startswith("observation."):
+            found[name] = torch.cat(padded([batch[name] for batch in batches], 1) if first.ndim == 2 else
+                                    [batch[name] for batch in batches])
+    return found
+
+
+def padded(tensors: Sequence[Any], dim: int) -> list[Any]:
+    """Tensors with zeros (False) on the right of one axis, up to the longest."""
+    longest = max(tensor.shape[dim] for tensor in tensors)
+    return [tensor if tensor.shape[dim] == longest else _longer(tensor, dim, longest) for tensor in tensors]
+
+
+def _longer(tensor: Any, dim: int, length: int) -> Any:
+    shape = list(tensor.shape)
+    shape[dim] = length - shape[dim]
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _picture(image: Any) -> Any:
+    """uint8 [… h, w, 3] as LeRobot has pictures: float [… 3, h, w] in [0, 1]."""
+    return torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, -3).to(torch.float32) / 255
+
+
+def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any, Any]:
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
+        warnings.simplefilter("ignore")
+        from lerobot.configs.policies import PreTrainedConfig
+        from lerobot.policies.factory import get_policy_class, make_pre_post_processors
+
+        config = PreTrainedConfig.from_pretrained(str(path))
+        config.device = name
+        if device.dtype != "stored" and hasattr(config, "dtype"):
+            config.dtype = device.dtype
+        policy = get_policy_class(config.type).from_pretrained(str(path), config=config)
+        policy.to(name)
+        if device.dtype != "stored" and not hasattr(config, "dtype"):
+            policy.to(getattr(torch, device.dtype))
+        policy.eval().requires_grad_(False)
+        host = {"device_processor": {"device": "cpu"}}
+        pre, post = make_pre_post_processors(
+            config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
+        )
+    return config, policy, pre, post
+
+
+def _relative_step(pipeline: Any) -> Any:
+    """The step that keeps the state for relative actions, or None."""
+    return next((step for step in pipeline.steps if hasattr(step, "get_cached_state")), None)
+
+
+def _check_finite(spec: PolicySpec, policy: Any) -> None:
+    for name, tensor in policy.named_parameters():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ConfigError(
+                f"{spec.source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
+                "damaged; use an earlier checkpoint"
+            )
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:400]}"
+
+

@@ -1,0 +1,84 @@
+"""LeRobot policies that make a chunk in one call.
+
+`select_action` is never called, and `predict_action_chunk` only where it keeps nothing: both have queues in the policy
+object, which all robots would share. Policies that see several observations are called below these queues.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.lerobot.features import Features
+from reflex_runtime.policies.lerobot.library import Batch, LoadedPolicy, Prepared, stacked_batch
+from reflex_runtime.policies.models.torch_models import taken
+from reflex_runtime.policies.policy.model import WholeModel
+from reflex_runtime.policies.policy.observation import Observation
+from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
+from reflex_runtime.policies.policy.units import Floats
+
+_Call = Callable[[Batch, Any, Sequence[Observation]], Any]  # (batch, noise or None, rows) → actions [n, chunk, dim]
+
+
+class LeRobotWhole(WholeModel):
+    """Any type of LeRobot policy that is not staged. ConfigError if it keeps observations that it shares."""
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        super().__init__(spec)
+        self._loaded = LoadedPolicy(spec, features, device)
+        self.provider, self.half = device.provider, self._loaded.half
+        self.batched = spec.model_type != "vqbet"
+        self._call = self._chosen()
+
+    def prepare(self, observation: Observation) -> Prepared:
+        return self._loaded.prepare(observation)
+
+    def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
+        with torch.inference_mode():
+            batch = self._loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
+            given = None if noise is None else torch.from_numpy(noise).to(self._loaded.device)
+            return taken(self._call(batch, given, rows))
+
+    def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
+        return self._loaded.finish(rows, torch.from_numpy(x))
+
+    def _chosen(self) -> _Call:
+        kind = self.spec.model_type
+        if kind in ("diffusion", "vqbet"):
+            return self._diffusion if kind == "diffusion" else self._vqbet
+        predict = self._loaded.policy.predict_action_chunk
+        if "_queues" in inspect.getsource(type(self._loaded.policy).predict_action_chunk):
+            raise ConfigError(
+                f"{self.spec.source}: type {kind} cannot be served: its queue of observations would be shared"
+            )
+        if "noise" in inspect.signature(predict).parameters:
+            return lambda batch, noise, _: predict(batch, noise=noise)
+        return lambda batch, _noise, _rows: predict(batch)
+
+    def _diffusion(self, batch: Batch, noise: Any, rows: Sequence[Observation]) -> Any:
+        model, config = self._loaded.policy.diffusion, self._loaded.config
+        if config.image_features:
+            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        condition = model._prepare_global_conditioning(batch)
+        # A scheduler that adds noise at every step draws it from a generator of each row: its answer is its own.
+        drawn = [torch.Generator(device=condition.device).manual_seed(row.seed % (1 << 63)) for row in rows]
+        x = model.conditional_sample(len(rows), global_cond=condition, generator=drawn, noise=noise)
+        first = config.n_obs_steps - 1
+        return x[:, first : first + config.n_action_steps]
+
+    def _vqbet(self, batch: Batch, noise: Any, rows: Sequence[Observation]) -> Any:
+        """Row by row: it draws codes from torch's own generator, which is seeded for each."""
+        if len(rows) > 1:
+            self.notes["fanout"] = "sequential"
+        config, answers = self._loaded.config, []
+        batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        with torch.random.fork_rng():
+            for i, row in enumerate(rows):
+                torch.manual_seed(row.seed % (1 << 63))
+                one = {name: tensor[i : i + 1] for name, tensor in batch.items()}
+                answers.append(self._loaded.policy.vqbet(one, rollout=True)[:, : config.action_chunk_size])
+        return torch.cat(answers)
