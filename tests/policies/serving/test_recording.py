@@ -450,7 +450,7 @@ def test_t3_a_disk_error_ends_the_recording_and_nothing_else(tiny: Path, there: 
         assert f"ERROR reflex.telemetry reflex-record: {there}" in line
         told = server.get("/health")
         assert (told.status, told.json["state"]) == (200, "ready")
-        assert ("File too large" if how == "full" else "No such file") in told.json["recording"]["error"]
+        assert ("File too large" if how == "full" else "there is no directory") in told.json["recording"]["error"]
         before = server.metrics()
         assert before("reflex_recording_failed", embodiment="unknown", policy_slot="prod") == 1
         assert all(server.act().status == 200 for _ in range(10))
