@@ -1,11 +1,29 @@
-"""Which test shows the effect of each option. `switch_off.py` runs it with the option switched off in code."""
+"""Which test shows the effect of each option. `switch_off.py` runs it with the option switched off in code.
+
+Options are declared as fields of a class, or on the command line of a verb alone; both are here, by class and by verb.
+"""
 
 from __future__ import annotations
 
+import argparse
+from dataclasses import fields
 from typing import Any, Final
 
+from reflex_runtime.cli import build_parser
+from reflex_runtime.cli.bench import BenchConfig
+from reflex_runtime.cli.simulate import SimulateConfig
+from reflex_runtime.cli.trace_prompts import PromptsConfig
 from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.options import flag
 
+COMMANDS: Final[dict[type[Any], str]] = {
+    ServeConfig: "serve",
+    LLMServeConfig: "serve MODEL",
+    FeedsConfig: "feeds",
+    SimulateConfig: "simulate",
+    BenchConfig: "bench",
+    PromptsConfig: "trace",
+}
 EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
     ServeConfig: {
         "max_batch_cost_ms": "test_b4_the_budget_is_a_ceiling_on_measured_time",
@@ -130,4 +148,107 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "port": "test_f14_port_and_host_are_where_metrics_and_health_answer",
         "host": "test_f14_port_and_host_are_where_metrics_and_health_answer",
     },
+    SimulateConfig: {
+        "rate": "test_rate_is_what_is_offered",
+        "arrivals": "test_arrivals_of_each_kind_are_others",
+        "callers": "test_callers_and_think_make_the_load_of_closed_arrivals",
+        "think": "test_callers_and_think_make_the_load_of_closed_arrivals",
+        "fixed_ms": "test_fixed_ms_and_marginal_ms_are_the_devices",
+        "marginal_ms": "test_fixed_ms_and_marginal_ms_are_the_devices",
+        "noise": "test_noise_spreads_the_times_of_batches",
+        "slo_ms": "test_slo_ms_is_the_limit_of_every_request",
+        "max_batch_cost_ms": "test_max_batch_cost_ms_bounds_the_predicted_time",
+        "batch_timeout_ms": "test_batch_timeout_ms_is_the_longest_hold",
+        "max_batch_size": "test_max_batch_size_bounds_batches_of_rules_by_size",
+        "duration_s": "test_duration_s_and_warmup_s_bound_the_span",
+        "warmup_s": "test_duration_s_and_warmup_s_bound_the_span",
+        "seed": "test_every_policy_runs_and_the_seed_decides",
+        "policy": "test_max_batch_size_bounds_batches_of_rules_by_size",
+        "compare": "test_compare_prints_its_tables_and_draws",
+        "stages": "test_stages_prints_its_table",
+        "picture": "test_compare_prints_its_tables_and_draws",
+    },
+    BenchConfig: {
+        "wire": "test_x5_every_wire_is_measured",
+        "beside_wire": "test_x5_a_second_one_is_measured_in_turns",
+        "robots": "test_x5_robots_are_how_many_ask_at_once",
+        "think_ms": "test_x5_think_ms_is_the_pause_before_the_next_request",
+        "rate_hz": "test_x5_what_a_stall_keeps_back_is_not_omitted",
+        "arrivals": "test_x5_what_a_stall_keeps_back_is_not_omitted",
+        "rate": "test_x5_what_a_stall_keeps_back_is_not_omitted",
+        "replay": "test_x5_a_recording_gives_the_times",
+        "deadline_ms": "test_x5_missed_deadlines_and_errors_are_counted_by_kind",
+        "rounds": "test_x5_a_second_one_is_measured_in_turns",
+        "round_s": "test_x5_round_s_and_warmup_s_are_counted_and_not",
+        "warmup_s": "test_x5_round_s_and_warmup_s_are_counted_and_not",
+        "timeout_s": "test_x5_timeout_s_is_how_long_an_answer_is_waited_for",
+        "observation": "test_x5_observation_is_what_is_sent",
+        "seed": "test_x5_seed_decides_when_requests_come",
+        "api_key": "test_a_key_is_sent_on_every_wire",
+        "out": "test_x5_figures_and_picture_are_written",
+    },
+    PromptsConfig: {
+        "model": "test_model_is_what_says_it",
+        "max_tokens": "test_max_tokens_is_how_many_each_says",
+        "max_num_batched_tokens": "test_l3_l10_the_step_table_says_everything",
+        "max_num_seqs": "test_max_num_seqs_bounds_who_is_in",
+        "long_prefill_token_threshold": "test_l6_the_threshold_bounds_the_step_a_long_prompt_lands_in",
+        "block_size": "test_block_size_and_num_blocks_are_the_caches",
+        "num_blocks": "test_block_size_and_num_blocks_are_the_caches",
+        "prefix_caching": "test_l6_prefix_caching_computes_a_shared_prefix_once",
+        "at": "test_at_is_when_each_arrives",
+        "priority": "test_priority_is_of_all_or_of_each",
+        "step_ms": "test_step_ms_is_what_a_step_takes",
+        "sweep": "test_l3_l10_steps_over_budget",
+        "slo": "test_l10_the_choice_is_the_one_brute_force_makes",
+    },
 }
+OF_VERBS: Final[dict[str, dict[str, str]]] = {
+    "bench": {"--json": "test_x5_every_wire_is_measured"},
+    "replay": {
+        "--model": "test_t5_the_command_exits_with_0_1_2_and_3",
+        "--slot": "test_t5_the_command_exits_with_0_1_2_and_3",
+        "--recorded-by": "test_t5_answers_of_the_policies_before_and_after_an_exchange_are_not_mixed",
+        "--diff": "test_t5_diff_is_what_is_shown",
+        "--compose": "test_t5_the_command_exits_with_0_1_2_and_3",
+        "--n": "test_t5_n_is_how_many_requests_are_replayed",
+        "--fail-on": "test_t5_the_command_exits_with_0_1_2_and_3",
+        "--provider": "test_t5_provider_and_threads_are_the_models",
+        "--threads": "test_t5_provider_and_threads_are_the_models",
+        "--schedule": "test_t6_changed_settings_are_another_schedule",
+        "--max-batch-cost-ms": "test_t6_changed_settings_are_another_schedule",
+        "--batch-timeout-ms": "test_t6_changed_settings_are_another_schedule",
+        "--max-batch-size": "test_t6_changed_settings_are_another_schedule",
+        "--output": "test_t5_the_command_exits_with_0_1_2_and_3",
+    },
+    "report": {
+        "--format": "test_the_command_prints_text_or_json_and_draws",
+        "--out": "test_the_command_prints_text_or_json_and_draws",
+        "--margin": "test_the_command_prints_text_or_json_and_draws",
+        "--to-lerobot": "test_only_one_episode",
+        "--frames": "test_steps_need_a_control_rate",
+        "--fps": "test_steps_need_a_control_rate",
+        "--episode": "test_only_one_episode",
+    },
+    "trace": {
+        "--out": "test_out_is_where_it_is_written",
+        "--last": "test_asked_for_rows_are_all_shown",
+        "--from": "test_a_window_and_a_group",
+        "--to": "test_a_window_and_a_group",
+        "--group": "test_a_window_and_a_group",
+        "--units": "test_units_are_what_the_bars_are_of",
+        "--no-picture": "test_asked_for_rows_are_all_shown",
+        "--no-color": "test_colours_on_a_terminal",
+        "--prompts": "test_l3_l10_the_step_table_says_everything",
+    },
+}
+
+
+def options_of(verb: str) -> dict[str, argparse.Action]:
+    """The options that are on the command line of a verb alone, by their flags."""
+    (verbs,) = build_parser([verb])._subparsers._group_actions  # type: ignore[union-attr]
+    found = verbs.choices[verb]._actions  # type: ignore[index,call-overload]
+    declared = {flag(f.name) for kind, command in COMMANDS.items() if command == verb for f in fields(kind)}
+    by_flag = {action.option_strings[-1]: action for action in found if action.option_strings}
+    return {name: action for name, action in by_flag.items()
+            if name != "--help" and not {name, name.replace("--no-", "--")} & declared}  # fmt: skip

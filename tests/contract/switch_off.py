@@ -5,8 +5,9 @@
     python tests/contract/switch_off.py --missing            those without a row in OPTIONS.md
 
 In a temporary copy of src the option is read as its default, whatever it was set to. Only the tests read what it was
-set to, and options.py, which checks and shows settings: it is taken, checked and shown, and has no effect. The verdicts
-go to OPTIONS.md. Not part of the test run: it takes half an hour. Exit code 1 when a test passes without its option.
+set to, and options.py, which checks and shows settings: it is taken, checked and shown, and has no effect. An option
+of a command line alone is taken, and its default is given to the command. The verdicts go to OPTIONS.md. Not part of
+the test run: it takes half an hour. Exit code 1 when a test passes without its option.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
-from contract.effects import EFFECTS  # noqa: E402
+from contract.effects import COMMANDS, EFFECTS, OF_VERBS, options_of  # noqa: E402
 from reflex_runtime.options import flag  # noqa: E402
 
 PAGE = HERE / "OPTIONS.md"
@@ -34,7 +37,6 @@ HEAD = """# What becomes of each option's test when the option is switched off
 | option | test | without the option |
 | --- | --- | --- |
 """
-COMMANDS = {"ServeConfig": "serve", "LLMServeConfig": "serve MODEL", "FeedsConfig": "feeds"}
 OFF = '''
 
 class _Off:
@@ -63,6 +65,21 @@ class _Off:
 
 {kind}.{name} = _Off({kind}.{name}, {kind}.__dataclass_fields__[{name!r}].default)
 '''
+READ_AS_TYPED = {("trace", "sweep"), ("trace", "slo")}  # not from their class, which only declares them
+OFF_OF_VERB = '''
+
+_run_with_it = run
+
+def run(args):
+    if getattr(args, {name!r}, {default!r}) != {default!r}:
+        with open({reads!r}, "a") as reads:
+            reads.write("run\\n")
+        if {default!r} == "==SUPPRESS==":
+            delattr(args, {name!r})
+        else:
+            setattr(args, {name!r}, {default!r})
+    return _run_with_it(args)
+'''
 
 
 def places() -> dict[str, str]:
@@ -74,12 +91,37 @@ def places() -> dict[str, str]:
     return found
 
 
-def verdict(folder: Path, kind: str, name: str, test: str) -> str:
+def switches(reads: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(option, its test, the module to change, what to append to it) of every option."""
+    for kind, effects in EFFECTS.items():
+        for name, test in effects.items():
+            if (COMMANDS[kind], name) in READ_AS_TYPED:
+                code = OFF_OF_VERB.format(name=name, default=SUPPRESS, reads=str(reads))
+                yield f"{COMMANDS[kind]} {flag(name)}", test, f"reflex_runtime.cli.{COMMANDS[kind]}", code
+                continue
+            code = OFF.format(kind=kind.__name__, name=name, tests=str(HERE.parent), reads=str(reads))
+            yield f"{COMMANDS[kind]} {flag(name)}", test, kind.__module__, code
+    for verb, effects in OF_VERBS.items():
+        actions = options_of(verb)
+        for name, test in effects.items():
+            action = actions[name]
+            code = OFF_OF_VERB.format(name=action.dest, default=action.default, reads=str(reads))
+            yield f"{verb} {name}", test, f"reflex_runtime.cli.{verb}", code
+
+
+def verdict(folder: Path, module: str, code: str, test: str) -> str:
     """Run a test with an option switched off; where it fails."""
-    config, reads = folder / "src/reflex_runtime/config.py", folder / "reads"
+    place, reads = Path("src", *module.split(".")).with_suffix(".py"), folder / "reads"
     reads.unlink(missing_ok=True)
-    switch = OFF.format(kind=kind, name=name, tests=str(HERE.parent), reads=str(reads))
-    config.write_text((ROOT / "src/reflex_runtime/config.py").read_text() + switch)
+    (folder / place).write_text((ROOT / place).read_text() + code)
+    try:
+        return outcome(folder, reads, test)
+    finally:
+        shutil.copy2(ROOT / place, folder / place)
+
+
+def outcome(folder: Path, reads: Path, test: str) -> str:
+    """Run a test; where it fails, and whether anything read the option."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short", "--timeout=150", test],
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(folder / "src")}, cwd=ROOT, check=False,
@@ -101,21 +143,17 @@ def rows() -> dict[str, str]:
 
 def main() -> int:
     words, known, tests = sys.argv[1:], rows(), places()
-    table: dict[str, str] = {}
-    chosen = []
-    for kind, effects in EFFECTS.items():
-        for name, test in effects.items():
-            option = f"{COMMANDS[kind.__name__]} {flag(name)}"
-            table[option] = known.get(option, "")
-            wanted = option not in known if "--missing" in words else not words or any(word in option for word in words)
-            if wanted:
-                chosen.append((option, kind.__name__, name, test))
     survived = 0
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         shutil.copytree(ROOT / "src", folder / "src")  # with what is compiled
-        for option, kind_name, name, test in chosen:
-            said = verdict(folder, kind_name, name, tests[test])
+        every = list(switches(folder / "reads"))
+        table = {option: known.get(option, "") for option, *_ in every}
+        for option, test, module, code in every:
+            wanted = option not in known if "--missing" in words else not words or any(word in option for word in words)
+            if not wanted:
+                continue
+            said = verdict(folder, module, code, tests[test])
             survived += said.startswith("SURVIVED")
             print(f"{option:45} {said}", flush=True)
             table[option] = f"| `{option}` | `{test}` | `{said}` |\n"

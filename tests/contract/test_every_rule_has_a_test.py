@@ -12,7 +12,7 @@ import pytest
 
 from reflex_runtime.options import flag
 
-from .effects import EFFECTS
+from .effects import EFFECTS, OF_VERBS, options_of
 
 FILES = sorted(Path(__file__).parents[1].rglob("test_*.py"))
 PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
@@ -50,6 +50,14 @@ def test_h10_every_option_has_a_test_of_its_effect_that_sets_it(kind: type[Any])
     for name, test in EFFECTS[kind].items():
         (text,) = [text for file in FILES if (text := text_of(file, test))]
         assert re.search(rf"--(no-)?{flag(name)[2:]}\b|\b{name}=", text), f"{test} does not set {flag(name)}"
+
+
+@pytest.mark.parametrize("verb", OF_VERBS)
+def test_every_option_of_a_verb_alone_has_a_test_of_its_effect_that_sets_it(verb: str) -> None:
+    assert set(OF_VERBS[verb]) == set(options_of(verb))
+    for name, test in OF_VERBS[verb].items():
+        (text,) = [text for file in FILES if (text := text_of(file, test))]
+        assert f"'{name}'" in text, f"{test} does not set {name}"
 
 
 def text_of(file: Path, test: str) -> str:

@@ -203,3 +203,17 @@ def test_help_is_worth_reading(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("examples:", "--last N", "--units grants|ms|requests", "exit codes: 0 fine, 1"):
         assert text in out
+
+
+def test_units_are_what_the_bars_are_of(tmp_path: Path) -> None:
+    seconds = GroupConfig(name="s", flush=FlushPolicy.window(0.1))
+    scheduler = Scheduler([seconds])
+    with JournalWriter(tmp_path / "s.jsonl", [seconds], clock=lambda: 0.0) as writer:
+        scheduler.submit(Request(id="x", group="s"), 0.0)
+        batch = scheduler.next_batch(1.0)
+        assert batch is not None
+        scheduler.complete(batch, [Done()], 0.02, 1.02)
+        for event in scheduler.take_events():
+            writer(event)
+    assert run(tmp_path / "s.jsonl", "--units", "ms") == 0
+    assert "estimated ms per batch" in (tmp_path / "s.svg").read_text()

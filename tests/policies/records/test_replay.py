@@ -414,3 +414,55 @@ def test_t5_other_hardware_is_a_warning(tmp_path: Path, tiny: Path, capsys: pyte
     call = ["replay", str(path), "--model", str(tiny), "--compose", "recorded", "--fail-on", "latency"]
     assert main([*call, "--output", str(tmp_path / "o.json")]) == 0  # whatever the ratio is
     assert json.loads((tmp_path / "o.json").read_text())["same_hardware"] is False
+
+
+# -- options of the command that nothing above shows -------------------------------------------------------------------
+
+
+@pytest.fixture
+def replay(tmp_path: Path, tiny: Path) -> Callable[..., dict[str, Any]]:
+    """Call the command through the model, or with --schedule, and return its whole result."""
+    path, out = record(tmp_path / "r", tiny), tmp_path / "out.json"
+
+    def call(*words: str) -> dict[str, Any]:
+        through = [] if "--schedule" in words else ["--model", str(tiny)]
+        assert main(["replay", str(path), *through, "--output", str(out), *words]) == 0
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+    return call
+
+
+def test_t5_n_is_how_many_requests_are_replayed(replay: Callable[..., dict[str, Any]]) -> None:
+    assert len(replay("--n", "3")["items"]) == 3 < len(replay()["items"])
+
+
+def test_t5_diff_is_what_is_shown(
+    replay: Callable[..., dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    replay("--diff", "cache")
+    out = capsys.readouterr().out
+    assert [f"  {kind} " in out for kind in ("actions", "cache", "latency")] == [False, True, False]
+
+
+def test_t5_provider_and_threads_are_the_models(
+    replay: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def loaded(spec: Any, slot: str, device: Any) -> Policy:
+        asked.append((device.provider, device.threads))
+        return load_policy(spec, slot)
+
+    monkeypatch.setattr("reflex_runtime.policies.load_policy", loaded)
+    replay("--provider", "cuda", "--threads", "3")
+    assert asked == [("CUDAExecutionProvider", 3)]
+
+
+def test_t6_changed_settings_are_another_schedule(replay: Callable[..., dict[str, Any]]) -> None:
+    found = replay("--schedule", "--max-batch-size", "1")["reports"]
+    assert list(found) == ["recorded", "replayed", "size 1"]
+    assert list(found["size 1"]["sizes"]) == ["1"]
+    assert max(map(int, found["replayed"]["sizes"])) > 1
+    found = replay("--schedule", "--max-batch-cost-ms", "10", "--batch-timeout-ms", "0")["reports"]
+    assert list(found)[2] == "10 ms, 0 ms hold"
