@@ -648,6 +648,8 @@ def test_t6_a_batch_tells_when_it_was_decided_to_send_nothing() -> None:
         return next(e.idle_polls for e in scheduler.take_events() if isinstance(e, BatchScheduled))
 
     assert scheduler.next_batch(0.5) is None  # nothing to send is no look
+    ask(scheduler, 0.5, time_limit=0.1)
+    assert scheduler.next_batch(0.75) is None  # one that ends what waited is, even if nothing waits any more
     ask(scheduler, 1.0)
     for now in (1.0, 1.25):
         assert scheduler.next_batch(now) is None
@@ -655,7 +657,7 @@ def test_t6_a_batch_tells_when_it_was_decided_to_send_nothing() -> None:
     for now in (1.5, 1.75):
         assert scheduler.next_batch(now) is None
     batch = take(scheduler, 2.0)
-    assert looked() == (1.0, 1.5)
+    assert looked() == (0.75, 1.0, 1.5)
     ask(scheduler, 2.1)
     assert scheduler.next_batch(2.2) is None  # the device is busy
     finish(scheduler, batch, 2.3)

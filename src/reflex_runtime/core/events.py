@@ -59,7 +59,8 @@ class RequestSettled(NamedTuple):
 class BatchScheduled(NamedTuple):
     """A batch was formed and handed to the device.
 
-    idle_polls: times since the batch before at which the scheduler decided to wait although tickets were unsettled.
+    idle_polls: times since the batch before at which the scheduler formed no batch although tickets were unsettled,
+    or settled tickets without forming one.
     """
 
     at: float

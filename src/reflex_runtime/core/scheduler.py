@@ -283,8 +283,8 @@ class Scheduler:
             if batch is not None:
                 return batch
         self._holding.found_nothing()
-        decided = not stood or settled != self.settled
-        if decided and any(group.unsettled for group in self._groups.values()):
+        shed = settled != self.settled
+        if shed or (not stood and any(group.unsettled for group in self._groups.values())):
             self._idle_polls.append(self._now)
         return None
 

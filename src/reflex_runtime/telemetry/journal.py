@@ -297,7 +297,8 @@ class BatchLine(msgspec.Struct, tag_field="kind", tag="batch", kw_only=True):
     finite. expected: predicted seconds of this call, None when unknown. queued: how many still waited when it left,
     None if unknown. crashed, apart: see `BatchFinished`. left: seqs of residents gone since the group's last batch
     (preempted, cancelled, expired). short_of: what kept the others out: `budget`, `places`, `memory`, `share`, `room`,
-    `apart`, or empty. looked: when it was decided since the last batch, for a free device, to send nothing yet.
+    `apart`, or empty. looked: when it was decided since the last batch, for a free device, to send nothing yet, or only
+    to refuse what waited.
     """
 
     id: int
