@@ -53,7 +53,7 @@ _GRAPH_ID, _NO_GRAPH = "gpu_graph_id", -1
 class TensorSpec:
     """What a caller expects of a graph's input or output.
 
-    kind: numpy's letter for the type: "f" float, "i" integer, "u" unsigned (images), "" any.
+    kind: numpy's letters for the types it may have: "f" float, "i" integer, "u" unsigned (images), "b" bool, "" any.
     dims: sizes after the batch axis, None in a place for any; None altogether: not known.
     """
 
@@ -378,14 +378,19 @@ def _match(path: Path, what: str, specs: Sequence[TensorSpec], ports: Mapping[st
             raise ConfigError(
                 f"{path}: {what} {spec.name!r}: not in the graph, which has {', '.join(map(repr, ports))}"
             )
-        if spec.kind and port.dtype.kind != spec.kind:
-            kinds = {"f": "float", "i": "int32 or int64", "u": "uint8"}
-            raise ConfigError(f"{path}: {what} {spec.name!r}: found {port.dtype}, expected {kinds[spec.kind]}")
+        if spec.kind and port.dtype.kind not in spec.kind:
+            raise ConfigError(f"{path}: {what} {spec.name!r}: found {port.dtype}, expected {kinds_of(spec)}")
         if spec.dims is not None and not _fits(spec.dims, port.dims[1:]):
             found = shown(port.dims[1:])
             raise ConfigError(
                 f"{path}: {what} {spec.name!r}: found {found} after the batch axis, expected {shown(spec.dims)}"
             )
+
+
+def kinds_of(spec: TensorSpec) -> str:
+    """The types that a tensor may have, in words."""
+    words = {"f": "float", "i": "int32 or int64", "u": "uint8", "b": "bool"}
+    return ", ".join(words[letter] for letter in spec.kind)
 
 
 def _fits(dims: Sequence[int | None], declared: Sequence[int | None]) -> bool:

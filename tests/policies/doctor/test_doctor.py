@@ -18,6 +18,7 @@ import onnx
 import pytest
 from onnx import helper, numpy_helper
 
+from policies import means
 from policies.tiny import ACTIONS, CHUNK, EMBODIMENT, STATE, write_export
 from reflex_runtime.cli import main
 from reflex_runtime.demo.exports import KINDS, export_dir
@@ -82,10 +83,10 @@ def test_t7_the_bundled_exports_are_fit_to_serve(kind: Any) -> None:
 
 
 def test_t7_every_check_of_the_contract_has_an_id() -> None:
-    ids = [name for name, _, _ in doctor._CHECKS]
+    ids = [name for name, _, _ in doctor._EXPORT]
     named = {"model_load", "provider", "inputs", "normalisation", "determinism", "dynamic_batch", "batch_parity"}
     assert named | {"memory", "rtc_boundary", "clock"} <= set(ids)
-    for i, (_, needs, _) in enumerate(doctor._CHECKS):
+    for i, (_, needs, _) in enumerate(doctor._EXPORT):
         assert set(needs) <= set(ids[:i]), "a check may need earlier ones only"
 
 
@@ -186,6 +187,7 @@ def test_t7_files_of_another_user(open_to_all: Path) -> None:
 
 # -- normalisation and configuration -----------------------------------------------------------------------------------
 
+RANGE = {"q01": [0.0, 0.0], "q99": [1.0, 1.0]}
 NORMS: dict[str, tuple[Change, str, str]] = {
     "zero": (lambda c: c["state_norm"].update(std=[1.0, 0.0]), "fail", "state_norm.std[1] is 0"),
     "negative": (lambda c: c["action_norm"].update(std=[-1.0, 1.0]), "fail", "action_norm.std[0] is -1"),
@@ -198,6 +200,14 @@ NORMS: dict[str, tuple[Change, str, str]] = {
     "no numbers": (lambda c: c["action_norm"].update(std="1 1"), "fail", "std: expected a list of numbers"),
     "no mean": (lambda c: c["action_norm"].pop("mean"), "fail", "mean: expected a list"),
     "no object": (lambda c: c.update(action_norm=[1.0]), "fail", "action_norm: found list"),
+    "range": (lambda c: c.update(state_norm=RANGE), "pass", "state_norm and action_norm"),
+    "no range": (lambda c: c.update(state_norm=RANGE | {"q99": [0, 1]}), "fail", "q99[0] − q01[0] is 0"),
+    "turned range": (lambda c: c.update(action_norm=RANGE | {"q99": [-1, 1]}), "fail", "q99[0] − q01[0] is -1"),
+    "tiny range": (lambda c: c.update(state_norm=RANGE | {"q99": [1e-9, 1]}), "fail", "q99[0] − q01[0] is 1e-09, tiny"),
+    "epsilon": (
+        lambda c: c.update(state_norm=RANGE | {"q99": [0, 1], "epsilon": 1e-6}), "warn", "this dimension never varied",
+    ),
+    "two kinds": (lambda c: c["state_norm"].update(RANGE), "fail", "state_norm: mean/std and q01/q99"),
     "no state norm": (lambda c: c.pop("state_norm"), "warn", "no state_norm"),
     "no action norm": (lambda c: c.pop("action_norm"), "warn", "no action_norm"),
 }
@@ -207,7 +217,8 @@ NORMS: dict[str, tuple[Change, str, str]] = {
 def test_t7_normalisation(tmp_path: Path, case: str) -> None:
     change, status, told = NORMS[case]
     root = write_export(tmp_path / "x", change=change)
-    assert told in failed(root, "normalisation", status).actual
+    finding = found(examine(root), "normalisation") if status == "pass" else failed(root, "normalisation", status)
+    assert told in finding.actual
     assert found(examine(root), "config").status == ("skip" if status == "fail" else "pass")
 
 
@@ -219,6 +230,45 @@ def test_t7_normalisation_in_both_files(tmp_path: Path) -> None:
         tmp_path / "y", change=lambda c: c.pop("action_norm"), embodiment=EMBODIMENT | {"action_norm": norm}
     )
     assert found(examine(root), "normalisation").status == "pass"
+
+
+TWO: Any = {"front": ("u", [4, 6, 3]), "wrist": ("u", [4, 6, 3])}
+CAMERAS: Any = {"images": {"front": [4, 6], "wrist": [4, 6]}, "optional_images": ["wrist"]}
+
+
+def test_t7_optional_cameras(tmp_path: Path) -> None:
+    root = means.write_export(tmp_path / "a", TWO | {"image_mask__wrist": ("b", [])}, 3, **CAMERAS)
+    assert found(examine(root), "cameras").actual == "finite without wrist"
+    root = means.write_export(tmp_path / "b", TWO, 2, **CAMERAS)
+    assert "no input has the role image_masks" in failed(root, "cameras", "warn").actual
+    root = means.write_export(tmp_path / "c", TWO | {"image_mask__wrist": ("b", [])}, 3, **CAMERAS)
+    divide = helper.make_node("Div", ["made", "image_mask__wrist_c"], ["chunk"])
+    edit(root / "model.onnx", lambda model: insert_before_output(model.graph and model, divide))
+    assert found(examine(root), "actions").status == "pass"
+    assert "without wrist: some actions are NaN" in failed(root, "cameras").actual
+
+
+def test_t7_the_prompt_counts_into_the_length_of_a_text(tmp_path: Path) -> None:
+    words = {"open": 1, "door": 2, "now": 3}
+    keys: Any = {"tokenizer": words, "max_tokens": 3, "prompt": "now {prompt} now"}
+    root = means.write_export(tmp_path, {"tokens": ("i", [3])}, 1, **keys)
+    assert "'now open door now': over max_tokens=3" in failed(root, "tokenizer", "warn", instruction="open door").actual
+    assert found(examine(root, instruction="open"), "tokenizer").status == "pass"
+
+
+def test_t7_ranges_are_compared_with_what_the_transforms_make(tmp_path: Path) -> None:
+    keys: Any = {
+        "action_norm": {"mean": [0.0, 0.0], "std": [0.1, 0.1]},
+        "state_norm": {"mean": [5.0, 0.0], "std": [1.0, 1.0]},
+        "action_transforms": [{"add_state": [True, False]}],
+        "embodiment": "embodiment.json",
+    }
+    root = means.write_export(tmp_path, {"state": ("f", [2])}, 2, **keys)
+    robot = {"name": "arm", "action_space": "absolute", "action_ranges": [[4, 6], [-1, 1]]}
+    (root / "embodiment.json").write_text(json.dumps(robot))
+    assert found(examine(root), "embodiment").status == "pass"
+    (root / "embodiment.json").write_text(json.dumps(robot | {"action_ranges": [[-1, 1], [-1, 1]]}))
+    assert "mean 5, range [-1, 1]" in failed(root, "embodiment").actual
 
 
 def test_t7_configuration(tmp_path: Path) -> None:
@@ -593,8 +643,8 @@ def test_t7_a_check_that_breaks_is_a_finding_and_the_others_are_made(
     def breaks(patient: Any) -> Finding:
         raise ZeroDivisionError("in the check")
 
-    checks = tuple((name, needs, breaks if name == "memory" else look) for name, needs, look in doctor._CHECKS)
-    monkeypatch.setattr(doctor, "_CHECKS", checks)
+    checks = tuple((name, needs, breaks if name == "memory" else look) for name, needs, look in doctor._EXPORT)
+    monkeypatch.setattr(doctor, "_EXPORT", checks)
     assert "ZeroDivisionError: in the check" in failed(mono, "memory").actual
     assert found(examine(mono), "batch_parity").status == "pass"
 
@@ -618,7 +668,7 @@ def test_t7_command_in_json_is_stable(mono: Path, capsys: pytest.CaptureFixture[
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["exit_code"], told["threads"]) == (1, 3, 2)
     assert (told["model_id"], told["provider"], told["export_dir"]) == ("tiny", "NoSuchProvider", str(mono))
-    assert [check["id"] for check in told["checks"]] == [name for name, _, _ in doctor._CHECKS]
+    assert [check["id"] for check in told["checks"]] == [name for name, _, _ in doctor._EXPORT]
     keys = {"id", "status", "expected", "actual", "remediation", "environment", "duration_ms"}
     assert all(set(check) == keys for check in told["checks"])
     assert sum(told["counts"].values()) == len(told["checks"])

@@ -13,10 +13,11 @@ from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.model_files import MODEL_PATTERNS
+from reflex_runtime.policies.export.norms import PAIRS
 from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
 from reflex_runtime.policies.serving.ask import OPENPI
 from reflex_runtime.policies.wires.observations import Reading
-from reflex_runtime.processors.onnx import TensorSpec
+from reflex_runtime.processors.onnx import TensorSpec, kinds_of
 
 TINY_STD: Final = 1e-6
 """A state that varies less is constant: dividing by it turns the last bit of a sensor into a large number."""
@@ -90,7 +91,7 @@ def _graphs(patient: Patient, graphs: Sequence[Path]) -> Finding | None:
 
 def check_normalisation(patient: Patient) -> Finding:
     """Read from the files as they are, so that this is checked even if other keys are wrong."""
-    raw, expected = patient.raw, "mean and std of the right lengths, finite, no std that is zero or tiny"
+    raw, expected = patient.raw, "statistics of the right lengths, finite, no std or range that is zero or tiny"
     named = raw.get("embodiment")
     beside = patient.root / (named if isinstance(named, str) else EMBODIMENT_FILE)
     try:
@@ -130,23 +131,38 @@ def _norm(key: str, norm: Any, dim: Any) -> tuple[list[str], list[str]]:
     """(what is wrong, what is doubtful) with one norm."""
     if not isinstance(norm, dict):
         return [f"{key}: found {type(norm).__name__}, expected an object with mean and std"], []
+    named = [pair for pair in PAIRS if norm.keys() & set(pair)]
+    if len(named) > 1:
+        return [f"{key}: {' and '.join(map('/'.join, named))}: one pair says it all"], []
+    parts = named[0] if named else PAIRS[0]
     wrong: list[str] = []
-    doubtful: list[str] = []
-    for part in ("mean", "std"):
+    for part in parts:
         values = norm.get(part)
         if not isinstance(values, list) or not all(type(v) in (int, float) for v in values):
             wrong.append(f"{key}.{part}: expected a list of numbers")
             continue
         if len(values) != dim:
             wrong.append(f"{key}.{part}: {len(values)} numbers for {dim} dimensions")
-        for i, value in enumerate(values):
-            if not math.isfinite(value):
-                wrong.append(f"{key}.{part}[{i}] is {value}")
-            elif part == "std" and value <= 0.0:
-                wrong.append(f"{key}.std[{i}] is {value:g}")
-            elif part == "std" and value < TINY_STD:  # of a state it divides; an action stays at its mean
-                where, why = (wrong, "tiny") if key == "state_norm" else (doubtful, "tiny: this joint will not move")
-                where.append(f"{key}.std[{i}] is {value:g}, {why}")
+        wrong += [f"{key}.{part}[{i}] is {value}" for i, value in enumerate(values) if not math.isfinite(value)]
+    return (wrong, []) if wrong else _widths(key, norm, parts)
+
+
+def _widths(key: str, norm: dict[str, Any], parts: tuple[str, str]) -> tuple[list[str], list[str]]:
+    """The same of what a norm divides by: its deviations, or its ranges."""
+    low, high = parts
+    around_mean, epsilon = parts == PAIRS[0], norm.get("epsilon") or 0.0
+    wrong: list[str] = []
+    doubtful: list[str] = []
+    for i, (first, second) in enumerate(zip(norm[low], norm[high], strict=True)):
+        width = second if around_mean else second - first
+        shown = f"{key}.{high}[{i}] is {second:g}" if around_mean else f"{key}: {high}[{i}] − {low}[{i}] is {width:g}"
+        if width < 0.0 or (width == 0.0 and not epsilon):
+            wrong.append(shown)
+        elif width < TINY_STD and epsilon:  # as its training had it
+            doubtful.append(f"{shown}, tiny: this dimension never varied")
+        elif width < TINY_STD:  # of a state it divides; an action stays where it is
+            where, why = (wrong, "tiny") if key == "state_norm" else (doubtful, "tiny: this joint will not move")
+            where.append(f"{shown}, {why}")
     return wrong, doubtful
 
 
@@ -229,9 +245,9 @@ def _mismatch(spec: TensorSpec, ports: Mapping[str, Declared]) -> list[str]:
     if port is None:
         return [f"no tensor {spec.name!r}; there are {', '.join(map(_shown, ports.values()))}"]
     found = []
-    kinds = {"f": "a float", "i": "int32 or int64", "u": "uint8"}
-    if spec.kind and port.dtype.rstrip("0123456789") != {"f": "float", "i": "int", "u": "uint"}[spec.kind]:
-        found.append(f"{_shown(port)}, expected {kinds[spec.kind]}")
+    letters = {"f": "float", "i": "int", "u": "uint", "b": "bool"}
+    if spec.kind and port.dtype.rstrip("0123456789") not in [letters[letter] for letter in spec.kind]:
+        found.append(f"{_shown(port)}, expected {kinds_of(spec)}")
     if spec.dims is not None and port.dims is not None:
         have = port.dims[1:]
         fits = len(have) == len(spec.dims) and all(

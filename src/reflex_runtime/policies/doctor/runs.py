@@ -22,12 +22,13 @@ from reflex_runtime.policies.doctor.findings import (
     some,
     warned,
 )
-from reflex_runtime.policies.doctor.trial import sample
+from reflex_runtime.policies.doctor.trial import sample, typical_action
 from reflex_runtime.policies.export.config_file import CONFIG_FILE
+from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.memory import SHARE, Room
 from reflex_runtime.policies.policy.load import load_policy
-from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions
+from reflex_runtime.policies.policy.spec import PYTHON, DeviceOptions, PolicySpec
 from reflex_runtime.policies.source import is_export, read_source
 from reflex_runtime.processors import onnx
 from reflex_runtime.processors.onnx import CPU, CUDA
@@ -43,6 +44,8 @@ at which a replay calls an answer different, so that a healthy export replays wh
 
 PARITY_HALF: Final = 2e-2
 """The same for graphs in 16 bits: their numbers are 1e-3 apart, and sums of them differ by some of those steps."""
+
+LEAST_SCALE: Final = 1e-6  # of a joint that never moves
 
 RTC_HORIZON: Final = 10  # default of --rtc-horizon
 LEAST_WALL: Final = 1_735_689_600.0  # 2025-01-01: an earlier wall clock was never set
@@ -126,8 +129,8 @@ def check_tokenizer(patient: Patient) -> Finding:
         return skipped("the model makes its own tokens" if patient.spec.takes_text else "the policy reads no text")
     expected = "known words, no longer than max_tokens"
 
-    def ids(text: str, size: int = 1) -> list[int]:
-        return [int(i) for i in tokenizer.encode(text, size)]
+    def ids(text: str) -> list[int]:
+        return [int(i) for i in tokenizer.encode(text, 1)]
 
     nonsense = ids("zqxjkvbp")
     for text in filter(None, _instructions(patient)):
@@ -143,12 +146,18 @@ def check_tokenizer(patient: Patient) -> Finding:
                 expected, f"{text!r}: {', '.join(map(repr, unknown))} unknown",
                 "ask in the words of the training data, or add them to the tokenizer and train with them",
             )
-        if ids(text, most + 1)[-1] != ids("", most + 1)[-1]:  # no padding behind it
+        whole = text if patient.spec.prompt is None else patient.spec.prompt.render(text, _no_state(patient.spec))
+        if len(tokenizer.ids(whole)) > most:
             return warned(
-                expected, f"{text!r}: over max_tokens={most}; what follows is cut off",
+                expected, f"{whole!r}: over max_tokens={most}; what follows is cut off",
                 "ask in fewer words, or export again with a longer token row (max_tokens)",
             )
     return passed(expected, " and ".join(repr(text) for text in _instructions(patient)))
+
+
+def _no_state(spec: PolicySpec) -> NDArray[np.float32]:
+    """A normalised state in the middle: for the length of a prompt that has it."""
+    return np.zeros(spec.state_dim, np.float32)
 
 
 def check_actions(patient: Patient) -> Finding:
@@ -203,6 +212,33 @@ def _names(patient: Patient, joints: NDArray[Any]) -> str:
     return ", ".join(names[j] if names else str(j) for j in joints.tolist())
 
 
+def check_cameras(patient: Patient) -> Finding:
+    """What a request that leaves out every camera that it may leave out is answered."""
+    spec, policy = patient.spec, patient.policy
+    expected = "finite actions without the optional cameras, and a mask that tells the model so"
+    if not spec.optional_images:
+        return passed(expected, "none is optional")
+    text, left = _instructions(patient)[0], ", ".join(sorted(spec.optional_images))
+    try:
+        (chunk,) = policy.answers([sample(policy, 0, text, without=spec.optional_images)])
+    except ReflexError as error:
+        return failed(
+            expected, f"without {left}: {error.message}",
+            "the graph cannot do with a mask that is false: look for a division by the number of pictures",
+        )
+    if not np.isfinite(chunk.actions).all():
+        return failed(
+            expected, f"without {left}: some actions are NaN or infinite",
+            "where all of a picture's tokens are masked, a softmax has nothing left: mask with a large negative number",
+        )
+    if isinstance(spec, Export) and not spec.masked:
+        return warned(
+            expected, f"without {left}: finite, and no input has the role image_masks or image_mask/NAME",
+            "the model takes a missing camera for a black picture: fine if it was trained so, else export the masks",
+        )
+    return passed(expected, f"finite without {left}")
+
+
 def check_determinism(patient: Patient) -> Finding:
     expected = "the same bits for the same observation and seed"
     policy, texts = patient.policy, _instructions(patient)
@@ -223,8 +259,7 @@ def check_batch_parity(patient: Patient) -> Finding:
     expected = f"an action of a batch within {bound:g} of its joint's scale of the same one alone"
     policy, texts = patient.policy, _instructions(patient)
     alone = np.stack([chunk.actions for chunk in patient.alone])
-    std = 1.0 if patient.spec.action_norm is None else patient.spec.action_norm.scale
-    scale = np.maximum(np.abs(alone).max(axis=(0, 1)), std)
+    scale = np.maximum(np.abs(alone).max(axis=(0, 1)), np.maximum(typical_action(patient.spec)[1], LEAST_SCALE))
     steps = patient.spec.num_denoising_steps
     worst, where = 0.0, ""
     for n in (2, 4, 8):
@@ -284,7 +319,7 @@ def check_embodiment(patient: Patient) -> Finding:
         doubts.append("no action_ranges: nothing is clamped")
     elif spec.action_norm is not None:
         low, high = robot.action_ranges[:, 0], robot.action_ranges[:, 1]
-        mean, std = spec.action_norm.offset, spec.action_norm.scale
+        mean, std = typical_action(spec)
         outside = np.flatnonzero((mean < low) | (mean > high))
         if len(outside):
             told = [

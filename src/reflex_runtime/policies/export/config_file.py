@@ -62,15 +62,21 @@ class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     opset: Annotated[int, whole(1, 1000)] | None = None
     image_size: ImageSize | None = None
     images: ImageSizes | None = None
+    optional_images: Names | None = None
+    observation_steps: Annotated[int, whole(1, 64)] | None = None
+    x_dim: Annotated[int, whole(1)] | None = None
     resize: Annotated[Resize, Meta(description="'stretch' or 'pad'")] | None = None
     wires: Any = None
     inputs: Any = None
     outputs: Any = None
     decomposed: Any = None
     tokenizer: Any = None
+    prompt: Any = None
     max_tokens: Any = None
     state_norm: Any = None
     action_norm: Any = None
+    state_transforms: Any = None
+    action_transforms: Any = None
     embodiment: Any = None
     metadata: Any = None
 

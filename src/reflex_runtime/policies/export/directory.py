@@ -23,15 +23,19 @@ from reflex_runtime.policies.export.config_file import (
     read_json,
     whole,
 )
-from reflex_runtime.policies.export.embodiment import read_embodiment, read_norm
+from reflex_runtime.policies.export.embodiment import read_embodiment
 from reflex_runtime.policies.export.model_files import config_hash, model_bytes, model_hash
+from reflex_runtime.policies.export.norms import read_action_transforms, read_norm, read_state_transforms
 from reflex_runtime.policies.export.onnx_file import NotOnnx, read_onnx
-from reflex_runtime.policies.export.roles import ROLES, Graph, Roles
+from reflex_runtime.policies.export.prompt_key import read_prompt
+from reflex_runtime.policies.export.roles import MASKS, ROLES, Graph, Roles
 from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.models.onnx_models import OnnxStaged, OnnxWhole
 from reflex_runtime.policies.policy.model import PolicySource
+from reflex_runtime.policies.policy.observation import IMAGE_MASK
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
+from reflex_runtime.policies.policy.units import AddState
 
 _MaxTokens = Annotated[int, whole(1, 100_000)]
 _Vocabulary = Annotated[
@@ -53,6 +57,12 @@ class Export(PolicySource):
     graphs: Mapping[str, Graph]
     past_kv: Mapping[str, str]
     opset: int | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether a graph takes masks of the images."""
+        roles = {role for graph in self.graphs.values() for role in graph.inputs if role not in self.images}
+        return any(role == MASKS or role.startswith(IMAGE_MASK) for role in roles)
 
     @staticmethod
     def load(path: str | Path) -> Export:
@@ -109,15 +119,31 @@ def _load(root: Path) -> Export:
     table = ExportObject(root / CONFIG_FILE, read_json(root / CONFIG_FILE))
     config = table.read(ExportConfig)
     images = _images(table, config)
+    optional = _optional_images(table, config, images)
     roles = Roles(root, table, config, images)
     graphs = roles.graphs()
     tokenizer, max_tokens = _text(root, table, roles.inputs.has("tokens"))
+    prompt = read_prompt(table, roles.inputs.has("tokens"))
     dims = {"state_norm": config.state_dim, "action_norm": config.action_dim}
     embodiment, norms = read_embodiment(root, table, dims)
     for key, dim in dims.items():
         if table.has(key) and norms[key] is not None:
             table.wrong(key, "it in one file only, and the embodiment has one as well")
         norms[key] = norms[key] or read_norm(table, key, dim)
+    x_dim = config.x_dim or config.action_dim
+    if x_dim < config.action_dim:
+        table.wrong("x_dim", f"at least action_dim, {config.action_dim}")
+    takes_state = any("state" in graph.inputs for graph in graphs.values())
+    action_transforms = read_action_transforms(table, config.action_dim, config.state_dim)
+    for key, reads in (
+        ("prompt", prompt is not None and prompt.reads_state),
+        ("action_transforms", any(isinstance(transform, AddState) for transform in action_transforms)),
+    ):
+        if reads and config.state_dim == 0:
+            table.wrong("state_dim", f"at least 1, because `{key}` reads the state")
+        takes_state = takes_state or reads
+    if config.observation_steps is not None and config.observation_steps > 1 and not images and not takes_state:
+        table.wrong("observation_steps", "1, because there are neither images nor a state to look back to")
     return Export(
         source=str(root),
         path=root,
@@ -131,10 +157,15 @@ def _load(root: Path) -> Export:
         num_denoising_steps=config.num_denoising_steps,
         opset=config.opset,
         images=images,
-        takes_state=any("state" in graph.inputs for graph in graphs.values()),
+        takes_state=takes_state,
         takes_text=any("tokens" in graph.inputs for graph in graphs.values()),
         takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
-        x_dim=config.action_dim,
+        x_dim=x_dim,
+        optional_images=optional,
+        observation_steps=config.observation_steps or 1,
+        prompt=prompt,
+        state_transforms=read_state_transforms(table, config.state_dim),
+        action_transforms=action_transforms,
         tokenizer=tokenizer,
         max_tokens=max_tokens,
         embodiment=embodiment,
@@ -145,7 +176,7 @@ def _load(root: Path) -> Export:
         config_hash=config_hash(root),
         model_bytes=model_bytes(root),
         resize=config.resize or "stretch",
-        wires=read_wires(table, images, config.state_dim if roles.inputs.has("state") else 0, config.action_dim),
+        wires=read_wires(table, images, config.state_dim if takes_state else 0, config.action_dim, optional),
         state_norm=norms["state_norm"],
         action_norm=norms["action_norm"],
     )
@@ -163,6 +194,16 @@ def _images(table: ExportObject, config: ExportConfig) -> dict[str, Size]:
     if size is not None and size not in images.values():
         table.wrong("image_size", "the size of one of `images`")
     return images
+
+
+def _optional_images(table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> frozenset[str]:
+    names = config.optional_images or ()
+    for name in names:
+        if name not in images:
+            table.wrong("optional_images", "names of `images`: " + (", ".join(images) or "there are none"), name)
+    if names and len(set(names)) == len(images):
+        table.wrong("optional_images", "fewer than all images: a request must show something")
+    return frozenset(names)
 
 
 def _text(root: Path, table: ExportObject, takes_text: bool) -> tuple[InstructionTokenizer | None, int]:

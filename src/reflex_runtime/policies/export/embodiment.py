@@ -24,6 +24,7 @@ from reflex_runtime.policies.export.config_file import (
     read_json,
     whole,
 )
+from reflex_runtime.policies.export.norms import read_norm
 from reflex_runtime.policies.policy.units import Norm, frozen
 
 EMBODIMENT_FILE: Final = "embodiment.json"
@@ -50,18 +51,6 @@ class Embodiment:
     control_rate_hz: float | None = None
 
 
-def read_norm(config: ExportObject, key: str, dim: int) -> Norm | None:
-    """The normalisation under a key of `dim` elements; None without the key."""
-    if not config.has(key):
-        return None
-    table = ExportObject(config.file, config.get(key), config.name(key))
-    fields = table.read(_norm_keys(dim))
-    norm = Norm(frozen(fields.mean), frozen(fields.std))
-    if not (norm.scale > 0.0).all():
-        table.wrong("std", "numbers > 0", norm.scale.tolist())
-    return norm
-
-
 def read_embodiment(
     root: Path, config: ExportObject, dims: Mapping[str, int]
 ) -> tuple[Embodiment, dict[str, Norm | None]]:
@@ -81,11 +70,6 @@ def read_embodiment(
         values["cameras"] = table.sizes("cameras", values["cameras"])
     norms = {key: read_norm(table, key, dim) for key, dim in dims.items()}
     return Embodiment(**{key: values[key] for key in Embodiment.__slots__}), norms
-
-
-def _norm_keys(dim: int) -> Any:
-    vector = list_of(Number, dim, "finite numbers")
-    return msgspec.defstruct("_Norm", [("mean", vector), ("std", vector)], forbid_unknown_fields=True)
 
 
 def _embodiment_keys(state_dim: int, action_dim: int) -> Any:

@@ -12,10 +12,12 @@ from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportConfig, ExportObject, Names, Size, Text, names_of
+from reflex_runtime.policies.policy.observation import IMAGE_MASK
 from reflex_runtime.processors.onnx import TensorSpec
 
 MODEL_FILE: Final = "model.onnx"
 ROLES: Final = ("tokens", "state", "noise", "time", "past_kv")  # beside the names of the images
+TOKEN_MASK, MASKS = "token_mask", "image_masks"  # and image_mask/NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,25 @@ class Roles:
     def __init__(self, root: Path, table: ExportObject, config: ExportConfig, images: Mapping[str, Size]) -> None:
         self._root, self._table, self._kind, self._images = root, table, config.export_kind, images
         split = config.export_kind == "decomposed"
-        chunk = (config.chunk_size, config.action_dim)
+        chunk = (config.chunk_size, config.x_dim or config.action_dim)
+        steps = config.observation_steps or 1
+        axis = (steps,) if steps > 1 else ()  # of history
+        masks = [MASKS, *(IMAGE_MASK + name for name in images)]
+        # An image of an export that was written before these roles may have the name of one.
+        self._optional = [role for role in (TOKEN_MASK, *masks) if role not in images]
         self.inputs = ExportObject(table.file, table.get("inputs"), "inputs")
-        self.inputs.only([*images, "tokens", "state", "noise", *(["time", "past_kv"] if split else [])])
+        own = ["tokens", "state", "noise", *(["time", "past_kv"] if split else [])]
+        self.inputs.only([*images, *own, *self._optional])
         self.outputs = ExportObject(table.file, table.get("outputs"), "outputs")
         self.outputs.only(["actions", *(["past_kv"] if split else [])])
         most = config.max_tokens
         self._specs: dict[str, tuple[str, tuple[int | None, ...]]] = {
-            **{name: ("u", (*size, 3)) for name, size in images.items()},
+            TOKEN_MASK: ("bif", (most if type(most) is int else None,)),
+            MASKS: ("bif", (*axis, len(images))),
+            **{IMAGE_MASK + name: ("bif", axis) for name in images},
+            **{name: ("u", (*axis, *size, 3)) for name, size in images.items()},
             "tokens": ("i", (most if type(most) is int else None,)),
-            "state": ("f", (config.state_dim,)),
+            "state": ("f", (*axis, config.state_dim)),
             "noise": ("f", chunk),
             "time": ("f", ()),
             "actions": ("f", chunk),
@@ -52,10 +63,13 @@ class Roles:
             table.wrong("state_dim", "at least 1, because `inputs` has the role state")
         for name in images:
             self.inputs.convert(name, Text)
+        if TOKEN_MASK in self._optional and self.inputs.has(TOKEN_MASK) and not self.inputs.has("tokens"):
+            self.inputs.wrong(TOKEN_MASK, "none without the role tokens")
 
     def graphs(self) -> dict[str, Graph]:
         """The graphs of this kind of export, with every role in the one it belongs to."""
         seen = [*self._images, *(["tokens"] if self.inputs.has("tokens") else [])]
+        masks = [role for role in self._optional if self.inputs.has(role)]
         state = ["state"] if self.inputs.has("state") else []
         if self._kind == "monolithic":
             if self._table.has("decomposed"):
@@ -66,7 +80,7 @@ class Roles:
             file = self._root / MODEL_FILE
             if not file.is_file():
                 raise ConfigError(f"{file}: not found, expected the model of a monolithic export")
-            return {"model": self._graph(file, [*seen, *state, *noise], ["actions"])}
+            return {"model": self._graph(file, [*seen, *masks, *state, *noise], ["actions"])}
         parts = ExportObject(self._table.file, self._table.get("decomposed"), "decomposed")
         fields = parts.read(_Decomposed)
         names = parts.different("past_kv_tensor_names", Names)
@@ -80,7 +94,7 @@ class Roles:
         if not sees:
             self._table.wrong("inputs", "an image, tokens or state for the prefix to see")
         return {
-            "prefix": self._graph(prefix, sees, [], made=made),
+            "prefix": self._graph(prefix, [*sees, *masks], [], made=made),
             "expert": self._graph(expert, ["noise", "time", *(state if to_expert else [])], ["actions"], read=read),
         }
 

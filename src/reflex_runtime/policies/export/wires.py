@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
@@ -94,14 +95,20 @@ class _GroupKeys(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: _OneName | None = None
 
 
-def read_wires(config: JsonObject, cameras: Collection[str], state_dim: int, action_dim: int) -> dict[str, WireMap]:
+def read_wires(
+    config: JsonObject,
+    cameras: Collection[str],
+    state_dim: int,
+    action_dim: int,
+    optional: AbstractSet[str] = frozenset(),
+) -> dict[str, WireMap]:
     """What the export says of each wire. config: the whole configuration. cameras: the policy's. state_dim: 0 where it
-    takes no state."""
+    takes no state. optional: cameras that may be missing, and which a preset therefore need not know."""
     if not config.has("wires"):
         return {}
     said = config.get("wires")
     if isinstance(said, str):
-        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0)}
+        return {said.partition("/")[0]: _preset(config, "wires", said, cameras, state_dim > 0, optional)}
     table = JsonObject(config.file, said, "wires")
     table.only(BLOCKS)
     found = {}
@@ -109,24 +116,28 @@ def read_wires(config: JsonObject, cameras: Collection[str], state_dim: int, act
         if table.has(wire) and wire in _GROUPED:
             found[wire] = _grouped(table, wire, cameras, state_dim, action_dim)
         elif table.has(wire):
-            found[wire] = _read(table, wire, cameras, state_dim > 0)
+            found[wire] = _read(table, wire, cameras, state_dim > 0, optional)
     return found
 
 
-def _read(table: JsonObject, wire: str, cameras: Collection[str], takes_state: bool) -> WireMap:
+def _read(
+    table: JsonObject, wire: str, cameras: Collection[str], takes_state: bool, optional: AbstractSet[str]
+) -> WireMap:
     said = table.get(wire)
     if isinstance(said, str):
-        return _preset(table, wire, said, cameras, takes_state)
+        return _preset(table, wire, said, cameras, takes_state, optional)
     return _described(JsonObject(table.file, said, table.name(wire)), cameras, takes_state)
 
 
-def _preset(table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool) -> WireMap:
+def _preset(
+    table: JsonObject, key: str, name: str, cameras: Collection[str], takes_state: bool, optional: AbstractSet[str]
+) -> WireMap:
     if name not in PRESETS:
         table.wrong(key, "an object, or one of " + ", ".join(PRESETS))
     pictures, state = PRESETS[name]
     images = {camera: picture for picture, names in pictures.items() for camera in names if camera in cameras}
     for camera in cameras:
-        if camera not in images:
+        if camera not in images and camera not in optional:
             known = ", ".join(camera for names in pictures.values() for camera in names)
             table.wrong(key, f"an object, because the preset does not know the camera {camera!r} (it knows {known})")
     return WireMap(images, state if takes_state else (), "prompt")

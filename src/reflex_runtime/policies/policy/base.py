@@ -120,8 +120,9 @@ class Policy(BaseProcessor):
         """
         spec = self.spec
         sent = self._all_found(images or {})
-        tokens = self._tokens(instruction)
+        self._check_text(instruction)
         robot_state, normalised = self._state(state)
+        tokens, mask = self._tokens(instruction or "", normalised)
         if seed is None:
             seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
@@ -131,7 +132,7 @@ class Policy(BaseProcessor):
             for name, size in spec.images.items()
         }
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
-        observation.robot_state = robot_state
+        observation.token_mask, observation.robot_state = mask, robot_state
         observation.present = {name: name in sent for name in spec.images}
         if self.history is not None:
             observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
@@ -184,13 +185,18 @@ class Policy(BaseProcessor):
             return (Doubt("instruction_unknown", "instruction: the policy knows none of its words"),)
         return ()
 
-    def _tokens(self, instruction: str | None) -> NDArray[np.int64] | None:
-        if not self.spec.takes_text:
-            return None
-        if not instruction or not instruction.strip():
+    def _check_text(self, instruction: str | None) -> None:
+        if self.spec.takes_text and (not instruction or not instruction.strip()):
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
-        tokenizer = self.spec.tokenizer
-        return None if tokenizer is None else tokenizer.encode(instruction, self.spec.max_tokens)
+
+    def _tokens(
+        self, instruction: str, state: NDArray[np.float32] | None
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:
+        """Tokens and their mask; None where the policy reads no text, or its model makes the tokens."""
+        tokenizer, prompt = self.spec.tokenizer, self.spec.prompt
+        if not self.spec.takes_text or tokenizer is None:
+            return None, None
+        return tokenizer.row(prompt.render(instruction, state) if prompt else instruction, self.spec.max_tokens)
 
     def _state(
         self, state: Sequence[float] | NDArray[Any] | None
@@ -329,7 +335,7 @@ class Policy(BaseProcessor):
         spec, rng = self.spec, np.random.Generator(np.random.PCG64(seed))
         state = None
         if spec.takes_state:  # the mean, once normalised
-            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.offset
+            state = np.zeros(spec.state_dim, np.float32) if spec.state_norm is None else spec.state_norm.middle
         observation = self.prepare(
             images={name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
             instruction="warm up" if spec.takes_text else None,

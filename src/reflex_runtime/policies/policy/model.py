@@ -107,4 +107,6 @@ class PolicySource(PolicySpec):
 
 def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
+    if not rows[0].ndim:
+        return np.array(rows)
     return np.concatenate(rows).reshape(len(rows), *rows[0].shape)

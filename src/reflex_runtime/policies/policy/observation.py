@@ -46,7 +46,8 @@ class Observation:
     images: by the policy's names, uint8 [height, width, 3], at its sizes unless the model fits them itself. One that
         was not sent is black. present: whether it was sent, by name; a tuple of n where there is history.
     instruction: the text, "" for none.
-    tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens.
+    tokens: int64 [max_tokens], or None if the policy reads no text, or if its model makes the tokens. token_mask: bool
+        [max_tokens], which of them are no padding.
     state: float32 [state_dim], normalised, or None if the policy takes none. robot_state: the newest one, float32
         [state_dim], in the robot's units after the state transforms, or None.
     seed: of the noise, in [0, 2⁶⁴).
@@ -76,27 +77,31 @@ class Observation:
     doubts: tuple[Doubt, ...] = ()
     instruction: str = ""
     ready: Any = None
+    token_mask: NDArray[np.bool_] | None = None
     present: Mapping[str, bool | tuple[bool, ...]] = field(default_factory=dict)
     robot_state: NDArray[np.float32] | None = None
     moment: Glimpse | None = None
     past: tuple[str, ...] = ()
 
     def row(self, role: str) -> NDArray[Any]:
-        """The value for a role: "tokens", "state", the name of an image, or its mask as "image_mask/NAME".
+        """The value for a role: "tokens", "token_mask", "state", the name of an image, or "image_mask/NAME", its mask.
 
         "image_masks" are all masks along a last axis, in the order of the policy's images.
         """
+        if role in self.images:
+            return self.images[role]
         if role == "tokens":
             assert self.tokens is not None
             return self.tokens
         if role == "state":
             assert self.state is not None
             return self.state
+        if role == "token_mask":
+            assert self.token_mask is not None
+            return self.token_mask
         if role == "image_masks":
             return np.array([self.present[name] for name in self.images], np.bool_).T
-        if role.startswith(IMAGE_MASK):
-            return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
-        return self.images[role]
+        return np.array(self.present[role.removeprefix(IMAGE_MASK)], np.bool_)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import Resize, Size
 from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.prompt import PromptTemplate
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer
-from reflex_runtime.policies.policy.units import Norm, Transform
+from reflex_runtime.policies.policy.units import AddState, Norm, Transform
 from reflex_runtime.processors.onnx import CPU
 
 
@@ -61,6 +62,7 @@ class PolicySpec:
     takes_state, state_dim, state_norm: the robot's state, normalised before the model sees it if there is a state_norm.
     state_transforms: applied to the state before that. action_transforms: applied to the denormalised actions.
     takes_text: an instruction is needed. tokenizer, max_tokens: how it becomes tokens; None if the model does that.
+    prompt: the text that is tokenized; None for the instruction as it is.
     takes_noise: the request's noise decides the answer. x_dim: width of the noise and of what is denoised;
         0 is action_dim. horizon: its rows, 0 is chunk_size; only whole models have others.
     prefix_takes_state: the state is an input of the prefix, so that a new state needs a new prefix.
@@ -90,6 +92,7 @@ class PolicySpec:
     action_norm: Norm | None = None
     embodiment: Embodiment = field(default_factory=Embodiment)
     wires: Mapping[str, WireMap] = field(default_factory=dict)
+    prompt: PromptTemplate | None = None
     optional_images: frozenset[str] = frozenset()
     observation_steps: int = 1
     state_transforms: Sequence[Transform] = ()
@@ -121,10 +124,18 @@ class PolicySpec:
             raise ConfigError("PolicySpec.optional_images: all images are optional, at least one must not be")
         if self.x_dim < self.action_dim:
             raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
+        if not self.takes_state and self.reads_state:
+            raise ConfigError("PolicySpec.takes_state: must be True, because the prompt or AddState reads the state")
         if self.takes_state and not self.state_dim:
             raise ConfigError("PolicySpec.state_dim=0: must be >= 1, because takes_state is True")
         if not (self.images or self.takes_state or self.takes_text):
             raise ConfigError("PolicySpec: needs images, takes_state or takes_text: something to act on")
+
+    @property
+    def reads_state(self) -> bool:
+        """Whether the text or the answers depend on the state, whatever the model's inputs are."""
+        adds = any(isinstance(transform, AddState) for transform in self.action_transforms)
+        return adds or (self.prompt is not None and self.prompt.reads_state)
 
     @property
     def inference_mode(self) -> str:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +15,32 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 
 
-class InstructionTokenizer(Protocol):
-    """Turns an instruction into ids."""
+class InstructionTokenizer:
+    """Turns an instruction into ids. padding: the id that fills the rest of a row."""
 
-    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
-        """int64 [max_tokens]: a longer text is cut, a shorter one padded."""
+    padding: int = 0
+
+    def ids(self, text: str) -> Sequence[int]:
+        """The ids of the text, as many as there are."""
+        raise NotImplementedError
 
     def knows(self, text: str) -> bool:
         """Whether the text has at least one known word."""
+        raise NotImplementedError
+
+    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
+        """int64 [max_tokens]: a longer text is cut, a shorter one padded at its end."""
+        return self.row(text, max_tokens)[0]
+
+    def row(self, text: str, max_tokens: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The same, and bool [max_tokens]: which of them are the text's."""
+        ids = self.ids(text)[:max_tokens]
+        row = np.full(max_tokens, self.padding, np.int64)
+        row[: len(ids)] = ids
+        return row, np.arange(max_tokens) < len(ids)
 
 
-class WordTokenizer:
+class WordTokenizer(InstructionTokenizer):
     """A fixed vocabulary.
 
     words: id of each word. unknown, padding: ids for unknown words, and for the rest of the row.
@@ -40,11 +55,11 @@ class WordTokenizer:
         lower: bool = True,
         pattern: str | None = None,
     ) -> None:
-        self._words, self._unknown, self._padding, self._lower = dict(words), unknown, padding, lower
+        self._words, self._unknown, self.padding, self._lower = dict(words), unknown, padding, lower
         self._pattern = re.compile(pattern) if pattern else None
 
-    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
-        return _row([self._words.get(word, self._unknown) for word in self._split(text)], max_tokens, self._padding)
+    def ids(self, text: str) -> Sequence[int]:
+        return [self._words.get(word, self._unknown) for word in self._split(text)]
 
     def knows(self, text: str) -> bool:
         return any(self._words.get(word, self._unknown) != self._unknown for word in self._split(text))
@@ -54,16 +69,17 @@ class WordTokenizer:
         return self._pattern.findall(text) if self._pattern else text.split()
 
 
-class PackagedTokenizer:
+class PackagedTokenizer(InstructionTokenizer):
     """Any `tokenizer.json`, through the `tokenizers` package, with the special tokens the file asks for."""
 
     def __init__(self, tokenizer: Any, padding: int = 0) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer, self._padding = tokenizer, padding
+        self._tokenizer, self.padding = tokenizer, padding
 
-    def encode(self, text: str, max_tokens: int) -> NDArray[np.int64]:
-        return _row(self._tokenizer.encode(text).ids, max_tokens, self._padding)
+    def ids(self, text: str) -> Sequence[int]:
+        found: Sequence[int] = self._tokenizer.encode(text).ids
+        return found
 
     def knows(self, text: str) -> bool:
         word = getattr(self._tokenizer.model, "unk_token", None)
@@ -131,9 +147,3 @@ def _word_level(parsed: dict[str, Any], pad_id: int) -> WordTokenizer:
     pattern = r"\w+|[^\w\s]+" if whitespace == "Whitespace" else None
     return WordTokenizer(words, words[unknown], pad_id, lower, pattern)
 
-
-def _row(ids: Sequence[int], max_tokens: int, padding: int) -> NDArray[np.int64]:
-    """The ids as a row, cut or padded."""
-    row = np.full(max_tokens, padding, np.int64)
-    row[: len(ids)] = ids[:max_tokens]
-    return row

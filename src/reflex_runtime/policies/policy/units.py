@@ -18,27 +18,38 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """normalised = (value − offset) / scale, element by element; float32 [dim], scale > 0.
+    """normalised = (value − offset) / scale + origin, element by element; float32 [dim], scale > 0.
 
-    Every affine normalisation is one: mean and std, or a range mapped to [-1, 1].
+    Every affine normalisation is one. Around a mean: mean, std and 0. A range mapped to [-1, 1]: its low end, half of
+    its width and -1. (A middle in place of the low end would lose what a narrow range far from 0 is.)
     """
 
     offset: Floats
     scale: Floats
+    origin: float = 0.0
 
     @classmethod
     def of_range(cls, low: NDArray[np.float64], high: NDArray[np.float64], epsilon: float = 0.0) -> Norm:
         """Maps [low, high + epsilon] to [-1, 1]."""
-        scale = (high - low + epsilon) / 2.0
-        return cls(frozen(low + scale), frozen(scale))
+        return cls(frozen(low), frozen((high - low + epsilon) / 2.0), -1.0)
 
     def normalise(self, value: Floats) -> Floats:
         """Into the model's units; the last axis is dim."""
-        return ((value - self.offset) / self.scale).astype(np.float32, copy=False)
+        normalised = (value - self.offset) / self.scale
+        if self.origin:
+            normalised += np.float32(self.origin)
+        return normalised.astype(np.float32, copy=False)
 
     def denormalise(self, value: Floats) -> Floats:
         """Into the robot's units; the last axis is dim."""
+        if self.origin:
+            value = value - np.float32(self.origin)
         return (value * self.scale + self.offset).astype(np.float32, copy=False)
+
+    @property
+    def middle(self) -> Floats:
+        """What is 0 in the model's units: float32 [dim]."""
+        return self.denormalise(np.zeros_like(self.offset))
 
 
 class Transform(Protocol):
