@@ -68,6 +68,7 @@ def pictures_of(target: Path, episode: dict[str, Any], key: str = TOP) -> list[N
     path = target / info_of(target)["video_path"].format(video_key=key, **place)
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
+        assert stream.average_rate == fps  # TorchCodec finds a frame by its number, time × rate
         shown = {round(float(f.pts * stream.time_base) * fps): f.to_ndarray(format="rgb24") for f in container.decode()}
     first = round(episode[f"videos/{key}/from_timestamp"] * fps)
     assert round(episode[f"videos/{key}/to_timestamp"] * fps) == first + episode["length"]
