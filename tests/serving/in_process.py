@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from reflex_runtime.config import ServeConfig
-from reflex_runtime.policies import Export
+from reflex_runtime.policies import Export, PolicySource
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import DEFAULT, PolicyPlan
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 
 from .harness import PATIENCE, Answer, parse_answers
+
+
+def one_policy(config: ServeConfig, specs: Mapping[str, PolicySource]) -> PolicyRuntime:
+    """The runtime of a server with one policy. specs: by slot."""
+    return PolicyRuntime(config, [PolicyPlan(DEFAULT, config, specs)])
 
 
 async def nothing() -> None:
@@ -27,7 +33,7 @@ def with_app(
     """Run `check` with an application and its policies."""
 
     async def main() -> None:
-        runtime = PolicyRuntime(ServeConfig(**options), {"prod": Export.load(tiny)})
+        runtime = one_policy(ServeConfig(**options), {"prod": Export.load(tiny)})
         app = application(runtime)
         await runtime.start()
         try:

@@ -22,13 +22,13 @@ WEIGHTS_OF = {"v1": WEIGHTS, "v2": -WEIGHTS, "v3": 2 * WEIGHTS}
 # Run first in a server's process: no policy is loaded as long as there is a file of that name.
 SLOW_LOAD = """
 import os, time
-import reflex_runtime.policies.serving.runtime as runtime
-really = runtime.load
-def load(*given):
+import reflex_runtime.policies.serving.slots as slots
+really = slots.load_policy
+def load_policy(*given, **more):
     while os.path.exists({gate!r}):
         time.sleep(0.01)
-    return really(*given)
-runtime.load = load
+    return really(*given, **more)
+slots.load_policy = load_policy
 """
 
 

@@ -95,6 +95,7 @@ def _serve(
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.policies.serving.app import serving
+    from reflex_runtime.policies.serving.served import DEFAULT, PolicyPlan
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
@@ -103,7 +104,7 @@ def _serve(
     address = sock.getsockname()
     _announce(config, ", ".join(dict.fromkeys(spec.model_id for spec in specs.values())), address)
     status, clean = serve(
-        serving(config, specs),
+        serving(config, [PolicyPlan(DEFAULT, config, specs)]),
         sock,
         config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources.values())),
@@ -272,6 +273,6 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
 def _ready(runtime: Any, address: Any) -> None:
     where = url(address)
     if runtime.state == "ready":
-        logging.info("ready on %s (%s), page: %s/docs", where, runtime.policy.spec.inference_mode, where)
+        logging.info("ready on %s (%s), page: %s/docs", where, runtime.first.spec.inference_mode, where)
     else:
         logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)

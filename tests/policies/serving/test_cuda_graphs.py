@@ -14,9 +14,8 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import Export, Policy, load_policy
 from reflex_runtime.policies.policy.spec import DeviceOptions
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from serving.harness import STATE
-from serving.in_process import nothing
+from serving.in_process import nothing, one_policy
 
 from .test_startup import said
 
@@ -61,16 +60,16 @@ def test_b24_the_policy_gets_the_sizes_and_warms_up_where_batches_run(
         return call
 
     async def main() -> None:
-        runtime = PolicyRuntime(ServeConfig(cuda_graphs="1,3"), {"prod": Export.load(tiny)})
+        runtime = one_policy(ServeConfig(cuda_graphs="1,3"), {"prod": Export.load(tiny)})
         await runtime.start()
         assert runtime.state == "ready", runtime.error
-        assert runtime.policy.describe()["captured_sizes"] == [1, 3]
+        assert runtime.first.policy.describe()["captured_sizes"] == [1, 3]
         model = runtime.batcher.scheduler.cost_model("prod")
         assert isinstance(model, TimeCost)
         assert model.sizes == (1, 3)
         threads.pop("run")
-        observation = runtime.policy.prepare(state=STATE, request_id="one")
-        await runtime.batcher.run(runtime.policy.request(observation))
+        observation = runtime.first.policy.prepare(state=STATE, request_id="one")
+        await runtime.batcher.run(runtime.first.policy.request(observation))
         await runtime.stop(asyncio.get_running_loop().time(), nothing)
 
     monkeypatch.setattr(reflex_runtime.policies.serving.slots, "load_policy", load)

@@ -25,14 +25,13 @@ from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.failures import FailureLog
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.telemetry.answered import Answered
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.web.app import App
 from serving.harness import STATE
-from serving.in_process import Caller, nothing
+from serving.in_process import Caller, nothing, one_policy
 
 
 def _history(tell: Callable[[Event], None]) -> None:
@@ -105,7 +104,7 @@ def test_an_answer_before_there_is_a_policy_is_in_the_stream(tiny: Path) -> None
             seen.append(event)
 
     async def main() -> None:
-        runtime = PolicyRuntime(ServeConfig(), {"prod": Export.load(tiny)})
+        runtime = one_policy(ServeConfig(), {"prod": Export.load(tiny)})
         runtime.audience.add(Sink())  # type: ignore[arg-type]
         app = application(runtime)
         assert await _status(app) == 503

@@ -16,10 +16,12 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.web.connection import HttpConnection
 
 async def main(export, picture):
-    runtime = PolicyRuntime(ServeConfig(), {"prod": Export.load(export)})
+    config = ServeConfig()
+    runtime = PolicyRuntime(config, [PolicyPlan("default", config, {"prod": Export.load(export)})])
     await runtime.start()
     connection, done = HttpConnection(application(runtime)), asyncio.Event()
     asked = {"image": picture, "instruction": "open the door", "state": [0.0, 0.6, 0.2, 1.0], "episode_id": "e"}

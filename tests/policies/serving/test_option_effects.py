@@ -23,7 +23,7 @@ from reflex_runtime.policies.serving.app import App
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.processors.onnx import CPU, CUDA
 from serving.harness import PATIENCE, STATE
-from serving.in_process import Caller, with_app
+from serving.in_process import Caller, one_policy, with_app
 from serving.pair import Pair
 
 # -- --ramp-margin -----------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ from serving.pair import Pair
 
 def equals_until_shown(runtime: PolicyRuntime) -> int:
     """How many pairs of successful episodes show that b is not inferior by the margin."""
-    comparison = runtime.rollout.comparison
+    comparison = runtime.first.rollout.comparison
     assert comparison is not None
     for pairs in range(1, 1000):
         comparison.add("a", True)
@@ -45,9 +45,9 @@ def test_v12_ramp_margin_is_how_much_worse_b_may_be(pair: Pair) -> None:
     found = {}
     for margin in (50.0, 20.0, 5.0):
         config = ServeConfig(policy_b="b", ramp="50,100", ramp_evidence=True, ramp_margin=margin)
-        runtime = PolicyRuntime(config, {"a": Export.load(pair.v1), "b": Export.load(pair.v2)})
+        runtime = one_policy(config, {"a": Export.load(pair.v1), "b": Export.load(pair.v2)})
         first = equals_until_shown(runtime)
-        runtime.rollout.exchanged("b", 0.0)  # another policy: shown anew, by the same margin
+        runtime.first.rollout.exchanged("b", 0.0)  # another policy: shown anew, by the same margin
         assert equals_until_shown(runtime) == first
         found[margin] = first
     assert found[50.0] * 2 < found[20.0]
@@ -84,9 +84,9 @@ class Device:
     """The scheduler of a server with these slots, in virtual time, on a device of 10 ms a batch. ran: what ran when."""
 
     def __init__(self, *names: str) -> None:
-        policy: Any = SimpleNamespace(stages=("",), captured_sizes=())
         config = replace(ServeConfig(), max_batch_size=1)
-        self.scheduler = Scheduler([slots.group_of(config, name, policy, None) for name in names])
+        policies: Any = {name: SimpleNamespace(slot=name, stages=("",), captured_sizes=()) for name in names}
+        self.scheduler = Scheduler([slots.group_of(config, name, policy, None) for name, policy in policies.items()])
         self.now = 0.0
         self.ran: list[tuple[float, str]] = []
 
@@ -137,7 +137,7 @@ def test_h1_priority_decides_who_goes_first(tiny: Path) -> None:
     order: list[str] = []
 
     async def check(app: App, runtime: PolicyRuntime) -> None:
-        gate, processor = threading.Event(), runtime.slots["prod"].processor
+        gate, processor = threading.Event(), runtime.first.slots["prod"].processor
         run = processor.run
 
         def gated(batch: Batch) -> Any:

@@ -28,7 +28,7 @@ from reflex_runtime.policies.rollout.shadow import Difference, Sampler, ShadowDi
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.preparing import Done as Made
 from reflex_runtime.policies.serving.preparing import Job, Preparing
-from reflex_runtime.policies.serving.slots import SHADOW, SHADOW_QUEUE, Slot
+from reflex_runtime.policies.serving.slots import SHADOW_QUEUE, Slot
 from reflex_runtime.telemetry.metrics import Metrics
 
 log = logging.getLogger("reflex.shadow")
@@ -93,7 +93,7 @@ class Shadowing:
     def resume(self) -> None:
         """Start the shadow again, after a reset by an operator or a load."""
         self.stopped = ""
-        self._batcher.device.resume(SHADOW)
+        self._batcher.device.resume(self._slot.group)
 
     def close(self) -> None:
         """Cancel the shadow's requests and accept no more, because the server ends."""
@@ -148,12 +148,12 @@ class Shadowing:
         self._answered(now, "ok", now - ticket.arrived, ticket)
         found = self.divergence.answered(key, outcome.value.actions, shadow=True)
         if found is not None:
-            self._metrics.diverged(SHADOW, found.mean)
+            self._metrics.diverged(self._slot.group, found.mean)
             self.on_difference(ticket.id, slot, found)
 
     def _failed(self, error: ReflexError) -> None:
         self._tell(error)
-        if SHADOW in self._batcher.device.stopped and not self.stopped:
+        if self._slot.group in self._batcher.device.stopped and not self.stopped:
             self.stopped = str(error)
             log.error("the shadow took the device thread with it and is not asked any more: %s", error)
             self.on_stopped(self.stopped)
@@ -162,13 +162,13 @@ class Shadowing:
     def __call__(self, event: Event) -> None:
         """Measure how long served requests waited for a shadow step that was running when they came."""
         if isinstance(event, BatchFinished):
-            if event.batch.group == SHADOW:
+            if event.batch.group == self._slot.group:
                 self._ran = (event.batch.scheduled_at, event.at)
-        elif isinstance(event, BatchScheduled) and event.batch.group != SHADOW:
+        elif isinstance(event, BatchScheduled) and event.batch.group not in self._batcher.device.expendable:
             begun, ended = self._ran
             for ticket in event.batch.admitted:
                 if begun < ticket.arrived < ended:
-                    self._metrics.delayed(SHADOW, ended - ticket.arrived)
+                    self._metrics.delayed(self._slot.group, ended - ticket.arrived)
 
     @property
     def verdict(self) -> str:
@@ -193,7 +193,8 @@ class Shadowing:
         self._answered(time.monotonic(), "rejected", 0.0, None)
 
     def _answered(self, now: float, outcome: str, latency: float, ticket: Ticket | None) -> None:
-        self._publish(RequestAnswered(now, SHADOW, outcome, 200 if outcome == "ok" else 500, latency, ticket))
+        status = 200 if outcome == "ok" else 500
+        self._publish(RequestAnswered(now, self._slot.group, outcome, status, latency, ticket))
 
     def _tell(self, error: BaseException) -> None:
         now = time.monotonic()

@@ -14,22 +14,26 @@ class VerdictSink:
 
     A call is clean only if it gave an answer: a prefix that worked before a crashed denoise step proves nothing.
     A request that failed while others were answered counts as a bad request; each crash is reported with their share.
+    prefix: before the name of each slot in the names of groups; other groups are none of its concern.
     """
 
     events = frozenset({BatchFinished, RequestSettled, RequestAnswered})
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Rollout, prefix: str = "") -> None:
         self._rollout = rollout
+        self._slots = {prefix + slot: slot for slot in rollout.slots}  # by group
         self._clean = ""  # the slot whose batch came back and has not answered yet
         self._counted: BatchFinished | None = None  # the last one
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RequestAnswered):
-            if event.ticket is not None or event.outcome == "ok":
-                self._rollout.answered(event.slot, event.outcome, event.latency)
+            slot = self._slots.get(event.slot)
+            if slot is not None and (event.ticket is not None or event.outcome == "ok"):
+                self._rollout.answered(slot, event.outcome, event.latency)
         elif isinstance(event, RequestSettled):
-            if event.ticket.request.group in self._rollout.poison:
-                self._settled(event.ticket, event.at)
+            slot = self._slots.get(event.ticket.request.group)
+            if slot is not None:
+                self._settled(slot, event.ticket, event.at)
         elif isinstance(event, BatchFinished):
             self._count(event)
 
@@ -44,14 +48,14 @@ class VerdictSink:
         if event is self._counted:
             return
         self._counted = event
-        slot, part = event.batch.group, event.batch.part
-        self._clean = "" if event.crashed else slot
-        if event.crashed and slot in self._rollout.poison:
+        slot, part = self._slots.get(event.batch.group), event.batch.part
+        self._clean = "" if event.crashed or slot is None else slot
+        if event.crashed and slot is not None:
             by_chance = part is not None and part.origin.served  # all of them were, once they ran apart
             self._rollout.crashed(slot, event.at, 0.0 if by_chance else self._rollout.poison[slot].share)
 
-    def _settled(self, ticket: Ticket, now: float) -> None:
-        slot, outcome = ticket.request.group, ticket.outcome
+    def _settled(self, slot: str, ticket: Ticket, now: float) -> None:
+        outcome = ticket.outcome
         if isinstance(outcome, Done):
             self._rollout.poison[slot].answered(ticket.request.client)
             if slot == self._clean:

@@ -24,7 +24,7 @@ class Act:
 
     def __init__(self, asking: Asking) -> None:
         self.asking = asking
-        self._readings = {block: Readings(asking.runtime, block) for block in (JSON_NUMPY, GROOT)}
+        self._readings = {block: Readings(asking.served, block) for block in (JSON_NUMPY, GROOT)}
 
     def enter(self, exchange: Exchange) -> None:
         ask = self._begin(exchange)

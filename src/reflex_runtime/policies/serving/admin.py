@@ -19,7 +19,7 @@ import msgspec
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.policies.policy.spec import PYTHON
 from reflex_runtime.policies.serving import fields as wire
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.policies.source import directory_of
 from reflex_runtime.web.errors import Conflict, InvalidJson, NotFound
@@ -70,10 +70,10 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Admin:
-    """Answers operators. Each method takes an exchange and its body, and answers it."""
+    """Answers operators of one policy. Each method takes an exchange and its body, and answers it."""
 
-    def __init__(self, runtime: PolicyRuntime) -> None:
-        self.runtime = runtime
+    def __init__(self, served: ServedPolicy) -> None:
+        self.served = served
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = False
         self.changes: dict[str, Callable[[Exchange, bytes], None]] = {
@@ -89,17 +89,17 @@ class Admin:
         split = whole("split", _decode(body, Split).split)
         if not 0 <= split <= 100:
             raise invalid("split", f"split={split}: must be in [0, 100]")
-        self.runtime.rollout.set_split(split, time.monotonic())
+        self.served.rollout.set_split(split, time.monotonic())
         _answer(exchange, {"split": split})
 
     def rollback(self, exchange: Exchange, body: bytes) -> None:
         """Everything to a, running episodes too."""
         _decode(body or b"{}", Nothing)
-        moved = self.runtime.rollout.rollback(time.monotonic())
+        moved = self.served.rollout.rollback(time.monotonic())
         _answer(exchange, {"split": 100, "episodes_moved": len(moved)})
 
     def reset(self, exchange: Exchange, body: bytes) -> None:
-        rollout, shadow = self.runtime.rollout, self.runtime.shadow
+        rollout, shadow = self.served.rollout, self.served.shadow
         slot, now = _decode(body, SlotName).slot, time.monotonic()
         if shadow is not None and slot == SHADOW:
             shadow.resume()
@@ -115,15 +115,15 @@ class Admin:
         if len(asked.faults) > MAX_FAULTS:
             raise invalid("faults", f"faults: {len(asked.faults)} are given, at most {MAX_FAULTS} may be")
         try:
-            self.runtime.inject(asked.faults)
+            self.served.inject(asked.faults)
         except ConfigError as error:
             raise invalid("faults", error.message) from None
         now, told = time.monotonic(), {"faults": asked.faults}
         if asked.faults:
-            self.runtime.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
+            self.served.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
         else:
-            self.runtime.rollout.changed(now, "mended", "no injected faults any more", told)
-        _answer(exchange, {"faults": self.runtime.faults})
+            self.served.rollout.changed(now, "mended", "no injected faults any more", told)
+        _answer(exchange, {"faults": self.served.faults})
 
     def load(self, exchange: Exchange, body: bytes) -> None:
         """Another policy in a slot."""
@@ -147,7 +147,7 @@ class Admin:
 
     async def _load(self, exchange: Exchange, asked: Load) -> None:
         try:
-            version = await self.runtime.exchange(asked.slot, asked.path)
+            version = await self.served.exchange(asked.slot, asked.path)
             path = version.policy.spec.source
             _answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
         except ConfigError as error:
@@ -170,7 +170,7 @@ class Admin:
         episode = _episode_of(exchange.path)
         asked = _decode(body, Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}
-        told = self.runtime.ended(episode, asked.success, **fields)
+        told = self.served.ended(episode, asked.success, **fields)
         _answer(exchange, told)
 
 

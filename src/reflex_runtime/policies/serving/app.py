@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.options import settings
-from reflex_runtime.policies import PolicySource, PolicySpec
+from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
@@ -22,6 +22,7 @@ from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.ask import ACT, OIP, WIRES
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.oip import Sequences
@@ -48,8 +49,8 @@ OUTCOME: Final = "/episodes/{id}/outcome"
 def application(runtime: PolicyRuntime) -> App:
     """The application around one `PolicyRuntime`."""
     config = runtime.config
-    asking, admin = Asking(runtime), Admin(runtime)
-    act, views = Act(asking), Views(runtime)
+    asking, admin = Asking(runtime), Admin(runtime.first)
+    act, views = Act(asking), Views(runtime, runtime.first)
 
     def ready(exchange: Exchange) -> None:
         runtime.need_policy()
@@ -127,11 +128,11 @@ def _map_of(name: str, spec: PolicySpec) -> WireMap | None:
     return WireMap(prompt="instruction") if name in (ACT, OIP) else spec.wires.get(name)
 
 
-def serving(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Make:
-    """What `web.serve` makes to serve policies. exports: by slot, see `PolicyRuntime`."""
+def serving(config: ServeConfig, plans: Sequence[PolicyPlan]) -> Make:
+    """What `web.serve` makes to serve policies."""
 
     def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:
-        runtime = PolicyRuntime(config, specs, on_lost)
+        runtime = PolicyRuntime(config, plans, on_lost)
         runtime.lives = lives
         return application(runtime), runtime
 
@@ -141,8 +142,8 @@ def serving(config: ServeConfig, specs: Mapping[str, PolicySource]) -> Make:
 class Views:
     """What can be asked with GET, each answered at once. open: needs no key; guarded: needs it where there is one."""
 
-    def __init__(self, runtime: PolicyRuntime) -> None:
-        self.runtime, self.config = runtime, runtime.config
+    def __init__(self, runtime: PolicyRuntime, served: ServedPolicy) -> None:
+        self.runtime, self.served, self.config = runtime, served, served.config
         self._document: tuple[Mapping[str, PolicySpec], bytes] | None = None  # of these exports
         self.open: dict[str, Callable[[Exchange, bytes], None]] = {
             "/health": self.health,
@@ -160,15 +161,15 @@ class Views:
 
     def health(self, exchange: Exchange, _: bytes) -> None:
         """200 only when ready."""
-        runtime = self.runtime
-        state, breaker = runtime.health, runtime.rollout.breaker
+        runtime, served = self.runtime, self.served
+        state, breaker = served.health, served.rollout.breaker
         body: dict[str, Any] = {
             "status": "ok" if state == "ready" else state,
             "state": state,
             "model_loaded": runtime.loaded,
-            "inference_mode": runtime.policy.spec.inference_mode if runtime.loaded else None,
-            "export_dir": runtime.spec.source,
-            "consecutive_crashes": max(breaker.count(slot) for slot in runtime.served),
+            "inference_mode": served.policy.spec.inference_mode if runtime.loaded else None,
+            "export_dir": served.spec.source,
+            "consecutive_crashes": max(breaker.count(slot) for slot in served.served),
             "max_consecutive_crashes": self.config.max_consecutive_crashes,
             "robot_id": self.config.robot_id or None,
             "verdict": breaker.verdict,
@@ -177,16 +178,16 @@ class Views:
                 for slot, verdict in breaker.verdicts.items()
             },
         }
-        if runtime.shadow is not None:
-            body["slots"]["shadow"] = {"verdict": runtime.shadow.verdict, "why": runtime.shadow.stopped or None}
+        if served.shadow is not None:
+            body["slots"]["shadow"] = {"verdict": served.shadow.verdict, "why": served.shadow.stopped or None}
         if runtime.error:
             body["error"] = runtime.error
         if runtime.lives is not None:
             body |= {"restarts": runtime.lives.restarts, "last_exit": runtime.lives.last_exit}
         if runtime.loaded:
             body["hung_batches"] = runtime.batcher.device.hung
-        if runtime.faults or self.config.inject_latency_ms:
-            body["injected"] = {"faults": runtime.faults, "latency_ms": self.config.inject_latency_ms}
+        if served.faults or self.config.inject_latency_ms:
+            body["injected"] = {"faults": served.faults, "latency_ms": self.config.inject_latency_ms}
         if runtime.recorder is not None:
             error = runtime.recorder.error
             body["recording"] = {
@@ -196,25 +197,25 @@ class Views:
                 "file": None if runtime.recorder.path is None else str(runtime.recorder.path),
                 "error": None if error is None else str(error),
             }
-        if runtime.slo is not None:
-            body["slo"] = {"violated": runtime.slo.violated, "value_ms": runtime.slo.value_ms}
+        if served.slo is not None:
+            body["slo"] = {"violated": served.slo.violated, "value_ms": served.slo.value_ms}
         if runtime.trace is not None and runtime.trace.error is not None:
             body["trace_error"] = str(runtime.trace.error)
         exchange.answer(200 if state == "ready" else 503, wire.encode_json(body))
 
     def healthz(self, exchange: Exchange, _: bytes) -> None:
         """The same in a word, as clients of openpi ask for it."""
-        ready = self.runtime.health == "ready"
+        ready = self.served.health == "ready"
         exchange.answer(200 if ready else 503, b"OK\n" if ready else b"not ready\n", b"text/plain; charset=utf-8")
 
     def configuration(self, exchange: Exchange, _: bytes) -> None:
         """The export's configuration, what each wire expects, and the settings in force."""
-        runtime, spec = self.runtime, self.runtime.spec
+        loaded, served, spec = self.runtime.loaded, self.served, self.served.spec
         body = {
             "export": dict(spec.config),
             "wires": {name: Reading(spec, _map_of(name, spec)).describe() for name in WIRES},
-            "policy": runtime.policy.describe() if runtime.loaded else None,
-            "slots": {name: slot.policy.describe() for name, slot in runtime.slots.items()} if runtime.loaded else None,
+            "policy": served.policy.describe() if loaded else None,
+            "slots": {name: slot.policy.describe() for name, slot in served.slots.items()} if loaded else None,
             "server": settings(self.config),
             "reflex_version": __version__,
         }
@@ -228,24 +229,26 @@ class Views:
 
     def cost_model(self, exchange: Exchange, _: bytes) -> None:
         """Every key the cost model knows."""
-        runtime = self.runtime
+        runtime, served = self.runtime, self.served
         runtime.need_policy()
         slots = runtime.batcher.device.input(
-            lambda scheduler, now: {slot: scheduler.cost_model(slot).snapshot() for slot in runtime.slots}
+            lambda scheduler, now: {
+                name: scheduler.cost_model(slot.group).snapshot() for name, slot in served.slots.items()
+            }
         )
         exchange.answer(200, wire.encode_json({"cost_model": self.config.cost_model, "slots": slots}))
 
     def rollout(self, exchange: Exchange, _: bytes) -> None:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
-        body = self.runtime.rollout.snapshot(time.monotonic())
-        body["versions"] = {name: slot.version.name for name, slot in self.runtime.slots.items()}
+        body = self.served.rollout.snapshot(time.monotonic())
+        body["versions"] = {name: slot.version.name for name, slot in self.served.slots.items()}
         exchange.answer(200, wire.encode_json(body))
 
     def shadow(self, exchange: Exchange, _: bytes) -> None:
         """How far the shadow's actions are from the served ones."""
-        if self.runtime.shadow is None:
+        if self.served.shadow is None:
             raise NotFound("no shadow is served; start the server with --shadow-policy DIR")
-        exchange.answer(200, wire.encode_json(dict(self.runtime.shadow.snapshot())))
+        exchange.answer(200, wire.encode_json(dict(self.served.shadow.snapshot())))
 
     def openapi(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, self._described())
@@ -254,8 +257,8 @@ class Views:
         exchange.answer(200, page(self._described(), exchange.headers.get(b"host", b"")), b"text/html; charset=utf-8")
 
     def _described(self) -> bytes:
-        slots = self.runtime.slots
-        specs = {slot: holder.policy.spec for slot, holder in slots.items()} or self.runtime.specs
+        slots = self.served.slots
+        specs = {slot: holder.policy.spec for slot, holder in slots.items()} or self.served.specs
         if self._document is None or self._document[0] != specs:
             self._document = (specs, openapi.document(specs, bool(self.config.api_key)))
         return self._document[1]

@@ -39,10 +39,10 @@ log = logging.getLogger("reflex.server")
 
 
 class Asking:
-    """Takes requests for one server's policies. active: requests that have entered and are not settled."""
+    """Takes requests for one policy of a server. active: requests that have entered and are not settled."""
 
     def __init__(self, runtime: PolicyRuntime) -> None:
-        self.runtime, self.config = runtime, runtime.config
+        self.runtime, self.config, self.served = runtime, runtime.config, runtime.first
         self.active = 0
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
 
@@ -98,7 +98,7 @@ class Asking:
         error = known(failure, ask.request_id)
         self._publish(ask, error.outcome, error.http_status, time.monotonic(), error=error)
         if ask.placement is not None:
-            self.runtime.rollout.untold(ask.placement)
+            self.served.rollout.untold(ask.placement)
         ask.settle(error)
         self._end(ask)
 
@@ -128,12 +128,12 @@ class Asking:
 
     def _queue(self, ask: Ask, question: Question) -> None:
         """Submit it: ready to run, or with its pictures to be decoded once it is admitted."""
-        placement = ask.placement = self.runtime.place(question.episode_id, ask.request_id)
-        version = ask.version = self.runtime.slots[placement.slot].version
+        placement = ask.placement = self.served.place(question.episode_id, ask.request_id)
+        version = ask.version = self.served.slots[placement.slot].version
         version.users += 1
         policy, priority = version.policy, question.priority
         if question.images:
-            check_names(question, self.runtime.cameras)
+            check_names(question, self.served.cameras)
         if ask.left:
             raise CallerLeft("the caller left")
         client, limit = question.robot_id or question.episode_id or ask.client, self._time_limit(ask, question)
@@ -152,7 +152,7 @@ class Asking:
         self.runtime.preparing.add(job)
 
     def _time_limit(self, ask: Ask, question: Question) -> float | None:
-        limit = question.deadline_ms if question.deadline_ms is not None else self.config.deadline_ms
+        limit = question.deadline_ms if question.deadline_ms is not None else self.served.config.deadline_ms
         if not limit:
             return None
         left = limit / 1e3 - (time.monotonic() - ask.started)
@@ -201,7 +201,7 @@ class Asking:
         if self._described is None or self._described[0] is not ticket.admission:  # the same for all of one batch
             self._described = (ticket.admission, _batch_of(ticket.admission))
         total, started = now - ask.received, ticket.started
-        spent, latency = _ms(total), self.config.inject_latency_ms
+        spent, latency = _ms(total), self.served.config.inject_latency_ms
         assert ask.version is not None
         mode, model_hash, config_hash = ask.version.told
         return ActAnswer(
@@ -233,7 +233,7 @@ class Asking:
         return [doubt.message for doubt in doubts]
 
     def _ask_shadow(self, ask: Ask, ticket: Ticket, chunk: ActionChunk) -> None:
-        shadow = self.runtime.shadow
+        shadow = self.served.shadow
         if shadow is None or ask.question is None or not shadow.takes(ask.request_id):
             return
         request_id, question, received = ask.request_id, ask.question, ask.received
@@ -254,11 +254,11 @@ class Asking:
         error: ReflexError | None = None,
     ) -> None:
         runtime, placement = self.runtime, ask.placement
-        slot = runtime.served[0] if placement is None else placement.slot
+        slot = self.served.group(self.served.served[0] if placement is None else placement.slot)
         detail = None
         if ask.question is not None and runtime.journals:
             try:
-                detail = asked_and_answered(ask, slot, now, answer, chunk, error, self.config.deadline_ms)
+                detail = asked_and_answered(ask, slot, now, answer, chunk, error, self.served.config.deadline_ms)
             except Exception:  # the caller gets the answer all the same
                 log.exception("request %s could not be recorded", ask.request_id)
         latency, served_in = now - ask.started, now - ask.received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
@@ -25,10 +25,21 @@ log = logging.getLogger("reflex.server")
 
 
 class Exchanging:
-    """Exchanges the policies of one server. loading: number of loads in progress, abandoned ones included."""
+    """Exchanges what is in the slots of one policy.
 
-    def __init__(self, config: ServeConfig, slots: Mapping[str, Slot], batcher: Batcher, rollout: Rollout) -> None:
+    in_memory: the slots of the whole server. loading: number of loads in progress, abandoned ones included.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        slots: Mapping[str, Slot],
+        batcher: Batcher,
+        rollout: Rollout,
+        in_memory: Callable[[], Sequence[Slot]],
+    ) -> None:
         self._config, self._slots, self._batcher, self._rollout = config, slots, batcher, rollout
+        self._in_memory = in_memory
         self._watch_until: dict[str, float] = {}
         self.loading = 0
 
@@ -45,14 +56,14 @@ class Exchanging:
         self._check_fits(slot, spec)
         self.loading += 1  # if this is cancelled, the thread goes on
         try:
-            policy = await in_thread(lambda: load(self._config, name, spec))
+            policy = await in_thread(lambda: load(self._config, name, spec, slot.group))
             version = slot.made(policy)
             warm = await in_thread(lambda: _warmed(policy))
         except Exception:
             self.loading -= 1
             raise
         self.loading -= 1
-        self._batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(name)))
+        self._batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(slot.group)))
         self._switch(slot, version)
         return version
 
@@ -71,7 +82,7 @@ class Exchanging:
                 self._slots[name].settle()
         for name, slot in self._slots.items():
             if slot.loaded > 1:
-                for version in slot.let_go(self._active(name)):
+                for version in slot.let_go(self._active(slot.group)):
                     log.info("slot %s: %s is unloaded", name, version.name)
 
     def _switch(self, slot: Slot, version: Version) -> None:
@@ -99,13 +110,13 @@ class Exchanging:
     def _has_room(self, source: str) -> None:
         """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
         provider = PROVIDERS.get(self._config.provider, self._config.provider)
-        loaded = [slot.policy.spec for slot in self._slots.values()]
-        count = sum(slot.loaded for slot in self._slots.values())
+        slots = self._in_memory()
+        loaded, count = [slot.policy.spec for slot in slots], sum(slot.loaded for slot in slots)
         check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1)
 
-    def _active(self, name: str) -> list[Hashable]:
-        """Partitions of the slot's group that hold tickets; the device thread changes them."""
-        found: list[Hashable] = self._batcher.device.input(lambda scheduler, now: scheduler.partitions(name))
+    def _active(self, group: str) -> list[Hashable]:
+        """Partitions of a slot's group that hold tickets; the device thread changes them."""
+        found: list[Hashable] = self._batcher.device.input(lambda scheduler, now: scheduler.partitions(group))
         return found
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from numpy.typing import NDArray
 
-from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies import ActionChunk, InvalidRequest, Observation, seed_of
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
-from reflex_runtime.policies.serving.slots import Slot
+from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.telemetry.answered import Answered, SentImage
 from reflex_runtime.telemetry.journal_head import hardware
 
@@ -71,9 +69,9 @@ def asked_and_answered(
     return found
 
 
-def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
+def header_of(served: ServedPolicy) -> dict[str, Any]:
     """What a policy server adds to the first line of a journal."""
-    first = next(iter(slots.values())).policy
+    slots, first = served.slots, served.policy
     spec = first.spec
     robot = spec.embodiment
     policies = [
@@ -93,7 +91,7 @@ def header_of(config: ServeConfig, slots: Mapping[str, Slot]) -> dict[str, Any]:
         "hardware": hardware(),
         "providers": [first.describe()["provider"]],
         "policies": policies if len(slots) > 1 else None,
-        "split": config.split if "b" in slots else None,
+        "split": served.config.split if "b" in slots else None,
     }
 
 

@@ -1,4 +1,4 @@
-"""The part of a policy server below the wires: policies in slots on one device, their batcher and sinks, and state.
+"""The part of a policy server below the wires: its policies on one device, their batcher and sinks, and its state.
 
 States: initializing → loading → warming → ready; `warmup_failed`; `degraded`; `draining`.
 """
@@ -10,84 +10,54 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
-from typing import Any, TypeVar
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
-from reflex_runtime.policies import Policy, PolicySource, PolicySpec
+from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
-from reflex_runtime.policies.rollout.breaker import Breaker
-from reflex_runtime.policies.rollout.comparison import Comparison
-from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
-from reflex_runtime.policies.rollout.rollout import Change, Placement, Rollout
-from reflex_runtime.policies.rollout.shadow import Difference
-from reflex_runtime.policies.rollout.shadowing import Shadowing
-from reflex_runtime.policies.rollout.slo import Objective, SloTracker
-from reflex_runtime.policies.rollout.verdict import VerdictSink
-from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving.ask import WIRES
-from reflex_runtime.policies.serving.exchanging import Exchanging
 from reflex_runtime.policies.serving.failures import FailureLog
-from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
-from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
-from reflex_runtime.telemetry.journal_head import warmed
+from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
+from reflex_runtime.policies.serving.slots import SHADOW, Slot
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
-from reflex_runtime.web.errors import NotReady, SloViolated
+from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
-
-T = TypeVar("T")
 
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
 
 
 class PolicyRuntime:
-    """The served policies. `start` returns when they are ready or have failed; `place` chooses the slot of a request.
+    """The policies of one server. `start` returns when they are ready or have failed.
 
-    exports: by slot, served ones first: prod, or a and b, and perhaps shadow.
+    policies: by name, in the order of their plans.
     """
 
     def __init__(
-        self, config: ServeConfig, specs: Mapping[str, PolicySource], on_fatal: Callable[[], None] | None = None
+        self, config: ServeConfig, plans: Sequence[PolicyPlan], on_fatal: Callable[[], None] | None = None
     ) -> None:
         self.config = config
-        self.specs = dict(specs)
-        self.served = tuple(slot for slot in specs if slot != SHADOW)
         self.state = "initializing"
         self.error = ""
         self.lives: Lives | None = None  # what its supervisor knows, where there is one
-        self.unusable = False  # an export itself is wrong: there is nothing to wait for
+        self.unusable = False  # a source itself is wrong: there is nothing to wait for
         self.metrics = Metrics()
-        self.slo = SloTracker(Objective.parse(config.slo), config.slo_mode) if config.slo else None
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.preparing = Preparing()
-        self.cameras = cameras_of(specs.values())  # also of what was exchanged: callers follow one by one
-        self.rollout = self._rollout()
-        self._verdict = VerdictSink(self.rollout)
-        self.audience = Audience([self.metrics, self._verdict, FailureLog()])  # answers come before there is a batcher
-        if self.slo is not None:
-            self.audience.add(self.slo)
-        self.slots: dict[str, Slot] = {}
-        self.shadow: Shadowing | None = None
+        self.audience = Audience([self.metrics, FailureLog()])  # answers come before there is a batcher
+        self.policies = {plan.name: ServedPolicy(plan, self) for plan in plans}
         self.on_drain: list[Callable[[], None]] = []
         self._on_fatal = on_fatal
-        for slot, spec in specs.items():
-            name = spec.embodiment.name or "unknown"
-            wires = WIRES if slot in self.served else ("",)
-            self.metrics.add_slot(slot, name, partial(self._queued, slot), partial(self._in_flight, slot), wires)
-            if slot in self.served:
-                self.metrics.add_verdict(slot, partial(self._drained, slot))
         self._batcher: Batcher | None = None
         self._started = False
         self._over = False  # `start` is
@@ -96,20 +66,14 @@ class PolicyRuntime:
         self._stopped = False
 
     @property
-    def policy(self) -> Policy:
-        """The first slot's policy for new requests."""
-        return self.slots[self.served[0]].policy
+    def first(self) -> ServedPolicy:
+        """The policy of the first plan."""
+        return next(iter(self.policies.values()))
 
     @property
-    def spec(self) -> PolicySpec:
-        return self.slots[self.served[0]].policy.spec if self.slots else self.specs[self.served[0]]
-
-    @property
-    def all_specs(self) -> list[PolicySpec]:
-        """Those of all slots, the first slot's first."""
-        if not self.slots:
-            return list(self.specs.values())
-        return [slot.policy.spec for slot in self.slots.values()]
+    def slots(self) -> list[Slot]:
+        """Those of all policies."""
+        return [slot for served in self.policies.values() for slot in served.slots.values()]
 
     @property
     def batcher(self) -> Batcher:
@@ -118,14 +82,19 @@ class PolicyRuntime:
         return self._batcher
 
     @property
+    def has_batcher(self) -> bool:
+        """Whether there is a driver of the device yet."""
+        return self._batcher is not None
+
+    @property
     def loaded(self) -> bool:
         """Whether the policies are there and their device runs."""
         return self._started
 
     @property
     def health(self) -> str:
-        """The body of /health."""
-        return "degraded" if self.state == "ready" and self.rollout.breaker.verdict == "degraded" else self.state
+        """Its state, or degraded: none of its policies answers."""
+        return self.state if any(served.health == self.state for served in self.policies.values()) else "degraded"
 
     async def start(self) -> None:
         """Load, warm up, serve. A failure ends in the state `warmup_failed`, with its error.
@@ -153,7 +122,8 @@ class PolicyRuntime:
         self._clean = True
         self._started = True
         self.state = "ready"
-        self.rollout.begin(time.monotonic())
+        for served in self.policies.values():
+            served.rollout.begin(time.monotonic())
         asyncio.get_running_loop().call_later(TICK, self._tick)
         self._tell_started()
 
@@ -169,7 +139,8 @@ class PolicyRuntime:
                     await answered()
             left = max(0.0, until - asyncio.get_running_loop().time())
             ended = await self.batcher.close(drain=True, timeout=left)
-            self._clean = ended and not self.batcher.device.hung and not self.exchanging.loading
+            loading = any(served.exchanging.loading for served in self.policies.values())
+            self._clean = ended and not self.batcher.device.hung and not loading
         for journal in self.journals:
             journal.close()
         self.preparing.close()
@@ -179,8 +150,8 @@ class PolicyRuntime:
         """The end has begun: new requests are refused."""
         if self.state != "warmup_failed":
             self.state = "draining"
-        if self.shadow is not None:
-            self.shadow.close()
+        for served in self.policies.values():
+            served.drain()
         for tell in self.on_drain:
             tell()
 
@@ -193,16 +164,6 @@ class PolicyRuntime:
         """Write a note into every journal."""
         for journal in self.journals:
             journal.note(kind, **fields)
-
-    def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
-        """An episode has ended: count it, and write it into every journal. Returns what came of it; 404 for one that is
-        not known."""
-        told = self.rollout.outcome(episode_id, success)
-        if told["counted"]:
-            self.metrics.ended(told["slot"], success)
-        if not told["repeated"]:
-            self.note("outcome", **told, **fields)
-        return told
 
     @property
     def writes_files(self) -> bool:
@@ -239,78 +200,38 @@ class PolicyRuntime:
                 raise NotReady(f"the policy could not be started: {self.error}", state=self.state)
             raise NotReady(f"the server is {self.state}", retry_after=1.0, state=self.state)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
-    def place(self, episode_id: str | None, request_id: str) -> Placement:
-        """Which slot answers the request. Raises when none may, because of its crashes or the latency objective."""
-        if self.slo is not None and not self.slo.admits():
-            raise SloViolated("the latency objective is violated", retry_after=1.0, value_ms=self.slo.value_ms)
-        return self.rollout.place(episode_id, request_id, time.monotonic())
-
-    # -- the operator --------------------------------------------------------------------------------------------------
-
-    def inject(self, texts: Sequence[str]) -> None:
-        """Replace the injected faults from the next batch on. ConfigError for a wrong one."""
-        for slot, faults in faults_of(texts, tuple(self.slots), "faults").items():
-            self.slots[slot].inject(faults)
-        log.warning("FAULT INJECTION: %s", ", ".join(texts) or "none any more")
-
-    @property
-    def faults(self) -> list[str]:
-        """The injected faults in force."""
-        return [str(fault) for slot in self.slots.values() for fault in slot.faults]
-
-    async def exchange(self, slot: str, source: str) -> Version:
-        """Put another policy into a slot; see `Exchanging`."""
-        version = await self.exchanging.exchange(slot, source)
-        self.cameras |= cameras_of([version.policy.spec])
-        if self.shadow is not None and slot == SHADOW:
-            self.shadow.resume()
-        return version
-
     # -- pieces --------------------------------------------------------------------------------------------------------
 
-    def _rollout(self) -> Rollout:
-        config = self.config
-        guard = RampGuard.parse(config.guard) if config.guard else None
-        ramp = None
-        if config.ramp:
-            shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
-
-            def ramp(comparison: Comparison, now: float) -> Ramp:
-                return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
-
-        return Rollout(
-            self.served,
-            Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
-            config.split,
-            ramp,
-            guard,
-            config.ramp_margin / 100.0,
-            on_change=self._changed,
-            on_moved=self._moved,
-        )
-
-    def _load(self) -> dict[str, Policy]:
-        check_alike(self.specs)
-        if any(spec.images for spec in self.specs.values()):
+    def _load(self) -> dict[str, dict[str, Policy]]:
+        """Of every policy what is in its slots."""
+        if any(spec.images for served in self.policies.values() for spec in served.specs.values()):
             warm_decoders()
-        return {slot: load(self.config, slot, spec) for slot, spec in self.specs.items()}
+        return {name: served.load() for name, served in self.policies.items()}
 
-    def _build(self, policies: Mapping[str, Policy]) -> Batcher:
-        config = self.config
-        faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
-        self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
-        slo = self.slo if config.slo_mode == "degrade" else None
-        groups = [group_of(config, slot, policy, slo) for slot, policy in policies.items()]
-        processors = {slot: holder.processor for slot, holder in self.slots.items()}
+    def _build(self, policies: Mapping[str, Mapping[str, Policy]]) -> Batcher:
+        groups = [group for name, served in self.policies.items() for group in served.build(policies[name])]
+        processors = {slot.group: slot.processor for slot in self.slots}
+        expendable = {slot.group for slot in self.slots if slot.name == SHADOW}
         batcher = Batcher(
-            processors, groups, self.audience, config.watchdog_s, on_fatal=self._on_fatal, expendable={SHADOW}
+            processors,
+            groups,
+            self.audience,
+            self.config.watchdog_s,
+            on_fatal=self._on_fatal,
+            expendable=expendable,
         )
-        self.exchanging = Exchanging(config, self.slots, batcher, self.rollout)
-        journal = partial(
-            JournalWriter, groups=groups, header=header_of(config, self.slots), notes=self._verdict.notes
-        )
+        of_group = {slot.group: served for served in self.policies.values() for slot in served.slots.values()}
+
+        def notes(event: BatchFinished) -> dict[str, str]:
+            return of_group[event.batch.group].notes(event)
+
+        self._open_journals(partial(JournalWriter, groups=groups, header=header_of(self.first), notes=notes))
+        for served in self.policies.values():
+            served.join(batcher)
+        return batcher
+
+    def _open_journals(self, journal: Callable[..., JournalWriter]) -> None:
+        config = self.config
         if config.trace:
             self.trace = journal(config.trace)
         if config.record:
@@ -320,26 +241,10 @@ class PolicyRuntime:
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
         for one in self.journals:
             self.audience.add(one)
-        if SHADOW in self.slots:
-            self.shadow = Shadowing(
-                self.slots[SHADOW],
-                batcher,
-                self.preparing,
-                config.shadow_sample,
-                self.metrics,
-                self.audience.publish,
-                self._compared,
-                lambda why: self.rollout.changed(time.monotonic(), "shadow", f"stopped: {why}", {}),
-            )
-            self.audience.add(self.shadow)
-        return batcher
 
     def _warm(self) -> None:
-        for slot, holder in self.slots.items():
-            ran = holder.policy.warm_up(WARM_SIZES)
-            ran.teach(self.batcher.scheduler.cost_model(slot))
-            learned = warmed(slot, ran.batches, ran.finished)
-            if learned is not None:
+        for served in self.policies.values():
+            for learned in served.warm():
                 for journal in self.journals:
                     journal.warmed(learned)
 
@@ -348,31 +253,9 @@ class PolicyRuntime:
         if self._stopped:
             return
         now = time.monotonic()
-        try:
-            if self.slo is not None:
-                self.slo.check(now)
-            self.exchanging.look(now)
-        except Exception:
-            log.exception("the look at objective, guards and versions failed, and comes again in a second")
+        for served in self.policies.values():
+            try:
+                served.look(now)
+            except Exception:
+                log.exception("the look at objective, guards and versions failed, and comes again in a second")
         asyncio.get_running_loop().call_later(TICK, self._tick)
-
-    def _changed(self, change: Change) -> None:
-        self.note("decision", action=change.kind, why=change.why, numbers=change.numbers)
-
-    def _compared(self, request_id: str, slot: str, found: Difference) -> None:
-        self.note("shadow", request_id=request_id, slot=slot, **asdict(found))
-
-    def _moved(self, episodes: Sequence[str]) -> None:
-        """The episodes go on in the other slot: what is carried over from this one would be a jump there."""
-        for slot in self.slots.values():
-            for episode in episodes:
-                slot.policy.forget(episode)
-
-    def _drained(self, slot: str) -> bool:
-        return self.rollout.breaker.verdicts[slot] != "ok"
-
-    def _queued(self, slot: str) -> float:
-        return self._batcher.scheduler.queued(slot) if self._batcher is not None else 0.0
-
-    def _in_flight(self, slot: str) -> float:
-        return self._batcher.scheduler.unsettled(slot) if self._batcher is not None else 0.0

@@ -61,6 +61,11 @@ class Slot:
         return self.version.policy
 
     @property
+    def group(self) -> str:
+        """The name of its group in the scheduler, metrics and journals."""
+        return self.policy.slot
+
+    @property
     def loaded(self) -> int:
         """Versions in memory."""
         return 1 + (self.previous is not None) + len(self._leaving)
@@ -120,12 +125,15 @@ class Slot:
         return gone
 
 
-def load(config: ServeConfig, slot: str, spec: PolicySource) -> Policy:
-    """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong."""
+def load(config: ServeConfig, slot: str, spec: PolicySource, group: str = "") -> Policy:
+    """The policy of a source as the settings say. For a thread that may take long; ConfigError when it is wrong.
+
+    group: of its requests, where it is not called as the slot.
+    """
     rtc = Rtc(config.rtc_schedule, config.rtc_horizon) if config.rtc and slot != SHADOW else None  # type: ignore[arg-type]
     return load_policy(
         spec,
-        slot=slot,
+        slot=group or slot,
         device=device_of(config),
         cache_bytes=int(config.prefix_cache_mb * 2**20),
         max_age_chunks=config.prefix_max_age_chunks,
@@ -163,9 +171,11 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | N
     budget = config.max_batch_cost_ms / 1e3
     if slot == SHADOW:
         alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
-        return GroupConfig(name=slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost)
+        return GroupConfig(
+            name=policy.slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost
+        )
     return GroupConfig(
-        name=slot,
+        name=policy.slot,
         flush=FlushPolicy.window(budget, config.batch_timeout_ms / 1e3, config.max_batch_size),
         capacity=config.max_queue,
         max_queued_seconds=config.max_queue_s or inf,

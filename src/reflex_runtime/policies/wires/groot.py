@@ -67,7 +67,7 @@ class GrootSession:
 
     def __init__(self, asking: Asking, form: str) -> None:
         self._asking, self._form = asking, form
-        self._readings = Readings(asking.runtime, GROOT)
+        self._readings = Readings(asking.served, GROOT)
         self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
 
     def asked(self, message: ZmqMessage) -> None:
@@ -120,7 +120,7 @@ class GrootSession:
         observation = GrootObservation(seen)
         options = client.said | _options(data)
         limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
-        if limits.deadline_ms is None and not self._asking.config.deadline_ms:
+        if limits.deadline_ms is None and not self._asking.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading.wire)

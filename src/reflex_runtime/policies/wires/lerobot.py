@@ -163,7 +163,7 @@ class LerobotService:
 
     def __init__(self, asking: Asking, bodies: Bodies) -> None:
         self._asking, self._bodies = asking, bodies
-        self._readings = Readings(asking.runtime, LEROBOT)
+        self._readings = Readings(asking.served, LEROBOT)
         self._robots: OrderedDict[str, LerobotRobot] = OrderedDict()
         self.methods = {
             "Ready": self.ready,

@@ -14,7 +14,7 @@ from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.ask import GROOT
 from reflex_runtime.policies.serving.question import Image
-from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.wires.packed import MAX_TEXT
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.fields import invalid
@@ -130,21 +130,21 @@ class Reading:
 
 
 class Readings:
-    """The `Reading` of one wire for the policies that are served now."""
+    """The `Reading` of one wire for what the slots of a policy have now."""
 
-    def __init__(self, runtime: PolicyRuntime, wire: str) -> None:
-        self._runtime, self._wire = runtime, wire
+    def __init__(self, served: ServedPolicy, wire: str) -> None:
+        self._served, self._wire = served, wire
         self._specs: list[PolicySpec] = []
 
     @property
     def map(self) -> WireMap:
         """What the export says of the wire."""
-        return self._runtime.spec.wires.get(self._wire) or WireMap()
+        return self._served.spec.wires.get(self._wire) or WireMap()
 
     @property
     def now(self) -> Reading:
         """A policy may be exchanged while its server runs."""
-        specs = self._runtime.all_specs
+        specs = self._served.all_specs
         if specs != self._specs:
             first, *others = (Reading(spec, spec.wires.get(self._wire)) for spec in specs)
             video = "video." if self._wire == GROOT else ""

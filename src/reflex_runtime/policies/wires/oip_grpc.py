@@ -139,10 +139,10 @@ class OipService:
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
         self._check(data)
-        return serialize(model_metadata(self._runtime.spec), _MODEL)
+        return serialize(model_metadata(self._asking.served.spec), _MODEL)
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
-        spec = self._runtime.spec
+        spec = self._asking.served.spec
         model, version, sent = decode(data)
         check_model(spec, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
@@ -161,4 +161,4 @@ class OipService:
 
     def _check(self, data: bytes) -> None:
         sent = parse(data, _NAMED)
-        check_model(self._runtime.spec, sent.get("name", ""), sent.get("version", ""))
+        check_model(self._asking.served.spec, sent.get("name", ""), sent.get("version", ""))

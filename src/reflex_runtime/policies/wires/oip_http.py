@@ -202,7 +202,7 @@ class OipHttp:
     def model(self, exchange: Exchange, _: bytes) -> None:
         """Inputs and outputs of the model."""
         self._check(exchange)
-        exchange.answer(200, encode(model_metadata(self._runtime.spec)))
+        exchange.answer(200, encode(model_metadata(self._asking.served.spec)))
 
     def model_ready(self, exchange: Exchange, _: bytes) -> None:
         """As `ready`, of a model that is served."""
@@ -210,7 +210,7 @@ class OipHttp:
         self.ready(exchange, b"")
 
     def _check(self, exchange: Exchange) -> None:
-        check_model(self._runtime.spec, *_what(exchange.path)[:2])
+        check_model(self._asking.served.spec, *_what(exchange.path)[:2])
 
     # -- infer ---------------------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class OipHttp:
             self.fail(exchange, known(error, exchange.request_id))
 
     def _ask(self, exchange: Exchange, sent: OipBody) -> None:
-        spec = self._runtime.spec
+        spec = self._asking.served.spec
         asked = questions(spec, self._sequences, sent.asked)
         infer = self._begin(exchange, sent)
         if exchange.left:
@@ -268,7 +268,7 @@ class OipHttp:
         else:
             assert sent is not None
             exchange.request_id = sent.asked.id or exchange.request_id
-            body, head = encode_answer(model_name(self._runtime.spec), sent, result)
+            body, head = encode_answer(model_name(self._asking.served.spec), sent, result)
             more: Headers | None = None if head is None else [(HEAD, b"%d" % head)]
             exchange.answer(200, body, JSON if head is None else BINARY, more)
         exchange.ask = None  # the two hold each other

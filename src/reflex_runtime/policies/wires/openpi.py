@@ -67,7 +67,7 @@ class OpenpiSession:
         self._results: list[dict[str, Any] | None] = []
         self._batched = False
         self._spent: float | None = None  # milliseconds until the last answer
-        self._readings = Readings(asking.runtime, OPENPI)
+        self._readings = Readings(asking.served, OPENPI)
 
     # -- the websocket -------------------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class OpenpiSession:
         self._socket.send(encode({**self._readings.map.metadata, **own}))
 
     def _described(self) -> dict[str, Any]:
-        spec = self._asking.runtime.spec
+        spec = self._asking.served.spec
         return {
             "model_id": spec.model_id,
             "model_hash": spec.model_hash,

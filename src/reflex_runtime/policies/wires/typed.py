@@ -27,7 +27,7 @@ class TypedSession(ABC):
         self.asking, self.socket = asking, socket
         self.said = socket_limits(socket.query)
         self.robot = self.said.robot_id or f"ws-{socket.id}"
-        self.readings = Readings(asking.runtime, wire)
+        self.readings = Readings(asking.served, wire)
         self._wire = wire
         self._ask: Ask | None = None
         self._read = ""  # the id of the message that was read last
@@ -99,7 +99,7 @@ class TypedSession(ABC):
         success = _success_in(result)
         if success is not None and self.socket.may_change:
             with suppress(NotFound):
-                self.asking.runtime.ended(episode, success)
+                self.asking.served.ended(episode, success)
 
     def _greet(self) -> None:
         if not self.asking.runtime.loaded:

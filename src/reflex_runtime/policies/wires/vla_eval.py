@@ -64,7 +64,7 @@ class VlaEvalSession(TypedSession):
         self.socket.answer()
 
     def hello(self) -> bytes:
-        spec = self.asking.runtime.spec
+        spec = self.asking.served.spec
         wanted = {"send_state": spec.takes_state, "send_wrist_image": len(spec.images) > 1}
         told = {
             "observation_params": {name: True for name, wants in wanted.items() if wants},

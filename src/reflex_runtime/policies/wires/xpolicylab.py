@@ -81,7 +81,7 @@ class XPolicyLabSession(TypedSession):
             raise ClientError(printable(f"message_type {sent.type[:40]!r}: must be one of {known}"))
 
     def hello(self) -> bytes:
-        spec = self.asking.runtime.spec
+        spec = self.asking.served.spec
         told = {"model_id": spec.model_id, "model_hash": spec.model_hash, **self.readings.now.describe()}
         return encode(LabFrame("hello_ack", self._hello, {"ok": True, "server": "reflex", "reflex": told}))
 
@@ -117,7 +117,7 @@ class XPolicyLabSession(TypedSession):
         if not isinstance(observation, dict):
             raise ClientError("infer needs an observation, which must be a map")
         limits, row = limits_in(observation), _row(observation)
-        observed, self._groups = read(self.asking.runtime.spec, self.readings.map, observation)
+        observed, self._groups = read(self.asking.served.spec, self.readings.map, observation)
         episode = limits.episode_id or self._episode(_trial_of(sent)) + row
         return question_of(observed, limits, self.said, self.robot + row, episode)
 
