@@ -31,21 +31,23 @@ class Incoming(StreamReader):
             return (yield from super().read_exact(n))
         begun = self.buffer
         self.buffer, self.placed = bytearray(), len(begun)
-        parts: list[bytearray] = []
+        whole = bytearray()
         try:
             for at in range(0, n, PIECE):
                 part = bytearray(min(PIECE, n - at))
                 part[: len(begun)] = begun
                 self.room = memoryview(part)[len(begun) :]
                 begun = bytearray()
-                parts.append(part)
                 while len(self.room):
                     if self.eof:
                         raise EOFError(f"stream ends after {self.placed} bytes, expected {n} bytes")
                     yield
+                if len(part) == n:
+                    return part
+                whole += part  # each in the turn of the loop that read it, not all of them at the end
         finally:
             self.room, self.placed = None, 0
-        return parts[0] if len(parts) == 1 else bytearray().join(parts)
+        return whole
 
     def place(self, count: int) -> bool:
         """So many bytes have been written to `room`. Whether it is full."""
