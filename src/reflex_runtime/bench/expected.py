@@ -40,7 +40,7 @@ class Expected:
                 first, *others = told["state"]["names"]
                 state = {first: int(told["state"]["dim"]) - len(others), **dict.fromkeys(others, 1)}
                 state |= dict(zip(state, told["state"].get("sizes", ()), strict=False))
-            return cls(source, images, state, str(told.get("prompt", "")))
+            return cls(source + _more(told), images, state, str(told.get("prompt", "")))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
             return None
 
@@ -89,6 +89,13 @@ GUESSES: Final = {
     "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
 }
 """What is tried on a server that does not say what it expects."""
+
+
+def _more(told: Mapping[str, Any]) -> str:
+    """What else a server says of observations, in words."""
+    optional, steps = ", ".join(map(str, told.get("optional_images", ()))), int(told.get("observation_steps", 1))
+    more = f"; may be left out: {optional}" if optional else ""
+    return more + (f"; sees the last {steps} observations of an episode" if steps > 1 else "")
 
 
 def shown(observation: Observed) -> dict[str, str]:

@@ -156,8 +156,8 @@ def test_p6_the_doctor_runs_what_a_factory_made(here: Path) -> None:
     good = examine("python:my_policy:make")
     found = {check.id: check.finding for check in good.checks}
     assert list(found) == [
-        "source", "embodiment", "memory", "model_load", "actions", "determinism", "batch_parity", "rtc_boundary",
-        "clock",
+        "source", "embodiment", "memory", "model_load", "actions", "cameras", "determinism", "batch_parity",
+        "rtc_boundary", "clock",
     ]  # fmt: skip
     assert good.exit_code == 0
     assert found["source"].actual.startswith("mine, custom, monolithic")

@@ -16,7 +16,15 @@ torch = pytest.importorskip("torch")
 from reflex_runtime.config import ServeConfig  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Request  # noqa: E402
-from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, MonolithicPolicy, Policy, load_policy  # noqa: E402
+from reflex_runtime.policies import (  # noqa: E402
+    DecomposedPolicy,
+    DeviceOptions,
+    MonolithicPolicy,
+    Policy,
+    PolicySpec,
+    WordTokenizer,
+    load_policy,
+)
 from reflex_runtime.policies.models.torch_models import TorchPrefix, TorchStaged, TorchWhole, weights_of  # noqa: E402
 from reflex_runtime.policies.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
@@ -175,3 +183,30 @@ def test_p3_the_hash_is_of_the_weights(template: Any) -> None:
     assert (same.model_hash, same.model_bytes) == one
     torch.manual_seed(1)
     assert weights_of(template.TinyVLA())[0] != one[0]
+
+
+def test_p20_a_module_gets_masks_history_and_the_mask_of_tokens() -> None:
+    """Two observations of two cameras, one of which may be missing."""
+    seen: list[dict[str, Any]] = []
+
+    def module(inputs: Any, noise: Any) -> torch.Tensor:
+        seen.append({name: (tuple(value.shape), value.dtype) for name, value in inputs.items()})
+        mask = inputs["image_masks"].float().mean((1, 2)).reshape(-1, 1, 1)
+        return mask.expand(-1, 3, 2)
+
+    spec = PolicySpec(
+        model_id="masks", staged=False, action_dim=2, chunk_size=3, takes_noise=False, model_hash="0" * 16,
+        images={"front": (4, 6), "wrist": (4, 6)}, optional_images=frozenset({"wrist"}), observation_steps=2,
+        takes_text=True, tokenizer=WordTokenizer({"go": 1}), max_tokens=4,
+    )  # fmt: skip
+    policy = MonolithicPolicy(TorchWhole(spec, module, DeviceOptions()))
+    pictures = {"front": np.zeros((4, 6, 3), np.uint8)}
+    (chunk,) = policy.answers([policy.request(policy.prepare(images=pictures, instruction="go"))])
+    assert (chunk.actions == 0.5).all()
+    assert seen[0] == {
+        "front": ((1, 2, 4, 6, 3), torch.uint8),
+        "wrist": ((1, 2, 4, 6, 3), torch.uint8),
+        "image_masks": ((1, 2, 2), torch.bool),
+        "tokens": ((1, 4), torch.int64),
+        "token_mask": ((1, 4), torch.bool),
+    }

@@ -18,8 +18,10 @@ import pytest
 from policies import means
 from policies.plain import plain
 from policies.tiny import run_alone
-from reflex_runtime.policies import Export, load_policy
+from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Export, load_policy
 from reflex_runtime.policies.policy.prompt import PromptTemplate
+from reflex_runtime.policies.policy.rtc import Rtc
+from reflex_runtime.policies.policy.units import AddState, Norm, Scaled, shift_of
 
 EXPORTS = Path(__file__).parents[3] / "docs" / "exports.md"
 STATE = {"state": ("f", [3])}
@@ -156,3 +158,44 @@ def test_p26_instructions_are_cleaned_in_the_order_that_is_written(clean: Any, t
 def test_p26_a_placeholder_in_an_instruction_is_only_text() -> None:
     template = PromptTemplate("{prompt} {state_bins}")
     assert template.render("{state_bins} {prompt}", np.float32([0.0])) == "{state_bins} {prompt} 128"
+
+
+# -- transforms and chunks that continue -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_p29_a_chunk_of_changes_continues_at_the_places_that_the_old_one_went_to(flip: bool) -> None:
+    """The robot has moved meanwhile: the same changes from there would be other places."""
+    before = (Scaled(np.float32([-2.0, 1.0]), np.float32([0.5, 0.0])),) if flip else ()
+    after = (Scaled(np.float32([3.0, 1.0]), np.float32([1.0, 0.0])),)
+    spec = plain(
+        lambda row: [0.5, 0.25, 7.0],
+        staged=True,
+        chunk_size=4,
+        x_dim=3,
+        action_norm=Norm(np.float32([0.1, 0.2]), np.float32([0.5, 2.0])),
+        action_transforms=(*before, AddState(np.float32([1.0, 0.0])), *after),
+    )
+    policy = DecomposedPolicy(spec.open(DeviceOptions()), rtc=Rtc("ONES", 4), clock=lambda: 0.0)  # type: ignore[arg-type]
+
+    def ask(state: list[float], name: str, **more: Any) -> Any:
+        image = {"front": np.zeros((4, 6, 3), np.uint8)}
+        seen = policy.prepare(images=image, state=state, episode_id="e", request_id=name, **more)
+        return run_alone(policy, policy.request(seen))
+
+    first = ask([1.0, 5.0], "first")
+    second = ask([4.0, -5.0], "second", executed=1)
+    assert second.rtc is not None
+    assert second.actions[:3] == pytest.approx(first.actions[1:], abs=1e-5)
+    alone = ask([4.0, -5.0], "second", executed=9)  # nothing of the old chunk is left
+    assert np.abs(alone.actions[:3, 0] - first.actions[1:, 0]).max() > 1.0
+
+
+def test_p29_actions_that_are_no_changes_are_carried_over_as_they_are() -> None:
+    norm = Norm(np.float32([0.0, 0.0]), np.float32([1.0, 0.5]))
+    moved = np.float32([2.0, 3.0])
+    assert shift_of(norm, (Scaled(np.float32([2.0, 2.0]), np.float32([0.0, 0.0])),), moved, 2) is None
+    flat = (Scaled(np.float32([1.0, 0.0]), np.float32([0.0, 0.0])), AddState(np.float32([1.0, 1.0])))
+    shift = shift_of(norm, flat, moved, 2)
+    assert shift is not None
+    assert shift.tolist() == [-2.0, 0.0]

@@ -59,7 +59,8 @@ class TorchPrefix:
 class _Placed:
     """A module on its device, and the way of rows there and back."""
 
-    def __init__(self, module: Any, device: DeviceOptions) -> None:
+    def __init__(self, module: Any, device: DeviceOptions, masks: bool) -> None:
+        self.masks = masks
         self.device = torch_device(device)
         self.dtype = torch_dtype(device)
         if device.provider == CPU:
@@ -77,9 +78,11 @@ class _Placed:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def inputs(self, rows: Sequence[Observation], state: bool) -> dict[str, Tensor]:
-        """What rows have for a module: images by name, "tokens" and "state", each [n, …]."""
+        """What rows have for a module: images by name, "image_masks" where some may be missing, "tokens" and
+        "token_mask", "state", each [n, …]."""
         roles = [*rows[0].images]
-        roles += ["tokens"] if rows[0].tokens is not None else []
+        roles += ["image_masks"] if self.masks else []
+        roles += ["tokens", "token_mask"] if rows[0].tokens is not None else []
         roles += ["state"] if state and rows[0].state is not None else []
         return {role: self.put(np.stack([row.row(role) for row in rows])) for role in roles}
 
@@ -93,7 +96,7 @@ class TorchStaged(StagedModel):
     def __init__(self, spec: PolicySpec, module: StagedModule, device: DeviceOptions | None = None) -> None:
         device = device or DeviceOptions()
         super().__init__(_identified(spec, module))
-        self._placed = _Placed(module, device)
+        self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, _is_half(module)
         self._step = torch.compile(module.step, dynamic=True) if device.compile else module.step
 
@@ -125,7 +128,7 @@ class TorchWhole(WholeModel):
     def __init__(self, spec: PolicySpec, module: Any, device: DeviceOptions | None = None) -> None:
         device = device or DeviceOptions()
         super().__init__(_identified(spec, module))
-        self._placed = _Placed(module, device)
+        self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, _is_half(module)
         self._call = torch.compile(module, dynamic=True) if device.compile else module
 

@@ -23,7 +23,8 @@ from reflex_runtime.policies.policy.base import Policy
 from reflex_runtime.policies.policy.model import StagedModel, stacked
 from reflex_runtime.policies.policy.observation import ActionChunk, CacheUse, Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
-from reflex_runtime.policies.policy.rtc import ChunkTails, Rtc
+from reflex_runtime.policies.policy.rtc import Anchor, ChunkTails, Rtc
+from reflex_runtime.policies.policy.units import shift_of
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
@@ -96,12 +97,26 @@ class DecomposedPolicy(Policy):
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:
         steps = float(self.spec.num_denoising_steps)
         if self.tails is not None and observation.episode_id:
-            observation = replace(observation, anchor=self.tails.anchor(observation.episode_id, observation.executed))
+            observation = replace(observation, anchor=self._anchor(observation, self.tails))
         if self.cache is None or observation.prefix_key is None:
             return observation, PREFIX, steps + 1.0
         use, prefix = self.cache.lookup(observation.prefix_key)
         observation = replace(observation, cache=use, prefix=prefix)
         return (observation, PREFIX, steps + 1.0) if prefix is None else (observation, DENOISE, steps)
+
+    def _anchor(self, observation: Observation, tails: ChunkTails) -> Anchor | None:
+        """The anchor of its chunk. Where actions are changes of the state, the old ones count from the new state: the
+        robot is to go to the same places."""
+        anchor = tails.anchor(observation.episode_id, observation.executed)
+        if anchor is None or anchor.state is None or observation.robot_state is None:
+            return anchor
+        spec, moved = self.spec, observation.robot_state - anchor.state
+        shift = shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
+        if shift is None:
+            return anchor
+        target = anchor.target.copy()
+        target[:, : spec.action_dim] += shift
+        return replace(anchor, target=target)
 
     def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:
         steps = float(self.spec.num_denoising_steps)
@@ -233,7 +248,8 @@ class DecomposedPolicy(Policy):
         self._remember(ticket)
         if self.tails is not None and not ticket.cancel_requested:  # a cancelled chunk is not executed
             episode = ticket.request.payload.episode_id
-            self.tails.remember(episode, np.array(flow.x), self._clock() - ticket.arrived)
+            state = ticket.request.payload.robot_state
+            self.tails.remember(episode, np.array(flow.x), self._clock() - ticket.arrived, state)
 
     def _note(self, notes: dict[str, Any], chunks: Sequence[ActionChunk]) -> None:
         """Add to the batch's notes how many chunks continued their episode's last one, and the steps they spared."""

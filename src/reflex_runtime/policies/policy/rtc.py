@@ -68,13 +68,15 @@ class Rtc:
 class Anchor:
     """The old actions that a new chunk is pulled towards. In the model's units; arrays are read only.
 
-    target: float32 [chunk_size, action_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
+    target: float32 [chunk_size, x_dim], the old chunk moved to the new one's places. weights: as `Rtc.weights`.
+    state: the state that the old actions are changes of, in the robot's units; None if they are no changes.
     report: for the answer, JSON-safe.
     """
 
     target: NDArray[np.float32]
     weights: NDArray[np.float32]
     report: dict[str, Any]
+    state: NDArray[np.float32] | None = None
 
     def pull(self, x: NDArray[np.float32], noise: NDArray[np.float32], time: float) -> NDArray[np.float32]:
         """x at flow time `time` (0 noise, 1 action), its anchored places on the straight path from noise to target."""
@@ -87,6 +89,7 @@ class _Tail:
     actions: NDArray[np.float32]
     answered: float
     latency: float
+    state: NDArray[np.float32] | None
 
 
 class ChunkTails:
@@ -109,15 +112,17 @@ class ChunkTails:
     def __len__(self) -> int:
         return len(self._tails)
 
-    def remember(self, episode: str, actions: NDArray[np.float32], latency: float) -> None:
-        """Keep the episode's newest chunk. actions: float32 [chunk_size, action_dim]; a non-finite one is not kept.
+    def remember(
+        self, episode: str, actions: NDArray[np.float32], latency: float, state: NDArray[np.float32] | None = None
+    ) -> None:
+        """Keep the episode's newest chunk. actions: float32 [chunk_size, x_dim]; a non-finite one is not kept.
 
-        latency: seconds from its arrival to its end, the estimate for the next one.
+        latency: seconds from its arrival to its end, the estimate for the next one. state: as in `Anchor`.
         """
         if not episode or not np.isfinite(actions).all():
             return
         with self._lock:
-            self._tails[episode] = _Tail(actions, self._clock(), latency)
+            self._tails[episode] = _Tail(actions, self._clock(), latency, state)
             self._tails.move_to_end(episode)
             if len(self._tails) > self._episodes:
                 self._tails.popitem(last=False)
@@ -163,4 +168,4 @@ class ChunkTails:
             "horizon": self.rtc.horizon,
             "schedule": self.rtc.schedule,
         }
-        return Anchor(target, weights, report)
+        return Anchor(target, weights, report, tail.state)

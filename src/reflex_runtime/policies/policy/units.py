@@ -132,6 +132,25 @@ def transformed(values: Floats, by: Sequence[Transform], state: Floats | None = 
     return values.astype(np.float32, copy=False)
 
 
+def shift_of(norm: Norm | None, transforms: Sequence[Transform], moved: Floats, dim: int) -> Floats | None:
+    """What to add to actions in the model's units, so that they stay where they are although the state they are added
+    to moved by `moved`: float32 [dim]; None where no state is added.
+
+    Of dimensions that are scaled by 0 on the way it is 0.
+    """
+    slope = np.ones(dim, np.float32) if norm is None else norm.scale
+    shift = np.zeros(dim, np.float32)
+    adds = False
+    for transform in transforms:
+        if isinstance(transform, Scaled):
+            slope = slope * transform.scale
+        elif isinstance(transform, AddState):
+            adds, dims = True, len(transform.mask)
+            part = np.where(transform.mask != 0.0, moved[:dims], np.float32(0.0))
+            shift[:dims] -= np.divide(part, slope[:dims], out=np.zeros_like(part), where=slope[:dims] != 0.0)
+    return shift if adds else None
+
+
 def frozen(values: object) -> Floats:
     """A read-only float32 array."""
     array = np.array(values, np.float32)

@@ -114,11 +114,13 @@ class _Tails(ChunkTails):
 
     def __init__(self, rtc: Rtc, control_hz: float | None) -> None:
         super().__init__(rtc, lambda: 0.0, control_hz)
-        self._newest: dict[str, NDArray[np.float32]] = {}
+        self._newest: dict[str, tuple[NDArray[np.float32], NDArray[np.float32] | None]] = {}
 
-    def remember(self, episode: str, actions: NDArray[np.float32], latency: float) -> None:
-        self._newest[episode] = actions
-        super().remember(episode, actions, latency)
+    def remember(
+        self, episode: str, actions: NDArray[np.float32], latency: float, state: NDArray[np.float32] | None = None
+    ) -> None:
+        self._newest[episode] = actions, state
+        super().remember(episode, actions, latency, state)
 
     def prepare(self, episode: str, report: Mapping[str, Any] | None, executed: int | None) -> int | None:
         """Before a request is made: what `Anchor.report` said of it. Returns how many actions had been executed."""
@@ -126,7 +128,8 @@ class _Tails(ChunkTails):
             self.forget(episode)
             return executed
         if episode in self._newest:
-            super().remember(episode, self._newest[episode], report["delay_ms"] / 1e3)
+            actions, state = self._newest[episode]
+            super().remember(episode, actions, report["delay_ms"] / 1e3, state)
         return int(report["executed"])
 
 
