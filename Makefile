@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test lint bench docs clean
+.PHONY: setup demo test test-lerobot lint bench docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -26,6 +26,19 @@ test: setup                  ## every test; those that measure time run alone, a
 	$(BIN)/python -m pytest -m timing $$(grep -rl --include='test_*.py' 'pytest\.mark\.timing' tests) || failed=1; \
 	exit $$failed
 
+# LeRobot wants versions of its own, and 5 GB: an environment of its own, on Python 3.12 where there is one.
+LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.12 || \
+	{ found=$$(pyenv latest 3.12) && echo "$$(pyenv prefix $$found)/bin/python"; } 2>/dev/null || echo $(PYTHON))
+.venv-lerobot/ready: pyproject.toml
+	$(LEROBOT_PYTHON) -m venv .venv-lerobot
+	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[lerobot]' \
+		'lerobot[dataset]; python_version >= "3.12"' pyarrow onnx psutil pytest pytest-timeout dm-tree typing_extensions
+	.venv-lerobot/bin/python -m pip install --quiet --disable-pip-version-check --no-deps openpi-client==0.1.2
+	touch $@
+
+test-lerobot: .venv-lerobot/ready   ## the tests that need LeRobot itself; .ci/run runs them where it can be installed
+	OMP_NUM_THREADS=1 .venv-lerobot/bin/python -m pytest tests/lerobot
+
 lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -37,4 +50,4 @@ docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
-	rm -rf .venv demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -191,3 +191,12 @@ def white_picture() -> str:
     PIL.Image.new("RGB", (4, 4), (255, 255, 255)).save(file, "PNG")
     return b64encode(file.getvalue()).decode()
 
+
+
+def test_p14_the_name_of_a_checkpoint_on_a_hub_is_told_how_to_download(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_source("lerobot:lerobot/smolvla_base")
+    assert "hf download lerobot/smolvla_base --local-dir smolvla_base" in error.value.message
+    assert error.value.message.endswith("then: reflex serve lerobot:./smolvla_base")
+    with pytest.raises(ConfigError, match="not found, expected a checkpoint of LeRobot, with its config"):
+        read_source(f"lerobot:{tmp_path}/nowhere")

@@ -91,12 +91,12 @@ class Export(PolicySource):
         return OnnxStaged(self, self.graphs["prefix"], self.graphs["expert"], self.past_kv, device)
 
 
-def check_directory(path: Path, hint: str = "") -> None:
-    """ConfigError for what is no directory. hint: for a path that does not exist."""
+def check_directory(path: Path, hint: str = "", what: str = "an export directory") -> None:
+    """ConfigError for what is no directory. hint: for a path that does not exist. what: is expected there."""
     if path.is_file():
         raise ConfigError(f"{path}: is a file; name its directory, {path.parent}")
     if not path.is_dir():
-        raise ConfigError(f"{path}: not found, expected an export directory{hint or _bundled(path)}")
+        raise ConfigError(f"{path}: not found, expected {what}{hint or _bundled(path)}")
 
 
 def _bundled(path: Path) -> str:
@@ -105,13 +105,20 @@ def _bundled(path: Path) -> str:
 
 def _hint(path: Path) -> str:
     """What to do where the name of a model on a hub was given."""
+    download = from_hub(path)
+    return f" or the directory of a language model{download}" if download else ""
+
+
+def from_hub(path: Path, source: str = "") -> str:
+    """How to download what may be the name of a model on a hub, "" for any other path. source: what its source begins
+    with."""
     name = path.as_posix()
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) or path.parent.exists():
         return ""
     there = path.name
     return (
-        f" or the directory of a language model. If {name} is the name of a model on a hub, download it first (pip "
-        f"install huggingface_hub; hf download {name} --local-dir {there}), then: reflex serve ./{there}"
+        f". If {name} is the name of a model on a hub, download it first (pip "
+        f"install huggingface_hub; hf download {name} --local-dir {there}), then: reflex serve {source}./{there}"
     )
 
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from reflex_runtime.checked import CHECKPOINT_KEYS, JsonObject, json_keys
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportObject, Size, read_json, whole
-from reflex_runtime.policies.export.directory import check_directory
+from reflex_runtime.policies.export.directory import check_directory, from_hub
 from reflex_runtime.policies.export.embodiment import Embodiment, read_embodiment
 from reflex_runtime.policies.export.model_files import model_bytes, model_hash
 from reflex_runtime.policies.export.wires import WireMap
@@ -94,7 +94,8 @@ class LeRobotCheckpoint(PolicySource):
     def load(source: str) -> LeRobotCheckpoint:
         """Read the directory of `lerobot:DIR`, or DIR. ConfigError names file and key."""
         root = Path(source.removeprefix(LEROBOT))
-        check_directory(root)
+        hint = from_hub(root, LEROBOT) or ", with its config.json and model.safetensors"
+        check_directory(root, hint, "a checkpoint of LeRobot")
         return _load(source, root)
 
     def check(self) -> None:

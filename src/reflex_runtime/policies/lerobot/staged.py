@@ -48,14 +48,12 @@ class _Ready(NamedTuple):
 class VlaPrefix:
     """Keys and values of one request, on the device.
 
-    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size]. state: of π0, whose state
-    is a token of the step.
+    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size].
     """
 
     pad: Any
     keys: Sequence[Any]
     values: Sequence[Any]
-    state: Any
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +114,6 @@ class LeRobotStaged(StagedModel):
                 pad[i : i + 1].clone(),
                 [keys[i : i + 1].clone() for keys, _ in layers],
                 [values[i : i + 1].clone() for _, values in layers],
-                None if state is None or self._smolvla else state[i : i + 1].clone(),
             )
             for i in range(len(rows))
         ]
@@ -154,7 +151,9 @@ class LeRobotStaged(StagedModel):
             layers = range(len(prefixes[0].keys))
             keys = [torch.cat(padded([p.keys[i] for p in prefixes], 2)) for i in layers]
             values = [torch.cat(padded([p.values[i] for p in prefixes], 2)) for i in layers]
-            state = None if prefixes[0].state is None else torch.cat([p.state for p in prefixes])
+            # Of π0 the state is a token of the step: that of the request, as its prefix may be from an earlier one.
+            pi0 = self.spec.model_type == "pi0"
+            state = self._put(torch.cat([row.ready.state for row in rows])) if pi0 else None
             if _is_old(self._model):
                 pairs = zip(keys, values, strict=True)
                 cache: Any = {

@@ -1,0 +1,286 @@
+"""`reflex serve lerobot:DIR`: every answer is that of LeRobot's own `predict_action_chunk` and postprocessor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("lerobot.policies.factory", exc_type=ImportError)
+
+import torch
+from tiny_checkpoints import FAMILIES, OLD, STAGED, TASKS, load
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Policy, load_policy, noise_of, read_source
+from reflex_runtime.policies.doctor.doctor import examine
+from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
+from reflex_runtime.policies.lerobot.staged import VlaPrefix
+from serving.harness import Server
+
+pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
+BOUND = 1e-5
+ROWS = 8
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def loaded(path: Path, **options: Any) -> Policy:
+    return load_policy(f"lerobot:{path}", **options)
+
+
+def asked(spec: Any, number: int) -> dict[str, Any]:
+    rng = np.random.default_rng(number)
+    return {
+        "images": {name: rng.integers(0, 256, (*size, 3), np.uint8) for name, size in spec.images.items()},
+        "state": rng.uniform(-1, 1, spec.state_dim).astype(np.float32),
+        "instruction": TASKS[number % 4] if spec.takes_text else None,
+        "request_id": f"request-{number}",
+    }
+
+
+class Reference:
+    """LeRobot's own answer to a request, from the same noise."""
+
+    def __init__(self, policy: Policy) -> None:
+        spec = policy.spec
+        assert isinstance(spec, LeRobotCheckpoint)
+        self._ours, self._spec = policy, spec
+        self._policy, self._pre, self._post = load(spec.features.path)
+
+    def answer(self, fields: dict[str, Any]) -> Any:
+        seen = self._ours.prepare(**fields)
+        raw: dict[str, Any] = {"task": fields["instruction"] or ""}
+        for camera, name in self._spec.features.cameras.items():
+            raw[name] = torch.from_numpy(fields["images"][camera]).permute(2, 0, 1).float() / 255
+        place = 0
+        for name, size in self._spec.features.states:
+            raw[name], place = torch.from_numpy(fields["state"][place : place + size]), place + size
+        noise = torch.from_numpy(noise_of(seen.seed, self._spec.horizon, self._spec.x_dim))[None]
+        with torch.no_grad():
+            return self._post(self._chunk(raw, noise, seen.seed)).numpy()[0]
+
+    def _chunk(self, raw: dict[str, Any], noise: Any, seed: int) -> Any:
+        kind, config = self._spec.model_type, self._policy.config
+        if kind not in ("diffusion", "vqbet"):
+            return self._policy.predict_action_chunk(self._pre(raw), **({} if kind == "act" else {"noise": noise}))
+        n = config.n_obs_steps  # the first observation of an episode, n times
+        together = {k: [v] if k == "task" else v[None].repeat(n, *[1] * v.ndim)[None] for k, v in raw.items()}
+        batch = self._pre(together)
+        if config.image_features:
+            batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        torch.manual_seed(seed % (1 << 63))
+        if kind == "vqbet":
+            return self._policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
+        return self._policy.diffusion.generate_actions(batch, noise=noise)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p10_answers_are_those_of_lerobot(checkpoints: dict[str, Path], family: str) -> None:
+    """Alone, in a batch of eight and, where there are steps, joined two at every step."""
+    policy = loaded(checkpoints[family])
+    reference = Reference(policy)
+    fields = [asked(policy.spec, i) for i in range(ROWS)]
+    expected = [reference.answer(f) for f in fields]
+    assert max(np.abs(a - b).max() for a in expected for b in expected) > 0.05  # they are different requests
+    ways: dict[str, list[int]] = {"together": [0] * ROWS}
+    if policy.spec.staged:
+        ways["joined"] = [i // 2 for i in range(ROWS)]
+    for how, starts in ways.items():
+        chunks = policy.answers([policy.request(policy.prepare(**f)) for f in fields], starts)
+        worst = max(np.abs(chunk.actions - e).max() for chunk, e in zip(chunks, expected, strict=True))
+        print(f"{family}: {how}: {worst:.1e}")
+        assert worst <= BOUND, how
+    for f, e in zip(fields, expected, strict=True):
+        (chunk,) = policy.answers([policy.request(policy.prepare(**f))])
+        assert np.abs(chunk.actions - e).max() <= BOUND
+
+
+def test_p10_a_scheduler_that_adds_noise_answers_each_request_by_its_own_seed(checkpoints: dict[str, Path]) -> None:
+    policy = loaded(checkpoints["diffusion-ddpm"])
+    fields = [asked(policy.spec, i) for i in range(3)]
+    together = policy.answers([policy.request(policy.prepare(**f)) for f in fields])
+    torch.manual_seed(99)
+    (alone,) = policy.answers([policy.request(policy.prepare(**fields[2]))])
+    assert np.abs(alone.actions - together[2].actions).max() <= BOUND
+    (other,) = policy.answers([policy.request(policy.prepare(**fields[2], seed=5))])
+    assert np.abs(alone.actions - other.actions).max() > 0.01
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_p11_steps_copy_no_prefix_and_prefixes_keep_no_neighbours(
+    checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = loaded(checkpoints[family])
+    assert isinstance(policy, DecomposedPolicy)
+    packed: list[Any] = []
+    pack = policy.model.pack
+    monkeypatch.setattr(policy.model, "pack", lambda p, rows: (packed.append(pack(p, rows)), packed[-1])[1])
+    fields = [asked(policy.spec, i) | {"episode_id": f"e{i}"} for i in range(3)]
+    policy.answers([policy.request(policy.prepare(**f)) for f in fields])
+    assert len(packed) == 1
+    prefix = policy.request(policy.prepare(**fields[1])).payload.prefix
+    assert isinstance(prefix, VlaPrefix)
+    assert prefix.keys[0].shape[0] == 1
+    assert prefix.keys[0].untyped_storage().nbytes() == prefix.keys[0].numel() * 4
+    assert policy.cache is not None
+    assert policy.cache.snapshot()["bytes"] >= prefix.nbytes
+    if not OLD:
+        before = [layer.keys.clone() for layer in packed[0].cache.layers]
+        place = packed[0].cache.layers[0].keys.data_ptr()
+        policy.model.step(packed[0], np.zeros((3, 8, 32), np.float32), np.array([0, 4, 9]), 10)
+        assert all(torch.equal(a, b.keys) for a, b in zip(before, packed[0].cache.layers, strict=True))
+        assert packed[0].cache.layers[0].keys.data_ptr() == place
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_p11_a_cached_prefix_answers_as_a_new_one(checkpoints: dict[str, Path], family: str) -> None:
+    policy = loaded(checkpoints[family])
+    fields = asked(policy.spec, 1) | {"episode_id": "e"}
+    first, second = (policy.answers([policy.request(policy.prepare(**fields))])[0] for _ in range(2))
+    assert (first.cache, second.cache) == ("miss", "hit")
+    assert first.actions.tobytes() == second.actions.tobytes()
+    moved = fields | {"state": fields["state"] + 0.3}
+    (third,) = policy.answers([policy.request(policy.prepare(**moved))])
+    assert third.cache == ("hit" if family == "pi0" else "miss")  # of the others the prefix reads the state
+    (fresh,) = policy.answers([policy.request(policy.prepare(**{**moved, "episode_id": "other"}))])
+    assert np.abs(third.actions - fresh.actions).max() <= BOUND
+
+
+def test_p12_history_is_kept_by_episode_and_not_in_the_policy(checkpoints: dict[str, Path]) -> None:
+    """Two robots in turns get what each would get alone."""
+    policy = loaded(checkpoints["diffusion"])
+    alone = {}
+    for robot in (0, 1):
+        steps = [asked(policy.spec, 10 * robot + i) | {"episode_id": f"alone-{robot}"} for i in range(3)]
+        alone[robot] = [policy.answers([policy.request(policy.prepare(**f))])[0].actions for f in steps]
+    for i in range(3):
+        for robot in (0, 1):
+            fields = asked(policy.spec, 10 * robot + i) | {"episode_id": f"turns-{robot}"}
+            (chunk,) = policy.answers([policy.request(policy.prepare(**fields))])
+            assert np.abs(chunk.actions - alone[robot][i]).max() <= BOUND
+    (first,) = policy.answers([policy.request(policy.prepare(**asked(policy.spec, 2)))])
+    assert np.abs(first.actions - alone[0][2]).max() > 1e-3  # the observation before it counts
+
+
+def test_p13_what_the_checkpoint_says_is_what_requests_need(checkpoints: dict[str, Path]) -> None:
+    spec = read_source(f"lerobot:{checkpoints['smolvla']}")
+    assert read_source(str(checkpoints["smolvla"])).source == str(checkpoints["smolvla"])  # without lerobot: too
+    assert (spec.images, spec.state_dim, spec.takes_text) == ({"top": (48, 64), "wrist": (48, 64)}, 6, True)
+    assert (spec.action_dim, spec.x_dim, spec.chunk_size, spec.num_denoising_steps) == (6, 32, 8, 10)
+    act = read_source(f"lerobot:{checkpoints['act']}")
+    assert (act.takes_text, act.takes_noise, act.wires["vla-eval"].execute) == (False, False, 5)
+    state = read_source(f"lerobot:{checkpoints['act-state']}")
+    assert (state.images, state.state_dim) == ({}, 11)  # its state and that of its environment, one after the other
+
+
+def _without(name: str) -> Any:
+    return lambda root: (root / name).unlink()
+
+
+def _config(**values: Any) -> Any:
+    def change(root: Path) -> None:
+        file = root / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+    return change
+
+
+def _short(root: Path) -> None:
+    file = root / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _nan(root: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(root / "model.safetensors")
+    next(w for w in weights.values() if w.is_floating_point() and w.numel())[...] = float("nan")
+    save_file(weights, root / "model.safetensors")
+
+
+def _adapter(root: Path) -> None:
+    (root / "adapter_config.json").write_text("{}")
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no weights": (_without("model.safetensors"), "model.safetensors: not found: copy the whole directory"),
+    "half of the weights": (_short, "its header says"),
+    "no processors": (_without("policy_preprocessor.json"), "saved by LeRobot before 0.4. Convert it: python -m"),
+    "unknown type": (_config(type="nosuch"), "LeRobot cannot load it"),
+    "tdmpc": (_config(type="tdmpc"), "type tdmpc cannot be served: it plans from the plan before"),
+    "two channels": (
+        _config(input_features={"observation.images.top": {"type": "VISUAL", "shape": [2, 8, 8]}}),
+        "input_features.observation.images.top.shape: found [2, 8, 8], expected [3, height, width]",
+    ),
+    "no action": (_config(output_features={}), "output_features: found {}, expected a feature action"),
+    "another size": (
+        _config(output_features={"action": {"type": "ACTION", "shape": [9]}}), "LeRobot cannot load it",
+    ),
+    "NaN": (_nan, "hold NaN or infinite values: the training diverged"),
+    "adapter": (_adapter, "holds a PEFT adapter and not a whole policy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_p14_a_wrong_checkpoint_is_one_line(checkpoints: dict[str, Path], tmp_path: Path, what: str) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints["act-state"], root)
+    change, told = WRONG[what]
+    change(root)
+    with pytest.raises(ConfigError) as error:
+        read_source(f"lerobot:{root}").open(DeviceOptions())
+    assert told in error.value.message
+    assert "\n" not in error.value.message
+
+
+def test_p14_options_without_effect_are_refused(checkpoints: dict[str, Path]) -> None:
+    spec = read_source(f"lerobot:{checkpoints['act-state']}")
+    for device, told in (
+        (DeviceOptions(compile=True), "--compile: is for python:module:make"),
+        (DeviceOptions(captured_sizes=(1,)), "--cuda-graphs: is for ONNX exports"),
+        (DeviceOptions(provider="CUDAExecutionProvider"), "PyTorch sees no GPU here"),
+        (DeviceOptions(provider="OpenVINO"), "LeRobot checkpoints run on cpu or cuda"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            spec.open(device)
+
+
+def test_p10_dtype_is_the_type_of_the_weights(checkpoints: dict[str, Path]) -> None:
+    half = loaded(checkpoints["act-state"], device=DeviceOptions(dtype="bfloat16"))
+    assert half.model.half
+
+
+@pytest.mark.parametrize("family", ["act", "smolvla"])
+def test_p6_the_doctor_finds_a_checkpoint_fit(checkpoints: dict[str, Path], family: str) -> None:
+    found = {check.id: check.finding for check in examine(f"lerobot:{checkpoints[family]}").checks}
+    assert [name for name, finding in found.items() if finding.status == "fail"] == []
+    assert found["batch_parity"].status == "pass"
+
+
+def test_p13_a_stock_openpi_client_gets_batched_answers_from_a_checkpoint(checkpoints: dict[str, Path]) -> None:
+    client = pytest.importorskip("openpi_client.websocket_client_policy")
+    policy = loaded(checkpoints["smolvla"])
+    fields = asked(policy.spec, 3)
+    (expected,) = policy.answers([policy.request(policy.prepare(**fields))])
+    env = {name: os.environ[name] for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE")}
+    with Server(f"lerobot:{checkpoints['smolvla']}", env=env, supervised=True) as server:
+        robot = client.WebsocketClientPolicy("127.0.0.1", server.port)
+        observation = {
+            "observation/images/top": fields["images"]["top"],
+            "observation.images.wrist": fields["images"]["wrist"],
+            "observation/state": fields["state"],
+            "prompt": fields["instruction"],
+            "reflex/request_id": fields["request_id"],
+        }
+        answer = robot.infer(observation)
+        assert np.abs(answer["actions"] - expected.actions).max() <= BOUND
+        assert server.get("/health").json["inference_mode"] == "decomposed"
