@@ -228,7 +228,7 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
         "--to-lerobot": "test_only_one_episode",
         "--frames": "test_steps_need_a_control_rate",
         "--fps": "test_steps_need_a_control_rate",
-        "--rerun": "test_an_episode_can_be_looked_at",
+        "--rerun": "test_a_missing_rerun_names_the_extra",
         "--episode": "test_only_one_episode",
     },
     "trace": {

@@ -7,7 +7,7 @@
 
 Each mutant is a text replacement in a temporary copy of src; the tests run with PYTHONPATH set to that copy and stop at
 the first failure. The test that MUTANTS.md names for a mutant runs first, and the others only if it passes. Not part of
-the test run: all mutants take some ten minutes. Exit code 1 when a mutant survives or is stale (its text is no longer
+the test run: all mutants take about forty minutes. Exit code 1 when a mutant survives or is stale (its text is no longer
 there exactly once).
 """
 
@@ -174,7 +174,12 @@ MUTANTS = [
     ),
     M("core/scheduler.py", "a returning group keeps its credit", "min(busy) if busy else", "0.0 if busy else"),
     M("core/group.py", "groups ignore their weight", "seconds / (self.config.weight or 1.0)", "seconds"),
-    M("core/scheduler.py", "groups in any order", "ready.sort(key=lambda g: g.device_time)", "pass"),
+    M(
+        "core/scheduler.py",
+        "groups in any order",
+        "ready.sort(key=lambda g: (g.tenant.device_time, g.tenant.number, g.device_time))",
+        "pass",
+    ),
     M("core/group.py", "room is never used up", "partition.room -= newcomers", "pass"),
     M("core/holding.py", "held for ever after", "partition.hold_since = None", "pass"),
     M(
@@ -836,6 +841,16 @@ MUTANTS = [
     M("core/backlog.py", "a newcomer has no share", "+ (own is None)", ""),
     M("core/backlog.py", "everybody exceeds the share", "> most / clients * SLACK", "> 0.0"),
     M("core/backlog.py", "shares are not divided", "> most / clients * SLACK", "> most * SLACK"),
+    # tenants
+    M(
+        "core/scheduler.py",
+        "tenants have no turns",
+        "(g.tenant.device_time, g.tenant.number, g.device_time)",
+        "g.device_time",
+    ),
+    M("core/scheduler.py", "groups of a tenant in any order", "g.tenant.number, g.device_time)", "g.tenant.number)"),
+    M("core/scheduler.py", "a returning tenant keeps its credit", "if not tenant.active:", "if False:"),
+    M("core/scheduler.py", "each group is a tenant", "if config.tenant and t.name", "if False and t.name"),
 ]
 
 

@@ -16,7 +16,7 @@ from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ConfigError, Displaced, QueueFull
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.request import Priority, Ticket, TicketState
+from reflex_runtime.core.request import Priority, Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
 from .closed_loop import ClosedLoop
@@ -284,6 +284,15 @@ def wait_of(scheduler: Scheduler, now: float) -> float:
 def test_g4_the_first_of_all_and_a_lone_caller_are_never_held() -> None:
     scheduler, _ = adaptive()
     assert [wait_of(scheduler, 0.1 * i) for i in range(50)] == [0.0] * 50
+
+
+def test_g4_beside_others_whose_arrival_is_not_remembered_is_no_company() -> None:
+    """As in a partition that was forgotten while its requests waited."""
+    _, controller = adaptive()
+    controller.arrived(Ticket(Request(), 0, 0.001), 0.001, others=1)
+    assert controller.company("") == 0.0
+    controller.arrived(Ticket(Request(), 1, 0.002), 0.002, others=2)
+    assert controller.company("") > 0.0
 
 
 def test_g4_a_lone_caller_who_asks_again_at_once_is_not_his_own_company() -> None:

@@ -302,11 +302,11 @@ def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> N
         for client in ("a", "b"):
             returns.arrived(client, "", 1.0 * i)
             returns.answered(client, 1.0 * i + 0.5)
-    for i in range(40, 60):
+    assert not returns.take_turns(0.6, now=11.6)  # two have too little: 2 · 0.6 / (0.6 + 0.5) > 1
+    for i in range(12, 60):
         returns.arrived("a", "", 1.0 * i)
         returns.answered("a", 1.0 * i + 0.5)
-    assert returns.take_turns(0.5, now=59.6)  # one alone has time enough
-    assert not returns.take_turns(0.6, now=12.0)  # two had not: 2 · 0.6 / (0.6 + 0.5)
+    assert returns.take_turns(0.6, now=59.6)  # one alone has time enough
     assert not ThinkTimes().take_turns(0.5, now=0.0)
 
 
