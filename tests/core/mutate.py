@@ -7,8 +7,8 @@
 
 Each mutant is a text replacement in a temporary copy of src; the tests run with PYTHONPATH set to that copy and stop at
 the first failure. The test that MUTANTS.md names for a mutant runs first, and the others only if it passes. Not part of
-the test run: all mutants take about forty minutes. Exit code 1 when a mutant survives or is stale (its text is no longer
-there exactly once).
+the test run: all mutants take about forty minutes. Exit code 1 when a mutant survives or is stale (its text is no
+longer there exactly once).
 """
 
 from __future__ import annotations
@@ -669,8 +669,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "who is default by now is displaced",
-        "            self.promote(now)  # what",
-        "            pass  # what",
+        "            self.promote(now)  # a ticket",
+        "            pass  # a ticket",
     ),
     M(
         "core/group.py",

@@ -205,7 +205,7 @@ class Group:
         """In a full queue: the waiting ticket that this request replaces, if any."""
         found = None
         if self.config.displace_background and request.priority is URGENT:
-            self.promote(now)  # what counts as default by now is safe
+            self.promote(now)  # a ticket that counts as default by now is not displaced
             found = self._newest_background()
         if found is None and self.config.share_room:
             found = self._newest_of_most(request.client)

@@ -85,7 +85,7 @@ class Suspects:
         """The part `next` returned runs now."""
         self._parts.remove(part)
         if part.other is not None:
-            part.other.other = None  # what the other half shows is of no use to this one; nor are they a cycle
+            part.other.other = None  # the other half tells nothing about this one, and they are no reference cycle
 
     def clear(self) -> None:
         """The partition has no tickets any more."""

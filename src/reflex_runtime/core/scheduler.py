@@ -173,7 +173,7 @@ class Scheduler:
             return
         group = self._groups[ticket.request.group]
         self._end_preparing(group, ticket)
-        if ticket.deadline < inf:  # what is left of it: all of the ticket is as if it came now
+        if ticket.deadline < inf:  # the rest of it: from now on the ticket counts as one that has just arrived
             made = replace(made, time_limit=max(0.0, ticket.deadline - now))
         ticket.request, ticket.stage, ticket.wants = made, made.stage, made.wants
         try:
@@ -187,7 +187,7 @@ class Scheduler:
         self._enter(group, ticket, now)
 
     def cancel(self, ticket: Ticket, now: float) -> None:
-        """The caller takes it back. Waiting and resident tickets settle at once, a running one at its boundary."""
+        """Cancel a ticket. Waiting and resident tickets settle at once, a running one at its boundary."""
         self._input(now)
         if ticket.state is RUNNING:
             ticket.cancel_requested = True
@@ -694,6 +694,6 @@ class Scheduler:
 
 
 def _lift(one: Group | Tenant, peers: Sequence[Group | Tenant]) -> None:
-    """To the least device time of those that are active; where none is, to the largest of all."""
+    """Raise its device time to the least of its active peers; where none is active, to the largest of all."""
     busy = [peer.device_time for peer in peers if peer.active and peer is not one]
     one.device_time = max(one.device_time, min(busy) if busy else max(peer.device_time for peer in peers))

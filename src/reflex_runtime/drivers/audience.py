@@ -143,7 +143,7 @@ def resolve(ticket: Ticket) -> None:
         else:
             waiter.set_exception(outcome.error)
     elif waiter is not None:
-        ticket.waiter = None  # it may hold the ticket: this breaks the circle
+        ticket.waiter = None  # it may hold the ticket: this breaks the reference cycle
         try:
             waiter(ticket)
         except Exception:

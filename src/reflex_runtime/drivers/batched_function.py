@@ -28,7 +28,7 @@ from reflex_runtime.processors.function import FunctionProcessor
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_LATE = 0.001  # seconds; a loop's timer may go off that early, and nothing has expired then
+_LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has expired yet
 
 
 class BatchedFunction(Handle, Generic[Item, Result]):
@@ -72,7 +72,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         ticket = driver.submit(request, lambda _: answered.release())
         try:
             came = driver.wait(answered, ticket, timeout)
-        except BaseException:  # an interrupt: the answer has no reader any more
+        except BaseException:  # interrupted: the answer has no reader
             driver.device.cancel(ticket)
             raise
         if not came and not driver.device.abandon(ticket):
@@ -191,7 +191,7 @@ class _Inbox:
         self._called = False
 
     def __call__(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
-        """An answer, on any thread."""
+        """Pass an answer to the loop; called on any thread."""
         ticket.waiter = future
         self._come.append(ticket)
         if not self._called:
@@ -215,13 +215,13 @@ class _Inbox:
             self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
 
     def _empty(self) -> None:
-        self._called = False  # first: what comes from now on calls again
+        self._called = False  # first, so that later answers call again
         while self._come:
             resolve(self._come.popleft())
 
 
-# Devices of objects that are gone. To stop one takes its lock, and the thread that collects garbage may hold that: the
-# collector only puts them here, which takes no lock, and another thread stops them.
+# Devices whose objects were deleted. Stopping a device takes its lock, which the thread that collects garbage may hold.
+# So the collector only appends them here, without a lock, and another thread stops them.
 _forsaken: SimpleQueue[Device] = SimpleQueue()
 _stopper = threading.Lock()  # held from when the thread is there
 

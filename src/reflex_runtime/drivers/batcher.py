@@ -193,7 +193,7 @@ class Batcher(Generic[V]):
             self._pump(all=True)
             stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
             ended = await asyncio.shield(stop)
-        except asyncio.CancelledError:  # in a hurry: every request is settled all the same
+        except asyncio.CancelledError:  # cancelled: settle every request nevertheless
             self.device.stop(0.0)
             raise
         finally:
@@ -234,7 +234,7 @@ class Batcher(Generic[V]):
 
     def _pump(self, all: bool = False) -> None:
         """Call the sinks, resolve the futures, keep the timer right; with very many events, in several turns."""
-        self._pump_due = False  # first: what comes from now on asks for another turn
+        self._pump_due = False  # first, so that later events ask for another turn
         if self._audience.tell(self.device.take_events(), all):
             self._pump_soon()
         self._idle.look()

@@ -227,10 +227,11 @@ class Device:
         return None
 
     def stop(self, timeout: float = 5.0) -> bool:
-        """Run what the scheduler still gives, settle the rest, stop the thread. Returns whether it ended in `timeout`.
+        """Run the batches that the scheduler still forms, settle the rest, stop the thread. Returns whether it ended in
+        `timeout`.
 
-        With the scheduler closed for draining it gives everything, closed otherwise nothing. Whatever is left when the
-        time is over settles here, a batch that still runs as CutShort.
+        A scheduler that drains forms all that is queued, one that was closed otherwise none. Requests left after the
+        timeout settle here, those of a running batch with CutShort.
         """
         until = time.monotonic() + timeout
         with self._lock:
@@ -285,7 +286,7 @@ class Device:
             return
         with self._lock:
             if generation != self._generation:
-                return  # given up: the processors are not this thread's any more
+                return  # given up: another thread owns the processors now
             self._ended.set()
         for processor in self._processors.values():
             try:
@@ -359,7 +360,7 @@ class Device:
             rung = self._bell.acquire(timeout=-1.0 if wake == inf else min(delay, threading.TIMEOUT_MAX))
         finally:
             self._lock.acquire()
-        if not rung and not self._waiting:  # it rang as the time ran out
+        if not rung and not self._waiting:  # it was woken just as the time ran out
             self._bell.acquire()
         self._waiting = False
 
@@ -385,7 +386,8 @@ class Device:
         self._tell_lost()
 
     def _lose(self, error: ProcessorError) -> None:
-        """Answer for a lost thread and replace it once. The lock is held; `_tell_lost` follows without it."""
+        """Fail the batch of a lost thread and replace the thread once. The lock is held; `_tell_lost` follows without
+        it."""
         self._waiting = False
         group = "" if self._running is None else self._running[0].group
         self._cut_short(error)
@@ -415,7 +417,7 @@ class Device:
         """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
         if self._running is not None:
             self._answer_running(error)
-            self._late = self._one_thread  # it is still that thread which stops the processors
+            self._late = self._one_thread  # that thread still stops the processors
             self._generation += not self._one_thread
 
     def _answer_running(self, error: ProcessorError) -> None:

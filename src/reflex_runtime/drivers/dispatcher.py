@@ -90,9 +90,9 @@ class Dispatcher:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Take a request back. One that waits is not sent any more; its future ends with `Cancelled` at once, or in one
-        of the loop's next turns where many are cancelled together: others need the loop, too. Once its call is out its
-        answer is awaited, and dropped."""
+        """Cancel a request. A waiting one is not sent; its future ends with `Cancelled` at once, or in one of the
+        loop's next turns if many are cancelled together, so that other work gets its turn. If its call is out, the
+        answer is awaited and dropped."""
         assert self._loop is not None, "Dispatcher.start was not called"
         self._cancels.add(ticket, self._loop)
 
@@ -131,7 +131,7 @@ class Dispatcher:
 
     def _turn(self, all: bool = False) -> None:
         """Form batches, send them, publish events; with very many events, in several turns."""
-        self._turn_due = False  # first: what comes from now on asks for another turn
+        self._turn_due = False  # first, so that later events ask for another turn
         scheduler, now = self.scheduler, self._clock()
         # a batch that was formed now could hold a request that is about to be cancelled
         while not self._cancels.pending and (batch := scheduler.next_batch(now)) is not None:
@@ -194,7 +194,7 @@ class Dispatcher:
 
 def _known(error: BaseException) -> ReflexError:
     if isinstance(error, ReflexError):
-        return error.with_traceback(None)  # which would hold the batch, whose tickets hold the error: a circle
+        return error.with_traceback(None)  # otherwise error, batch and tickets are a reference cycle
     wrapped = ProcessorError(f"{type(error).__name__}: {error}")
     wrapped.__cause__ = error
     return wrapped

@@ -21,7 +21,7 @@ _CLOSED = "closed before all of it was read"
 
 class Bell(asyncio.Event):
     """Set when there is something to read. aside: called in place of waking the reader; if it returns False, the reader
-    is woken. It saves a wake-up for what can be done at once."""
+    is woken. This saves a wake-up where the outputs can be handled at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Bell(asyncio.Event):
             super().set()
 
     async def wait_aside(self, aside: Callable[[], bool] | None) -> None:
-        """Wait until it rings and `aside` does not see to it."""
+        """Wait until it rings and `aside` returns False."""
         self.aside = aside
         try:
             await self.wait()
@@ -80,7 +80,7 @@ class Stream(Generic[T]):
         """What has come, at most so many, without waiting. Raises the error of a stream that ended with one and is
         read."""
         if not self._outputs and self._error is not None:
-            raise copy.copy(self._error)  # the traceback of one that is raised holds this stream: no circle
+            raise copy.copy(self._error)  # the traceback of a raised error holds this stream: avoid a reference cycle
         if most is None or most >= len(self._outputs):
             outputs = list(self._outputs)
             self._outputs.clear()

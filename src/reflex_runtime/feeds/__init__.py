@@ -1,4 +1,4 @@
-"""Cameras and videos: where frames come from, what they pass through, and where results go."""
+"""Cameras and videos: sources of frames, the stages they pass through, and sinks for results."""
 
 from reflex_runtime.feeds.feed import Feed, FeedConfig
 from reflex_runtime.feeds.frame import Frame

@@ -18,11 +18,12 @@ from reflex_runtime.telemetry.health import FeedConnected, FeedDisconnected, Hea
 
 log = logging.getLogger("reflex.feeds")
 
-Pause = Callable[[threading.Event, float], bool]  # waits for the event, so many seconds at most; whether it came
+Pause = Callable[[threading.Event, float], bool]  # waits for the event, some seconds at most; whether it was set
 
 
 class Backoff:
-    """Pauses between attempts: 1 s, doubled up to 30 s, each off by up to a fifth: feeds do not come together."""
+    """Pauses between attempts: 1 s, doubled up to 30 s, each varied by up to a fifth, so that feeds do not retry
+    together."""
 
     FIRST_S, MOST_S, JITTER = 1.0, 30.0, 0.2
 
@@ -78,7 +79,7 @@ class Capture:
     def run(self) -> Exception | None:
         """Read to the end. Returns None there or at a stop, else the error after which it is not tried again.
 
-        An exception that is no SourceError is taken for a lost source too: whose fault it is cannot be seen from here.
+        Any other exception counts as a lost source, too, because its cause is not known here.
         """
         for attempt in count():
             self.restarts = attempt
@@ -136,5 +137,5 @@ class Capture:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says; with its class where it is not ours and its words may mean little alone."""
+    """The message of an error; with its class, if the error is not ours and its message may mean little alone."""
     return str(error) if isinstance(error, SourceError) else f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ from reflex_runtime.feeds.source import Picture, SourceError
 from reflex_runtime.options import one_of
 
 Clock = Callable[[], float]
-Wait = Callable[[threading.Event, float], bool]  # sleeps for that many seconds or until the event is set; is it set?
+Wait = Callable[[threading.Event, float], bool]  # sleeps that long or until the event is set; returns whether it is
 
 MAX_SIDE = 4096
 MAX_SECONDS = 3600.0
@@ -37,7 +37,7 @@ class ChaosSource:
     resize: from it on the pictures have another size, each side between half and twice of `size`.
     flood: it and the next `flood_length` come at once, on top of the rate.
     lose: it is not given; the source is lost, and has to be opened again.
-    And refuse: of each `open`, that it fails.
+    refuse: probability that an `open` fails.
 
     clock, wait: for tests in virtual time. `interrupt` ends a wait at once.
     """
@@ -160,7 +160,7 @@ class ChaosSource:
         if seconds > self._read_timeout:
             self._open = False
             raise SourceError(f"{self.name}: no frame for {self._read_timeout:g} s")
-        self._due = self._clock()  # what was missed is not made up for
+        self._due = self._clock()  # missed pictures are not caught up
 
     def _sleep(self, seconds: float) -> None:
         if seconds > 0.0:

@@ -210,7 +210,7 @@ class Consumer:
             raise _Out("failed") from error
 
     def _look_for_the_end(self, handle: SubmitHandle, error: ReflexError) -> None:
-        """Whether the coordinator answers no more: expected at a stop, else the end of the feed.
+        """Whether the coordinator no longer answers: expected at a stop, otherwise the end of the feed.
 
         The coordinator's health events report the loss, once for each feed; here it only ends the feed.
         """
@@ -242,7 +242,7 @@ class Consumer:
         return not failed
 
     def _failed(self, error: Exception) -> None:
-        """A stage or sink failed: said at once, then at most once a second with how often it was."""
+        """Report a failed stage or sink: at once, then at most once a second with the count."""
         if not self._throttle.held:
             log.debug("%s: a stage or sink failed", self._name, exc_info=error)
         self._failure = str(error) if isinstance(error, ReflexError) else f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
     value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels and scores beside them, text in the corner.
-    What is missing, or is not of that form, is left out: a picture with less on it is better than none.
+    What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     """
     picture = Image.fromarray(image)

@@ -192,7 +192,8 @@ class Feed:
     def desert(self) -> None:
         """Leave its thread behind: further results do not reach the sinks, which are closed now.
 
-        But for one that the thread is inside of: to close it could take as long. The thread does it if it comes back.
+        A sink that the thread is inside of is not closed here, because that could block, too; the thread closes it if
+        it returns.
         """
         self._release_sinks(but=self._consumer.desert())
 
@@ -221,7 +222,7 @@ class Feed:
             in_flight=int(self._consumer.in_flight),
             restarts=self._capture.restarts,
             total=self._capture.total,
-            corrupt=getattr(self._source, "corrupt", 0),  # a source need not know
+            corrupt=getattr(self._source, "corrupt", 0),  # a source may not know it
             **self._ledger.figures(self._clock()),
         )
 
@@ -280,7 +281,7 @@ class Feed:
             self._on_end()
 
     def _release_sinks(self, but: Sink | None = None) -> None:
-        """Let go of those that were not yet."""
+        """Release the sinks that are not released yet."""
         with self._guard:
             sinks = [s for s in self.sinks if s is not but and not any(s is other for other in self._released)]
             self._released += sinks

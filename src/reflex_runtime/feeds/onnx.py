@@ -95,7 +95,7 @@ class OnnxFrames:
         return [next(answers) if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
-        """Let go of the graph and its memory."""
+        """Release the graph and its memory."""
         self._session = None
 
     # -- one call ------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def _per_channel(name: str, value: float | Sequence[float]) -> NDArray[np.float3
 
 
 def _names_of(session: OnnxSession) -> dict[int, str]:
-    """Label names by number. What cannot be read as such names nothing."""
+    """Label names by number. Metadata that cannot be read gives no names."""
     text = session.metadata.get("names", "")
     try:
         found = json.loads(text) if text else {}

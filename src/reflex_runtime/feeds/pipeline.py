@@ -1,4 +1,4 @@
-"""What is done with the frames of a feed: its own stages, the point where it meets other feeds, its own stages."""
+"""The stages of a feed: those before the batch point, the batch point shared with other feeds, and those after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between a source and what is done with its frames: a queue that never holds up a camera, nor loses a file's frame.
+"""The queue between a source and the stages: it never blocks a camera, and never loses a frame of a file.
 
 One thread puts, one takes, any thread closes. Each side wakes the other; nothing is polled.
 """
@@ -17,7 +17,7 @@ class FrameQueue:
 
     drop_oldest: True, `put` never waits, and the oldest frame makes room: of capacity 1, the newest wins. False, `put`
         waits for room.
-    Every frame put is either taken by `get`, or handed back by `put` or `close`: nothing is lost without being told.
+    Every frame put is either taken by `get`, or handed back by `put` or `close`: every lost frame is reported.
     """
 
     def __init__(self, capacity: int, drop_oldest: bool) -> None:

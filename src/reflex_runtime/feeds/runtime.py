@@ -230,11 +230,11 @@ class Runtime:
         for feed in feeds:
             feed.join(max(0.0, began + FEEDS_SHARE * timeout - time.monotonic()))
         for coordinator, health in coordinators:
-            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # it was waited for already
+            left = 0.0 if coordinator.detached else began + timeout - time.monotonic()  # already waited for
             coordinator.join(max(0.0, left))
             try:
                 health.flush(time.monotonic())
-            except Exception:  # a thread left behind may still tell it something
+            except Exception:  # a detached thread may still report to it
                 log.exception("%s: its health could not be told", coordinator.id)
         last_call = time.monotonic() + LAST_CALL_S
         for feed in feeds:
@@ -327,7 +327,7 @@ class Runtime:
                 raise ConfigError(f"Runtime.feed: {type(sink).__name__} of {feed.name!r} belongs to another feed")
 
     def _release(self, sink: Sink) -> None:
-        """A feed needs a sink no more: its last one closes it."""
+        """A feed no longer uses a sink; the last feed that did closes it."""
         with self._lock:
             left = self._sinks[id(sink)] = self._sinks.get(id(sink), 1) - 1
             if left <= 0:

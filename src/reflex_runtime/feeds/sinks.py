@@ -1,7 +1,7 @@
 """Where results go: a line of JSON each, or a video with what was found drawn on it.
 
 A sink is called with a `Result`, on its feed's thread, in order; `close` is called when its last feed is over. A sink
-that cannot go on says so once, by the exception that its feed then reports, and takes no more.
+that fails for good raises once (its feed reports the exception) and ignores later results.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ _FRAGMENTED = (".mp4", ".m4v", ".mov")
 
 
 class SinkError(ReflexError):
-    """A sink can take no more results: its disk is full, or its reader is gone."""
+    """A sink failed for good: its disk is full, or its reader has left."""
 
     code = "sink_failed"
 
 
 def json_safe(value: Any) -> Any:
-    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, the unknown its text."""
+    """The same as JSON can hold it: arrays become lists, numbers that are not finite null, and anything unknown its
+    text."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -106,7 +107,8 @@ class JsonLines:
                 self._write()
 
     def begin(self) -> None:
-        """Begin the file now, unless a result has: so that also a run without any leaves none of the run before."""
+        """Begin the file now, unless a result has begun it, so that a run without results does not leave an earlier
+        file."""
         with self._lock:
             if self._path is not None and self._fresh:
                 with suppress(OSError):  # the first result says it
@@ -202,7 +204,7 @@ class AnnotatedVideo:
         except Exception as error:
             self._over = True
             container, self._container = self._container, None
-            with suppress(Exception):  # the same trouble again
+            with suppress(Exception):  # the same error again
                 if container is not None:
                     container.close()
             self._close_file()

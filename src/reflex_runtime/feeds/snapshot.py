@@ -1,4 +1,4 @@
-"""What a feed did, in figures: the ledger that its threads write, and the frozen pictures of it that callers get.
+"""What a feed did, in figures: the ledger that its threads write, and the frozen copies that callers get.
 
 Every frame that was read is in exactly one place, so that in every snapshot
 

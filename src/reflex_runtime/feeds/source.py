@@ -32,7 +32,7 @@ class Source(Protocol):
     """What gives a feed its pictures. One thread opens, reads and closes; only `interrupt` may come from another.
 
     name: for people; holds no credentials.
-    live: it goes on without us, so the newest picture wins. False: it waits for us, and nothing is lost.
+    live: it does not wait for the reader, so the newest picture wins. False: it waits, and no picture is lost.
     total: pictures expected in all, None when not known. Final once `open` has returned.
     """
 
@@ -50,7 +50,7 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of it. Allowed at any time by the reading thread, also twice, also when `open` failed."""
+        """Close it. Allowed at any time by the reading thread, also twice, also when `open` failed."""
 
     def interrupt(self) -> None:
         """From any thread: an `open` or `read` that waits ends soon, with a SourceError, and so does every later one.

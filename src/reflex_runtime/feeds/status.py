@@ -1,4 +1,4 @@
-"""`/metrics` and `/health` over HTTP, for `reflex feeds --port`: what a monitor asks of a process without a server.
+"""`/metrics` and `/health` over HTTP, for `reflex feeds --port`: for a process that has no other server.
 
 One thread accepts, and each connection has its own for one request. A slow caller has a few seconds in all and is then
 cut off. Nothing polls, so stopping takes no longer than a wake-up.
@@ -76,7 +76,7 @@ class StatusServer:
         self._wake: socket.socket | None = None
 
     def start(self) -> None:
-        """Bind and answer from now on. ConfigError when the address cannot be had."""
+        """Bind and answer from now on. ConfigError when the address cannot be bound."""
         if self._server is not None:
             raise ConfigError("StatusServer.start: already started")
         listening = _bind(self.host, self.port)
@@ -117,7 +117,7 @@ class StatusServer:
                     connection, address = server.get_request()
                 except BlockingIOError:  # it has left again
                     continue
-                except OSError as error:  # such as no file descriptors: the next one may have better luck
+                except OSError as error:  # such as no file descriptors; the next accept may succeed
                     log.warning("a connection could not be accepted: %s", error)
                     time.sleep(RETRY_S)
                     continue
@@ -180,7 +180,7 @@ class _Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """The connection is done with."""
+        """The connection is over: forget and close it."""
         with self._lock:
             self._open.drop(request)
         super().shutdown_request(request)
@@ -192,7 +192,7 @@ class _Server(ThreadingHTTPServer):
                 self._cut(connection)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller left, or was too slow: nothing for the terminal."""
+        """Ignore it: a caller left or was too slow, which is not worth a line on the terminal."""
         log.debug("the connection from %s ended early", client_address, exc_info=True)
 
     @staticmethod
@@ -265,7 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What is wrong with a request, in our form."""
-        self.request_version = "HTTP/1.0"  # what could not be read counts as 0.9, which knows no status
+        self.request_version = "HTTP/1.0"  # an unreadable request counts as HTTP 0.9, which has no status
         self._answer(*_error(code, "too_large" if code in (414, 431) else "invalid_request", message or "bad request"))
 
     def log_message(self, format: str, *args: Any) -> None:

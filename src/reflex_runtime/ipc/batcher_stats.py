@@ -70,7 +70,7 @@ _SERIES: WeakKeyDictionary[CollectorRegistry, Series] = WeakKeyDictionary()
 
 
 def series_in(registry: CollectorRegistry | None) -> Series:
-    """Those of a registry, made once; None: in a registry that is not collected."""
+    """The series in a registry, made once. None: a registry that is not collected."""
     if registry is None:
         return Series(CollectorRegistry())
     found = _SERIES.get(registry)

@@ -118,14 +118,14 @@ class RuntimeClient:
             given.cooldown_s,
             random.random,
         )
-        self._link: Link | None = None  # also while it is made ready, and until it is reaped
+        self._link: Link | None = None  # set also while the process is prepared, and until it is reaped
         self._since = math.nan  # when it became ready
         self._next_start = math.nan
         self._beat: asyncio.TimerHandle | None = None
         self._life: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._sent: Counter[str] = Counter()  # over connections that are gone
+        self._sent: Counter[str] = Counter()  # of earlier connections
         self._frames = 0
         self._received: Counter[str] = Counter()
 
@@ -267,7 +267,7 @@ class RuntimeClient:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     async def _live(self, first: asyncio.Future[None]) -> None:
-        """One process after another until `close`; the first has to become ready."""
+        """Run one process after another until `close`; the first must become ready."""
         try:
             while True:
                 try:

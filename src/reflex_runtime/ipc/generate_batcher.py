@@ -48,7 +48,7 @@ _NONE = (0.0, 0.0, 0.0)
 
 
 class _Targets(HoldTarget):
-    """Knows the streams, and that requests that go by themselves do not wait for others."""
+    """A hold target that takes the streams into account; a request that is sent alone does not wait for others."""
 
     def __init__(self, registry: StreamRegistry, config: GenerateBatcherConfig) -> None:
         super().__init__(
@@ -93,7 +93,7 @@ class GenerateBatcher:
         self.config = config
         self._client, self._registry, self._clock = client, registry, clock
         self._stats = BatcherStats(registry_of_series, on_batch_dispatched)
-        self._refused = self._aborted = self._expired = 0  # not admitted; taken back; their time was over
+        self._refused = self._aborted = self._expired = 0  # not admitted; cancelled; timed out
         self._off = "environment" if os.environ.get(OFF) == "1" else "" if config.enabled else "disabled"
         self._targets = _Targets(registry, config)
         sinks = [self._stats, *sinks]
@@ -146,7 +146,7 @@ class GenerateBatcher:
             self._abort(call, Cancelled("its caller was cancelled"))
             raise
         finally:
-            del answer  # its error has this frame in its traceback: this breaks the circle
+            del answer  # its error has this frame in its traceback: break the reference cycle
 
     def get_stats(self) -> dict[str, Any]:
         """Counters and waiting requests; JSON-safe."""
@@ -273,7 +273,7 @@ class GenerateBatcher:
     def _settled(self, ticket: Ticket) -> None:
         """Its ticket has settled: answered, failed, or never sent."""
         call: Call = ticket.request.payload
-        call.ticket = call.handle.on_left = None  # they hold the call: this breaks the circles
+        call.ticket = call.handle.on_left = None  # they hold the call: break the reference cycles
         call.params = _SPENT  # the scheduler may remember the ticket for a while, and prompts are large
         if call.timer is not None:
             call.timer.cancel()
@@ -336,7 +336,7 @@ class GenerateBatcher:
         try:
             outcomes = await self._exchange.read(message)
         except ReflexError as error:
-            failed = Failed(copy.copy(error))  # its traceback holds the message, and the tickets hold it: a circle
+            failed = Failed(copy.copy(error))  # a copy without traceback, which would hold the message: a cycle
             return [failed] * len(batch)
         active, limit = self._registry.capacity()
         waits = [batch.scheduled_at - ticket.arrived for ticket in batch.grants]
@@ -352,7 +352,7 @@ class GenerateBatcher:
             self._dispatcher.input(lambda scheduler, now: scheduler.set_room(GROUP, max(0, limit - active), now))
 
     def _stream_completed(self, handle: StreamHandle) -> None:
-        """Its caller may ask again soon. The scheduler decides again when the place is free."""
+        """Note that its caller may ask again soon. The scheduler decides again once the place is free."""
         if not handle.closed:
             self._targets.ended(handle.partition, self._clock(), handle.token_s)
 

@@ -75,11 +75,11 @@ class SentBatch:
         self.alone = True
 
     def forget(self, _: object = None) -> None:
-        """Its answers are not wanted any more."""
+        """Drop its answers."""
         for call in self.sent:
             if not call.cancel() and not call.cancelled():
                 call.exception()  # retrieved: asyncio would log it
-        self.sent = []  # their errors have this message in their tracebacks: this breaks the circle
+        self.sent = []  # their errors have this message in their tracebacks: break the reference cycle
 
 
 class RuntimeMessages:
@@ -93,7 +93,7 @@ class RuntimeMessages:
         self.errors = 0
 
     def write(self, message: SentBatch) -> None:
-        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was there when they were queued
+        if not message.alone and BATCH_GENERATE not in self._client.capabilities:  # it was ready when they were queued
             message.fall_back("capability")
         params = [call.params for call in message.calls]
         if message.alone:

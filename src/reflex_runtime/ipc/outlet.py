@@ -55,7 +55,7 @@ class Outlet:
         self.begun = asyncio.Event()
         self.stream: EngineStream | None = None
         self.gone: ReflexError | None = None
-        self.first: float | None = None  # when its first token was passed on
+        self.first: float | None = None  # when its first token was sent
         self.stalled = self.final = False
 
 
@@ -111,7 +111,7 @@ class Outlets:
         self._rang(outlet)
 
     def drop(self, outlet: Outlet) -> None:
-        """It does not begin: the answer to its request has the error, and no notification is sent."""
+        """The stream does not begin: its request is answered with an error, and no notification is sent."""
         outlet.begun.set()
         self._forget(outlet)
 

@@ -152,7 +152,7 @@ class Peer(asyncio.Protocol):
     # -- the loop's ----------------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        if self._over:  # closed before it was there
+        if self._over:  # closed before it was connected
             transport.abort()
             return
         self._transport = transport

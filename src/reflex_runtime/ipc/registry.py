@@ -281,7 +281,7 @@ class StreamRegistry:
             self._give_up(handle, ProtocolError(f"{note.method}: {error.message}", INVALID_REQUEST))
 
     def _give_up(self, handle: StreamHandle, error: ReflexError) -> None:
-        """It ends for its reader; its place is taken until the runtime has stopped it."""
+        """End it for its reader; it keeps its place until the runtime has stopped it."""
         if not handle.closed:
             self.say(CANCEL, StreamId(handle.id))
         handle.end(error)
@@ -297,7 +297,7 @@ class StreamRegistry:
             self._end(handle, None)
 
     def _end(self, handle: StreamHandle, error: ReflexError | None) -> None:
-        """The runtime has no such stream any more, or never had."""
+        """The runtime does not have the stream (any more): end it, and free its place."""
         del self._streams[handle.id]
         if not handle.ended:
             handle.end(error)
@@ -310,7 +310,7 @@ class StreamRegistry:
 
     @staticmethod
     def _ended(handle: StreamHandle) -> None:
-        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may hold it: this breaks the circle
+        on_end, handle.on_end, handle.on_left = handle.on_end, None, None  # they may hold it: break the reference cycle
         if on_end is not None:
             on_end()
 

@@ -131,8 +131,8 @@ class BlockPool:
         """Nothing to undo: only `commit` publishes blocks, and a crashed step's tickets are released."""
 
     def release(self, ticket: Ticket) -> None:
-        """Take the sequence's blocks back. Those that know a prefix are handed out last, the longest prefix first of
-        them; the others next."""
+        """Take the sequence's blocks back. Blocks without a known prefix are handed out next; those with one last, the
+        longest prefix first among them."""
         sequence: Sequence = ticket.request.payload
         for block in reversed(sequence.blocks):
             self._holders[block] -= 1

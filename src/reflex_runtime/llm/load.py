@@ -102,8 +102,8 @@ def check(
 ) -> None:
     """Refuse options of `load` that this model or this machine cannot take. Loads nothing.
 
-    copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. Memory that
-    the weights will take is not counted: whether both fit, loading tells.
+    copies: how often it will be loaded, by processes of their own. ConfigError; `field` names the option. The memory of
+    the weights is not counted: whether cache and weights fit together shows when they are loaded.
     """
     device, runner = choose(device, runner, dtype, block_size, isinstance(model, OpenVinoExport))
     if max_model_len is not None and max_model_len > model.max_position_embeddings:

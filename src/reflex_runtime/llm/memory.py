@@ -9,7 +9,7 @@ from typing import Final
 from reflex_runtime.core.errors import ConfigError
 
 GIB: Final = 1 << 30
-BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels have the last word
+BLOCK_SIZES: Final = {"openvino": 32, "torch": 16}  # tokens, by runner; OpenVINO's kernels decide their own
 
 
 def free_bytes(device: str = "cpu") -> int:

@@ -132,7 +132,7 @@ class OpenVinoRunner:
         self._request = self._checkpoint = None
 
     def _check(self, step: Step, lengths: npt.NDArray[np.int32]) -> None:
-        """What the kernels take on trust, and would otherwise write outside their memory for."""
+        """Check what the kernels do not: wrong values would make them write outside their memory."""
         if self._request is None:
             raise ProcessorError(f"{self.name}: the runner is closed")
         highest, lowest = int(step.blocks.max()), int(step.blocks.min())
@@ -312,7 +312,7 @@ def _page(model: Any, root: Path, windows: Sequence[int | None], length: int) ->
         ) from error
     layers = [node for node in model.get_ops() if node.get_type_name() == "PagedAttentionExtension"]
     found, needed = sum(map(_has_window, layers)), [window for window in windows if window and window < length]
-    if len(layers) != len(windows) or found < len(needed):  # anything lost here would be lost silently
+    if len(layers) != len(windows) or found < len(needed):  # a loss here would raise no error
         told = f"OpenVINO {ov.__version__} made {len(layers)} paged layers of {len(windows)}, {found} with windows"
         limit = f", or a max_model_len of {min(needed)}" if found < len(needed) else ""
         raise ConfigError(f"{root}: {told}; use another version, or the torch runner for a checkpoint{limit}")

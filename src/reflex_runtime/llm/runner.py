@@ -1,4 +1,4 @@
-"""What runs a step: the flat batch that goes in, and the protocol of everything that can take it.
+"""What runs a step: its flat batch, and the protocol of runners.
 
 A step is one forward pass over several sequences, each with its own number of new tokens: prompts and single output
 tokens lie behind one another in one array, without padding, and a block table per sequence says where its keys and

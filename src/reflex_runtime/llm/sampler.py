@@ -1,7 +1,7 @@
 """From rows of logits to tokens.
 
-A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on who shared the
-batch, not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
+A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on the rest of the
+batch, and not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
 together and drawn one by one.
 """
 
@@ -24,7 +24,7 @@ _COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and th
 def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
 
-    A row without a finite best value is that sequence's fault alone: a ProcessorError stands in its place.
+    A row without a finite best value fails that sequence alone: a ProcessorError takes the place of its token.
     """
     best = logits.argmax(axis=1)  # a NaN counts as the largest: it is found here too
     tokens = best.tolist()

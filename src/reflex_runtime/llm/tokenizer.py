@@ -97,7 +97,7 @@ class HFTokenizer:
             nonlocal decoder
             try:
                 return decoder.step(core, id) or ""
-            except Exception:  # bytes that make no character may undo, to the library, what it has already given out
+            except Exception:  # later bytes may change text that was already returned
                 decoder = DecodeStream(skip_special_tokens=True)
                 return decoder.step(core, id) or ""
 

@@ -1,8 +1,8 @@
 """The decoder itself, to be read: what a model of the Llama, Mistral, Qwen2 or Qwen3 family computes, in plain torch.
 
-It sees a flat row of tokens that may belong to many sequences and does not know which. All that differs between
-sequences is what a token may look at, and that is the caller's: `attend` is handed queries, keys and values.
-This module is where torch is imported, so that one place says what to install; import it only when it is needed.
+It sees a flat row of tokens that may belong to many sequences and does not know which. Sequences differ only in what a
+token may attend to, and the caller decides that: `attend` gets queries, keys and values. This module is where torch is
+imported, so that one place says what to install; import it only when it is needed.
 """
 
 from __future__ import annotations

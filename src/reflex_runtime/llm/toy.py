@@ -1,8 +1,8 @@
 """A model without a model: bytes as tokens, deterministic, no weights, nothing to install.
 
-Tests, docs and teaching run on it. It is a toy only in what it says: its next token depends on every token before it,
-and it knows those only through the cache blocks it is handed, as a real model does. A scheduler or a block table that
-is wrong by one row changes what it says.
+Tests, docs and teaching run on it. Only its output is a toy: as in a real model, the next token depends on every token
+before it, and it reads those from its cache blocks alone. A scheduler or a block table that is wrong by one row changes
+the output.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Something that knows the time, in seconds."""
+    """A source of the time, in seconds."""
 
     def now(self) -> float:
         """The present time. Never goes back."""

@@ -256,16 +256,16 @@ class _Measured:
         return replay
 
     def _look(self, at: float) -> Batch | None:
-        """The batch of an instant at which there was none, because it was decided again to hold it.
+        """The batch at a recorded look, which found none when it was recorded.
 
-        The input that caused it may be missing in the file: a request with a picture that was not decoded yet.
+        The input before the look may be missing in the file, such as a request whose picture was not decoded yet.
         """
         if self._scheduler.decision_current and at not in self._expired:
             self._scheduler.set_room(self._slots[0], None, at)  # an input that changes nothing
         return self._scheduler.next_batch(at)
 
     def _form(self, at: float) -> tuple[Batch | None, float]:
-        """The batch of an instant, and for how long it is still held: a held one is formed, too."""
+        """The batch at this time, and the seconds that it would still be held; a held batch is formed, too."""
         batch = self._scheduler.next_batch(at)
         wake = self._scheduler.wake_at()
         if batch is not None or wake == inf:

@@ -90,7 +90,7 @@ def facts_of(request: Request) -> Facts:
 
 
 def scheduled(ticket: int | None, arrived: float, facts: Facts) -> Scheduled:
-    """The same as it is written."""
+    """These facts as a line of the journal has them."""
     client, priority, limit, partition, shape, cost_class, stage, weight, wants = facts
     keys = (str(partition), str(shape), str(cost_class))
     return Scheduled(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
@@ -172,7 +172,7 @@ def finite(values: list[float]) -> list[float | str]:
 
 
 def short(array: NDArray[Any]) -> list[list[float | str]]:
-    """A matrix as rows; float32 in as few digits as bring back every bit of it."""
+    """A matrix as rows; float32 in the fewest digits that restore every bit."""
     wide = _few_digits(array) if array.dtype == np.float32 else np.asarray(array, np.float64)
     rows: list[list[float | str]] = wide.tolist()
     return rows if np.isfinite(wide).all() else [finite(row) for row in wide.tolist()]

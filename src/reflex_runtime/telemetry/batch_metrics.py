@@ -129,8 +129,8 @@ class BatchMetrics(_Counters):
 
     batches_dispatched: batches formed. batch_sizes: how many of them had each size. fill_ratio: their items over what
     they could have held; None before the first. formation: from the arrival of a batch's oldest item until it was
-    formed. processing: of the calls that came back, or were given up. consecutive_errors: batches in a row of which
-    nothing came. feeds: by feed; those idle for longest are left out beyond 4096, and stay in the sums.
+    formed. processing: of the calls that came back, or were given up. consecutive_errors: batches in a row without any
+    result. feeds: by feed; those idle for longest are left out beyond 4096, and stay in the sums.
     """
 
     batches_dispatched: int = 0
@@ -291,7 +291,7 @@ class BatchMeter:
         return feed
 
     def _forget(self) -> None:
-        """Make room for a quarter more: the feeds idle for longest go, many at a time so that it is rare."""
+        """Forget the feeds idle for longest, a quarter of the limit at a time so that this is rare."""
         idle = [name for name, feed in self._feeds.items() if not feed.pending]
         idle.sort(key=lambda name: self._feeds[name].seen)
         for name in idle[: FEEDS // 4]:

@@ -185,7 +185,7 @@ class Health:
             self._sweep(event.at)
 
     def flush(self, now: float) -> None:
-        """Report everything that is held, at the stop."""
+        """Report all held counts; to be called at the stop."""
         held, self._held = self._held, {}
         for (client, kind), throttle in held.items():
             self._emit(kind(now, str(client), throttle.flush(now), self.source))

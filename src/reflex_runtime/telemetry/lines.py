@@ -24,13 +24,13 @@ log = logging.getLogger("reflex.telemetry")
 
 T = TypeVar("T")
 
-GATHER = 0.2  # seconds the thread waits for company after the first line
+GATHER = 0.2  # seconds the thread waits for more lines after the first
 FLUSH = 0.5  # seconds of work between flushes; what a killed process loses is this old at most
 PLENTY = 256  # lines that end the wait
 _LEVEL = 1  # of compression: half the size of level 6 is not worth three times its time
 _CHUNK = 1 << 18  # bytes handed to the file at a time
-_TURN = 0.0005  # seconds of work after which the thread lets others have the interpreter: what it adds to their p99
-_BREATH = 0.0001  # seconds for which it does
+_TURN = 0.0005  # seconds of work after which the thread releases the interpreter: what it adds to other threads' p99
+_BREATH = 0.0001  # seconds that it pauses then
 
 
 class LineFile:
@@ -210,7 +210,7 @@ class LineWriter(Generic[T]):
                 self._end()
 
     def _empty(self) -> None:
-        """Write what is queued, a moment's work at a time: the interpreter is needed elsewhere. A queue that never
+        """Write what is queued in short slices, so that other threads get the interpreter. A queue that never
         becomes empty is flushed, too."""
         queue, lines, size = self._queue, list[bytes](), 0
         breath = time.monotonic() + _TURN

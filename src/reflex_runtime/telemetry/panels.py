@@ -16,7 +16,7 @@ from reflex_runtime.telemetry.steps import WHY_WAITING, Waiter
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale where nothing held it
+_CAUSES = {  # letter, colour: dark where a ceiling ended the wait, pale where the batch did not wait
     Cause.BUDGET.value: ("B", "#374151"),
     Cause.SIZE.value: ("S", "#6B7280"),
     Cause.SINGLE.value: ("1", "#B91C1C"),
@@ -27,7 +27,7 @@ _CAUSES = {  # letter, colour: dark where a ceiling made the batch go, pale wher
     Cause.STEP.value: ("→", "#E0E7FF"),
     Cause.APART.value: ("A", "#DB2777"),
 }
-_STAGES = ("#1E293B", "#CBD5E1", "#F59E0B", "#7C3AED", "#0D9488", "#BE123C")  # in order of appearance, then again
+_STAGES = ("#1E293B", "#CBD5E1", "#F59E0B", "#7C3AED", "#0D9488", "#BE123C")  # in order of appearance; then repeated
 _CEILING = "#B91C1C"
 _SHORT = {  # what kept the others out of a step of tokens
     "budget": ("B", "#374151"),
@@ -220,7 +220,7 @@ def draw_waits(axes: Axes, bars: Sequence[Bar]) -> None:
 
 
 def draw_waiters(axes: Axes, bars: Sequence[Bar], waited: Mapping[int, Sequence[Waiter]]) -> None:
-    """How many were left out of each step, by whether they had been in already; means where a bar is several."""
+    """How many requests each step left out: those that had run before, and new ones; means where a bar is several."""
     from matplotlib.ticker import MaxNLocator
 
     kinds = {"queued": "#94A3B8", "resident": "#FBBF24", "preempted": "#B91C1C"}

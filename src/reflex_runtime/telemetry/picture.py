@@ -202,7 +202,7 @@ def _height(batch: BatchLine, member: Member, units: Units) -> float:
 
 
 def _coming_back(trace: Journal) -> dict[int, tuple[int, str]]:
-    """The last batch of every request, and its name: one that leaves before it was preempted."""
+    """Each request with its name and its last batch. A request that leaves an earlier batch was preempted."""
     return {m.seq: (b.id, request_name(m)) for b in trace.batches for m in b.members}
 
 

@@ -45,10 +45,10 @@ class WebSettings(ConnectionSettings, Protocol):
 
 
 class Listener(Protocol):
-    """Another way in than HTTP."""
+    """A listener for another protocol than HTTP."""
 
     async def close(self) -> None:
-        """End, once callers had a moment to take their answers."""
+        """Close, after giving callers a moment to read their answers."""
 
 
 class App:
@@ -122,13 +122,13 @@ class App:
         return False
 
     def asks(self) -> str:
-        """One request more. Returns its id."""
+        """Count a new request. Returns its id."""
         self.asked += 1
         self.active += 1
         return f"{self._prefix}-{self.asked:x}"
 
     def answered(self) -> None:
-        """One of them has its whole answer."""
+        """A request has its whole answer."""
         self.active -= 1
         if self.closing:
             self._tell()
@@ -174,19 +174,19 @@ class App:
             exchange.fail(told)
 
     def entered(self, exchange: Exchange) -> None:
-        """It is queued, or answered."""
+        """The request is queued or answered."""
         self.entering.discard(exchange)
         if self.closing:
             self._tell()
 
     def answers(self, exchange: Exchange, status: int) -> None:
-        """The head of its answer goes out."""
+        """The head of the answer is being sent."""
         self.bodies.release(exchange)
         if self._on_answer is not None:
             self._on_answer(exchange, status)
 
     def leave(self, exchange: Exchange) -> None:
-        """It has its whole answer."""
+        """The request has its whole answer."""
         if not exchange.done:
             exchange.done, exchange.on_left = True, None
             self.bodies.release(exchange)
@@ -206,7 +206,7 @@ class App:
                 raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
 
     def may_change(self, exchange: Exchange) -> bool:
-        """Whether who asks may change state, on a path that is not for changes."""
+        """Whether this caller may change state; for paths that do not always change it."""
         if not self._key:
             try:
                 check_direct(exchange.client, exchange.headers)

@@ -71,11 +71,11 @@ class Bodies:
         owner.held += size
 
     def release(self, owner: Holder) -> None:
-        """Its body is not needed any more."""
+        """The body is no longer needed: stop counting it."""
         self.keep(owner, 0)
 
     def keep(self, owner: Holder, size: int) -> None:
-        """Only so many bytes of it are still needed."""
+        """Count only this many bytes of it from now on."""
         self.held -= owner.held - size
         owner.held = size
 
@@ -89,8 +89,8 @@ class Bodies:
 
 
 def _bare(decode: Callable[..., T], *arguments: Any) -> T:
-    """Call it. What it raises does not hold the body: a future, its error and the error's frames are a circle, which
-    would live until the next collection."""
+    """Call it so that its exception does not keep the body alive: a future, its error and the error's frames are a
+    reference cycle, which lives until the next collection."""
     try:
         return decode(*arguments)
     except ReflexError as error:

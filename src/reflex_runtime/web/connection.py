@@ -121,7 +121,7 @@ class HttpConnection(asyncio.Protocol):
             if turns[0].wanted:
                 self.app.fail(turns[0], CallerLeft("the caller left before it had sent its request"))
         self._coming = None
-        del self._parser  # breaks the circle of the two
+        del self._parser  # breaks the reference cycle of the two
 
     def pause_writing(self) -> None:
         if self._resumed is None:
@@ -242,7 +242,7 @@ class HttpConnection(asyncio.Protocol):
             exchange.leave()
 
     def _next(self, exchange: Exchange) -> None:
-        """The first has its whole answer."""
+        """The first request has its whole answer: go on with the next."""
         self._turns.popleft()
         if not exchange.keep_alive:
             self.transport.close()
@@ -433,7 +433,7 @@ class HttpConnection(asyncio.Protocol):
         self.app.connections.leave(self)
         self._lost, self._coming = True, None
         self._turns.clear()
-        del self._parser  # breaks the circle of the two
+        del self._parser  # breaks the reference cycle of the two
         websocket.begin(session, rest)
         return True
 

@@ -31,8 +31,8 @@ _TICK = 0.01  # seconds; loops count in milliseconds, and an early timer would b
 
 
 class Phase(Enum):
-    """What a connection takes its time over. CLOSING: it waits for the other side to close. ANSWERED: its request is
-    being answered."""
+    """What a connection is doing; each phase has a time limit. CLOSING: it waits for the other side to close. ANSWERED:
+    its request is being answered."""
 
     IDLE = "idle"
     HEAD = "head"
@@ -61,7 +61,7 @@ class Connection(Protocol):
 
 
 class Seldom:
-    """True for the first of a row of events: when none came for a minute."""
+    """Limits repeated log lines: True for an event if none came in the minute before it."""
 
     QUIET = 60.0
 
@@ -85,7 +85,7 @@ class ConnectionLimits:
 
 
 class Connections:
-    """Those of one server, on its loop."""
+    """The connections of one server, on its loop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits

@@ -145,7 +145,7 @@ class GrpcListener:
         self._starting = asyncio.get_running_loop().create_task(self._server.start())
 
     async def close(self) -> None:
-        """End. Callers have a moment to take their answers."""
+        """Close, after giving callers a moment to read their answers."""
         await self._server.stop(OVER)
 
     async def _unary(self, name: str, method: Method, data: bytes, context: Any) -> bytes:

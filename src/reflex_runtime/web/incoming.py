@@ -10,7 +10,7 @@ from websockets.server import ServerProtocol
 from websockets.streams import StreamReader
 
 LARGE_PAYLOAD: Final = 64 * 1024  # bytes, from which on it has its own place
-PIECE: Final = 512 * 1024  # bytes made room for at once: nobody gets memory by announcing a length
+PIECE: Final = 512 * 1024  # bytes allocated at once: announcing a length does not reserve memory
 
 
 class Incoming(StreamReader):

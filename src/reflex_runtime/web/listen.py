@@ -13,7 +13,7 @@ BACKLOG: Final = 4096  # connections that wait to be accepted
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the address cannot be had."""
+    """A bound socket; ConfigError when the address cannot be bound."""
     sock = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -38,7 +38,7 @@ def finished(title: str, paths: dict[str, Any], schemas: dict[str, Any], unguard
 
 
 def failures(texts: Mapping[str, str], *codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
-    """The answers that are no success, with these codes. texts: what each means. but: codes to leave out."""
+    """The error answers with these codes. texts: what each means. but: codes to leave out."""
     content = {JSON_TYPE: {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {code: {"description": texts[code], "content": content} for code in codes if code not in but}
 

@@ -200,7 +200,7 @@ class _Supervisor:
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         self._pid = 0
         if self._pipe >= 0:
-            self._read_pipe()  # what it told before it ended
+            self._read_pipe()  # what it reported before it ended
         self._drop_pipe()
         if self._ending is not None:
             return status if status >= 0 else 0 if -status == self._ending else EXIT_LOST
@@ -315,7 +315,7 @@ class _Supervisor:
         return b"".join([b"HTTP/1.1 503 Service Unavailable\r\n", *lines, b"\r\n", refusal.body])
 
     def _close(self) -> None:
-        """Let go of everything but the listening socket, which in the supervisor goes with it."""
+        """Close everything but the listening socket, which is closed when the supervisor ends."""
         for caller in list(self._callers.values()):
             self._leave(caller)
         signal.set_wakeup_fd(-1)
@@ -352,7 +352,7 @@ def _become_server(above: int) -> None:
 
 
 def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:
-    """Never back into what called the supervisor, which goes on there."""
+    """Run the server and exit: the fork never returns to the caller of the supervisor."""
     status = EXIT_LOST
     try:
         status = serve(parent)

@@ -6,7 +6,8 @@
 - A session is handed the next message when it has answered the last. Pings are answered meanwhile.
 - A message is bounded in bytes (close code 1009), and its bytes count among the request bodies that are held.
 - One turn of the loop parses a few frames of a connection, so that thousands of empty ones do not hold the loop.
-- A peer that breaks the protocol is told with close code 1002 or 1007. One that vanishes is `SocketSession.left`.
+- A peer that breaks the protocol is told with close code 1002 or 1007. If the peer vanishes, `SocketSession.left` is
+  called.
 - At shutdown the message that is being answered gets its answer, then the close code is 1001.
 - Frames are not compressed: pictures do not get smaller, and it takes 10 ms each.
 """
@@ -140,7 +141,8 @@ class WebSocket(asyncio.BufferedProtocol):
             self._flush()
 
     def owe(self, owes: bool) -> None:
-        """Whether the peer waits for a frame it did not ask for, such as the first: then it is not idle."""
+        """Set whether the peer waits for a frame it did not ask for, such as the first. It does not count as idle
+        then."""
         self._owes = owes
         self._take_time()
 
@@ -331,7 +333,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._read_on()
 
     def _leave(self) -> None:
-        """Nothing can be sent any more: what waits and what is asked need no answer."""
+        """Nothing can be sent any more: drop the waiting messages, and tell the session."""
         for message in self._waiting:
             self.app.bodies.release(message)
         self._waiting.clear()
@@ -340,7 +342,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self._session.left()
 
     def _take_turns(self) -> None:
-        """Read no more of it in this turn of the loop, which would otherwise read megabytes."""
+        """Stop reading until a later turn of the loop; otherwise this turn would read megabytes."""
         if not self._rests:
             self._rests = True
             self.app.bodies.line_up(self._read_again, self._loop)
@@ -355,11 +357,11 @@ class WebSocket(asyncio.BufferedProtocol):
 
     @property
     def _stops(self) -> bool:
-        """Whether it sends on and on without reading, or without waiting for its answers."""
+        """Whether the peer does not read, or sends many messages without waiting for answers."""
         return self._paused or len(self._waiting) > MAX_AHEAD
 
     def _read_on(self) -> None:
-        """Read, to notice when it leaves, unless there is more than enough of it."""
+        """Read, to notice when the peer leaves, unless enough messages wait already."""
         if self.transport.is_closing():
             return
         if self._unparsed and not self._stops:

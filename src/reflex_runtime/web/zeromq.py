@@ -6,7 +6,7 @@ looked at again after each message that is taken or sent. There is no timer and 
 - REQ, DEALER: an answer goes back with the frames that came before the message.
 - A message over `most` bytes is answered with the reason; one over twice that closes its connection.
 - The bytes of messages count among the request bodies that are held, until they are answered.
-- At the end what was taken is answered, and what comes then is refused.
+- At shutdown messages that were taken are answered, and later ones are refused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ZmqListener:
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def begin(self) -> None:
-        """Take messages from now on. What was sent before has waited."""
+        """Take messages from now on, including those that were sent before."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._descriptor, self._read)
         self._look()

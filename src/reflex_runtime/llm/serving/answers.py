@@ -54,7 +54,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class TokenLogprob(TopLogprob):
-    """A token and what could have stood in its place."""
+    """A token and its alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -144,7 +144,7 @@ class Answer:
     # -- as it comes ---------------------------------------------------------------------------------------------------
 
     def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
-        """The events of a choice's new outputs; none when nothing of them may be shown yet."""
+        """The events of a choice's new outputs; none while the text may still be the beginning of a stop text."""
         events = []
         if self._chat and not self._begun[index]:
             self._begun[index] = True
@@ -213,7 +213,7 @@ class Answer:
             return
         likeliest: dict[str, float] = {}
         for id, p in output.top:
-            likeliest.setdefault(self._token(id), p)  # two tokens may read alike: the likelier one stands
+            likeliest.setdefault(self._token(id), p)  # two tokens may have the same text: keep the likelier one
         likeliest.setdefault(text, own)  # the sampled one is always among them
         logprobs.tokens.append(text)
         logprobs.token_logprobs.append(own)
@@ -242,7 +242,7 @@ def told(error: ReflexError) -> Told:
     if isinstance(error, BadRequest):
         code = error.told or code
     elif isinstance(error, (QueueFull, InFlightCapReached)):
-        status = 429  # the API's clients wait and come again
+        status = 429  # the API's clients wait and retry
     elif isinstance(error, TooLarge):
         status, code = 400, "context_length_exceeded"
     elif isinstance(error, ModelNotFound):

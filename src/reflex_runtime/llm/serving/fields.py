@@ -64,14 +64,14 @@ class MessagePart(msgspec.Struct):
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """include_obfuscation is about padding, and changes nothing that is said."""
+    """include_obfuscation concerns padding only: it has no effect here."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of request may say. Everything may be null, which is as if it were not there."""
+    """What both kinds of request may say. null counts as absent."""
 
     model: str
     n: Whole | None = None
@@ -148,7 +148,7 @@ class ChatFields(_CommonFields, kw_only=True):
 
 
 OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")  # in a message
-# Values that ask for nothing special, of fields that are not kept otherwise. None and empty ones always do.
+# Values without effect, of fields that are not supported. None and empty values have none either.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),

@@ -1,8 +1,8 @@
 """Token generation under the asyncio driver: requests go in, streams of tokens come out.
 
-The device thread runs steps and knows nothing of readers; a stream is where its tokens wait for one. What is read
-slowly is held at the scheduler, alone: its memory here is bounded and its neighbours go on. Everything in this module
-happens on the event loop. What a server asks of a model is `Generator`; here is the one that runs in its own process.
+The device thread runs steps and does not depend on readers: tokens wait in their stream. A stream that is read slowly
+is held at the scheduler, and no other: its memory here is bounded. Everything in this module happens on the event loop.
+What a server asks of a model is `Generator`; here is the one that runs in its own process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("reflex.server")
 R = TypeVar("R")
 
 UNREAD = 64  # outputs of a stream that may wait for its reader before it is held
-PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it has a place and blocks that others want
+PATIENCE = 120.0  # seconds that a held stream may wait for its reader: it occupies a place and blocks
 
 
 class Generator(Protocol[R]):
@@ -111,7 +111,7 @@ class GenerationStream(Stream[TokenOutput]):
         self.end(None if isinstance(outcome, Done) else outcome.error)
 
     def follow(self, others: Iterable[GenerationStream]) -> None:
-        """These wait until this one has said something, or has ended."""
+        """Hold these streams until this one has its first token, or has ended."""
         self._followers += tuple(others)
 
     # -- memory --------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class GenerationRuntime:
         patience: float = PATIENCE,
     ) -> None:
         self.processor, self.unread, self._patience = processor, unread, patience
-        # A step that hangs may still write to the cache: no other may run on it before that one has come back.
+        # A step that hangs may still write to the cache: no other step may run before it has returned.
         self.batcher = Batcher(
             {"default": processor}, [processor.group], [self, *sinks], watchdog, on_fatal=self._given_up,
             one_thread=True,
@@ -176,7 +176,7 @@ class GenerationRuntime:
         await self.batcher.start(prepare)
 
     async def close(self, drain: bool = True, timeout: float = 10.0) -> bool:
-        """Take nothing more, let what was asked finish within `timeout` seconds, end the rest with an error.
+        """Refuse new requests, finish those accepted within `timeout` seconds, end the rest with an error.
 
         Every stream has ended when it returns. Returns whether the device thread has, too.
         """
@@ -262,17 +262,17 @@ class GenerationRuntime:
     # -- streams -------------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        """A sink: hand a token to its stream, and see to a step that was given up."""
+        """A sink: hand a token to its stream, and watch a step that was given up."""
         if isinstance(event, RequestProgressed):
             stream = self._streams.get(event.ticket)
-            if stream is not None and event.value is not None:  # a chunk of a prompt says nothing
+            if stream is not None and event.value is not None:  # a chunk of a prompt gives no token
                 stream.said(event.value)
         elif isinstance(event, BatchFinished) and event.crashed and self.hangs and self._hung is None:
             loop, count = asyncio.get_running_loop(), self.batcher.device.hung
             self._hung = loop.call_later(self._watchdog, self._still_hangs, count)
 
     def hold(self, stream: GenerationStream) -> None:
-        """Its reader is slow: no more tokens of it, until `resume`."""
+        """Its reader is slow: grant it no more tokens until `resume`."""
         self.holds += 1
         stream._stalls = asyncio.get_running_loop().call_later(self._patience, stream.close)
         self._set_held([stream])
@@ -301,7 +301,7 @@ class GenerationRuntime:
         self._streams.pop(ticket).settled(ticket)
 
     def _still_hangs(self, count: int) -> None:
-        """As long again after a step was given up: there is nothing to wait for if it has not come back."""
+        """Called one time limit after a step was given up: if it has not returned by then, the model is lost."""
         self._hung = None
         if self.hangs and self.batcher.device.hung == count:
             log.error("a step has not come back in %g s: the model is given up", 2 * self._watchdog)

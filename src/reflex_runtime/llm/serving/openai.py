@@ -41,7 +41,7 @@ OPEN_PATHS: Final = ("/health", "/metrics", "/openapi.json", "/docs")
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # proxies that collect answers would collect this one
+    (b"x-accel-buffering", b"no"),  # some proxies buffer answers; this header forbids it
 ]
 
 
@@ -179,7 +179,7 @@ class OpenAI:
         groups = [_requests(runtime, asked, i, ids, exchange) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
-        for group in groups:  # nothing is awaited: all of them, or none
+        for group in groups:  # without an await in between, so that all are queued or none
             streams += runtime.submit_alike(group, bell)
         self.app.bodies.release(exchange)
         return replace(asked, prompts=[], messages=None)

@@ -1,6 +1,6 @@
-"""/openapi.json of a model server: what of the OpenAI API is answered here, as strictly as it is checked.
+"""/openapi.json of a model server: the served part of the OpenAI API, as strict as its validation.
 
-Fields that are known there and not kept here stand with the values that ask for nothing. JSON Schema cannot say that
+Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
 prompt and `max_tokens` share the model's context, that all choices of all prompts are as many as may wait, that
 `best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and
 `top_logprobs` needs `logprobs`, and that token ids are written without a point.

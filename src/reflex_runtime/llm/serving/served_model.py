@@ -151,7 +151,7 @@ class ServedModel:
             self.host.turn()
 
     def drain(self) -> None:
-        """The end has begun: new requests are refused."""
+        """The server is ending: refuse new requests."""
         if self._state != "warmup_failed":
             self._state = "draining"
 

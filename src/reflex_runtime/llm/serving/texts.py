@@ -1,4 +1,4 @@
-"""Prompts into tokens, without keeping the event loop from anything else: long texts are tokenised beside it."""
+"""Tokenises prompts without blocking the event loop: long texts are tokenised in another thread or process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Texts:
         return await self._long(length, self.tokenizer.chat, messages)
 
     def close(self) -> None:
-        """What is still being tokenised is forgotten."""
+        """Forget the texts that are still being tokenised."""
         self._beside.shutdown(wait=False, cancel_futures=True)
 
     async def _long(self, length: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""A model in runtime processes: the server parses and tokenises, they compute.
+"""A model in runtime processes: the server parses and tokenises, the processes compute.
 
 Each process has its own copy of the model, its own queue and its own places. A request goes to the process with the
 fewest unfinished requests, and stays there. When a process dies its requests fail at once and it is started again; the
