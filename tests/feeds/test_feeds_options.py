@@ -126,7 +126,7 @@ def test_f14_watchdog_s_says_that_a_batch_hangs_and_releases_its_feeds(tmp_path:
         feeds.wait_log("hangs now")
         feeds.wait_log("sizes: 1 batch failed: ")
         assert feeds.stop() == 1
-        feeds.wait_log("did not end and is left behind")
+        feeds.wait_log("did not end in time and is abandoned")
     assert figures(feeds, "a")["failed"] == 1
 
 

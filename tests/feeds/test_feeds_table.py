@@ -154,7 +154,11 @@ def test_f14_without_a_terminal_a_feed_is_a_line_and_many_are_one() -> None:
         (health.StageError(0, "door", "it died", "onnx"), logging.ERROR, "door: it died"),
         (health.FeedStageError(0, "door", "disk full"), logging.ERROR, "door: disk full"),
         (health.FeedStageError(0, "door", "disk full", count=7), logging.ERROR, "door: disk full (7 times)"),
-        (health.ThreadDetached(0, "door", "t-1"), logging.ERROR, "door: thread t-1 did not end and is left behind"),
+        (
+            health.ThreadDetached(0, "door", "t-1"),
+            logging.ERROR,
+            "door: thread t-1 did not end in time and is abandoned",
+        ),
     ],
 )  # fmt: skip
 def test_f14_what_happens_is_told_in_a_line(event: health.HealthEvent, level: int, text: str) -> None:

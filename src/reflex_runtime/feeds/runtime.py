@@ -235,7 +235,7 @@ class Runtime:
             try:
                 health.flush(time.monotonic())
             except Exception:  # a detached thread may still report to it
-                log.exception("%s: its health could not be told", coordinator.id)
+                log.exception("%s: its health could not be reported", coordinator.id)
         last_call = time.monotonic() + LAST_CALL_S
         for feed in feeds:
             if not feed.join(max(0.0, last_call - time.monotonic())):
@@ -342,5 +342,5 @@ class Runtime:
     def _leave_behind(self, feed: Feed) -> None:
         feed.desert()
         for thread in feed.detached:
-            log.warning("%s: thread %s did not end and is left behind", feed.name, thread)
+            log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)
             self._emit(ThreadDetached(time.monotonic(), feed.name, thread))

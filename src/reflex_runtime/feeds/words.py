@@ -77,7 +77,7 @@ def _words_of(event: HealthEvent) -> tuple[int, str]:
         case FeedStageError(error=error) | StageError(error=error):
             return logging.ERROR, error
         case ThreadDetached(name=name):
-            return logging.ERROR, f"thread {name} did not end and is left behind"
+            return logging.ERROR, f"thread {name} did not end in time and is abandoned"
         case _:
             return logging.INFO, type(event).__name__
 

@@ -110,12 +110,12 @@ class Models:
         return {"clean": clean}
 
     async def _closed(self, model: Model, drain: bool, timeout: float) -> bool:
-        """Close an engine; its streams end. False when it does not come back."""
+        """Close an engine; its streams end. False when it does not close in time."""
         closing = model.close(drain, timeout)
         await asyncio.wait([closing], timeout=timeout + self._grace)
         clean = False
         if not closing.done():
-            log.error("model %r does not come back", model.id)
+            log.error("model %r does not close in time", model.id)
         elif (error := closing.exception()) is not None:
             log.error("model %r could not be closed", model.id, exc_info=error)
         else:

@@ -154,7 +154,7 @@ class App:
             if exchange in self.entering:
                 self.fail(exchange, _incomplete())
                 return
-            log.warning("request %s: its reader takes nothing, and the time to shut down is over", exchange.request_id)
+            log.warning("request %s: its client does not read, and the time to shut down is over", exchange.request_id)
             exchange.carrier.abort()
             self.leave(exchange)
         except Exception as error:

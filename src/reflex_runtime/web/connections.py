@@ -194,7 +194,8 @@ class Connections:
     def _end(self, connection: Connection, phase: Phase) -> None:
         seconds = self._most[phase]
         if phase not in (Phase.IDLE, Phase.CLOSING) and self._late.first():
-            log.warning("a connection was too slow (%s, %g s) and is cut off; so will others be", phase.value, seconds)
+            told = "a connection was too slow (%s, %g s) and is closed (repeats are not logged)"
+            log.warning(told, phase.value, seconds)
         self._cut(connection, TooSlow(f"the {phase.value} of the request did not come within {seconds:g} s"))
 
 
