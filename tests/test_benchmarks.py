@@ -1,0 +1,29 @@
+"""The repository's benchmarks as a package: what their verdicts and their own websocket client rest on."""
+
+from __future__ import annotations
+
+import pytest
+from bench.load import masked
+from bench.report import row, table
+from websockets.frames import Frame, Opcode
+from websockets.streams import StreamReader
+
+
+@pytest.mark.parametrize(
+    ("bar", "met"),
+    [({"most": 2.0}, True), ({"most": 1.9}, False), ({"least": 2.0}, True), ({"least": 2.1}, False), ({}, None)],
+)
+def test_a_row_is_judged_by_its_median(bar: dict[str, float], met: bool | None) -> None:
+    found = row("case", "what", [9.0, 1.0, 2.0], "ms", **bar)
+    assert (found.value, found.low, found.high, found.met) == (2.0, 1.0, 9.0, met)
+    assert ("NOT MET" in table([found])) is (met is False)
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])
+def test_frames_of_the_load_generator_are_frames(size: int) -> None:
+    payload = bytes(i % 251 for i in range(size))
+    reader = StreamReader()
+    reader.feed_data(masked(payload))
+    with pytest.raises(StopIteration) as stop:
+        next(Frame.parse(reader.read_exact, mask=True))
+    assert (stop.value.value.opcode, bytes(stop.value.value.data)) == (Opcode.BINARY, payload)
