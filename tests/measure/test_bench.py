@@ -20,8 +20,8 @@ from reflex_runtime.bench.load import OK, BenchSide, LoadJob, LoadRound, Sample,
 from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
 from reflex_runtime.policies.wires.openpi_codec import decode
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.harness import Server
+from serving.requests import recorded
 
 SILENT = ("json-numpy", "vla-eval", "lerobot")  # answers say nothing of batches
 SENT = ("act-json", "act-msgpack", "openpi", "json-numpy", "xpolicylab", "oip", "oip-grpc", "gr00t")  # deadlines are
@@ -233,8 +233,7 @@ def test_robots_of_xpolicylab_are_evaluations_of_their_own(
         status, _ = measured(capsys, url(server), "--wire", "xpolicylab", "--robots", "3", *QUICK)
         assert status == 0
         server.stop()
-    (file,) = tmp_path.iterdir()
-    episodes = {line.request.robot_id: line.request.episode_id for line in read_journal(file).requests}
+    episodes = {asked.robot_id: asked.episode_id for asked in recorded(tmp_path)}
     assert len(episodes) == len(set(episodes.values())) == 4  # and that which asked once at first
 
 

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import PIL.Image
 
-from reflex_runtime.telemetry.journal import BatchLine
+from reflex_runtime.telemetry.journal import Asked, BatchLine
 from reflex_runtime.telemetry.journal_reader import read_journal
 
 from .exports import expected
@@ -90,6 +90,12 @@ def busy(server: Server, **fields: Any) -> Burst:
 def calm(server: Server) -> bool:
     """Whether nothing is in its log that is not in that of any start."""
     return not any(level in line for line in server.log for level in (" WARNING ", " ERROR ", "Traceback"))
+
+
+def recorded(folder: Path) -> list[Asked]:
+    """What a server that has ended was asked. folder: its `--record`."""
+    (file,) = folder.iterdir()
+    return [line.request for line in read_journal(file).requests]
 
 
 def queued(n: int) -> Any:

@@ -19,11 +19,9 @@ import torch
 from lerobot_policy_reflex import ReflexConfig, ReflexPolicy, connection, make_reflex_pre_post_processors
 from lerobot_policy_reflex.connection import ReflexError
 from reflex_runtime.demo.exports import export_dir
-from reflex_runtime.telemetry.journal import Asked
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, write_tiny
 from serving.harness import PATIENCE, Server
-from serving.requests import WAITING, busy
+from serving.requests import WAITING, busy, recorded
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 8), np.uint8)
 
@@ -51,11 +49,6 @@ def refused(ask: Any, code: str, match: str) -> None:
         ask()
     assert info.value.code == code
     assert "\n" not in str(info.value)
-
-
-def recorded(folder: Path) -> list[Asked]:
-    (file,) = folder.iterdir()
-    return [line.request for line in read_journal(file).requests]
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,10 @@ import zmq
 
 from policies.wires.groot_clients import BLOCK, PICTURE, GrootRobot, as_nd, as_npy, nested, port_of, want
 from reflex_runtime.cli import main
-from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, write_tiny
 from serving.harness import Server, refusal
-from serving.requests import WAITING, busy, loads_after, marked
+from serving.requests import WAITING, busy, loads_after, marked, recorded
 
 HERE = ("--gr00t", "tcp://127.0.0.1:0")
 
@@ -65,11 +64,6 @@ def right(answer: Any, i: int = 0, seed: int = 5) -> bool:
     """For an answer without groups."""
     assert isinstance(answer, list), answer
     return bool(np.allclose(answer[0]["actions"], want(i, seed)[None], atol=1e-5))
-
-
-def recorded(folder: Path) -> list[Asked]:
-    (file,) = folder.iterdir()
-    return [found.request for found in read_journal(file).requests]
 
 
 @pytest.mark.parametrize("write", [as_npy, as_nd])

@@ -21,11 +21,10 @@ import pytest
 from reflex_runtime.policies.policy.base import seed_of
 from reflex_runtime.policies.wires.lerobot import LerobotSetup
 from reflex_runtime.telemetry.journal import Asked
-from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.errors import InvalidRequest
 from serving.exports import CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, Server
-from serving.requests import busy, loads_after, queued, traced
+from serving.requests import busy, loads_after, queued, recorded, traced
 
 from . import lerobot_robot
 from .lerobot_robot import Robot, features, lerobot, load, message
@@ -91,12 +90,6 @@ def test_w40_a_robot_gets_its_actions_as_lerobot_and_torch_load_them(tmp_path: P
         ]
         assert np.allclose([values for *_, values in chunk], right(one)[:2], atol=1e-5)
     assert len({(one.robot_id, one.episode_id) for one in asked}) == 1
-
-
-def recorded(folder: Path) -> list[Asked]:
-    """What a server that has ended was asked."""
-    (file,) = folder.iterdir()
-    return [found.request for found in read_journal(file).requests]
 
 
 def right(asked: Asked) -> Any:

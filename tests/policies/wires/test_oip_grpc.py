@@ -20,12 +20,10 @@ from tritonclient.grpc import InferenceServerClient, InferInput, InferRequestedO
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from reflex_runtime.policies.wires.oip_grpc import decode
-from reflex_runtime.telemetry.journal import Asked
-from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
-from serving.requests import busy, queued
+from serving.requests import busy, queued, recorded
 
 PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(1, 6, 8, 3)
 
@@ -63,11 +61,6 @@ def refused(status: str) -> Iterator[None]:
     with pytest.raises(InferenceServerException) as info:
         yield
     assert info.value.status() == f"StatusCode.{status}", info.value
-
-
-def recorded(folder: Path) -> list[Asked]:
-    (file,) = folder.iterdir()
-    return [found.request for found in read_journal(file).requests]
 
 
 def test_w50_the_stock_client_gets_the_answer_of_act(tiny: Path) -> None:

@@ -27,7 +27,6 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.wires.openpi import ROWS, Episodes, OpenpiSession
-from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import InvalidRequest
@@ -35,7 +34,7 @@ from reflex_runtime.web.websocket import SocketMessage
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import STATE, Server
 from serving.in_process import with_app
-from serving.requests import WAITING, busy, calm, loads_after, marked
+from serving.requests import WAITING, busy, calm, loads_after, marked, recorded
 
 # The stock client was written for an earlier version of websockets.
 pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as a context manager:DeprecationWarning")
@@ -263,7 +262,7 @@ def test_w10_identity_and_limits_come_from_the_query_and_from_the_observation(ti
         server.stop()
     (line,) = [line for line in server.log if "a websocket was refused: 422" in line]
     assert "unknown field `robot`" in line
-    found = _recorded(tmp_path)
+    found = recorded(tmp_path)
     assert [(f.robot_id, f.episode_id, f.seed) for f in found] == [
         ("arm 1", "e1", 1), ("arm 2", "e2", 2), ("arm 1", "e3", 3), ("arm 1", "e1", 4),
     ]  # fmt: skip
@@ -276,18 +275,13 @@ def test_w10_a_socket_is_a_robot_and_another_instruction_or_a_reset_an_episode(t
                 first.infer(seen() | {"prompt": prompt} | more)
             second.infer(seen())
         server.stop()
-    found = _recorded(tmp_path)
+    found = recorded(tmp_path)
     own = found[0].robot_id
     assert own is not None
     assert own.startswith("ws-")
     assert [f.robot_id for f in found[:5]] == [own] * 5
     assert [f.episode_id for f in found[:5]] == [own, own, f"{own}#1", f"{own}#2", f"{own}#2"]
     assert found[5].robot_id == found[5].episode_id != own
-
-
-def _recorded(folder: Path) -> list[Asked]:
-    (file,) = folder.iterdir()
-    return [recorded.request for recorded in read_journal(file).requests]
 
 
 def test_w10_names_and_instructions_of_episodes_are_bounded_and_not_kept() -> None:
@@ -330,7 +324,7 @@ def test_w9_pictures_of_floats_with_channels_first_are_recorded_as_they_were_see
         sent = {"observation/image": PICTURE, "observation/wrist_image": wrist, "observation/state": np.array(STATE)}
         client.infer(sent)
         server.stop()
-    (asked,) = _recorded(tmp_path)
+    (asked,) = recorded(tmp_path)
     kept = {name: np.asarray(PIL.Image.open(io.BytesIO(data))) for name, data in asked.images().items()}
     assert (kept["image"] == PICTURE).all()
     assert (kept["image_wrist"] == (wrist * 255).astype(np.uint8).transpose(1, 2, 0)).all()
@@ -427,4 +421,4 @@ def test_w14_the_dialect_of_roboarena(tmp_path: Path) -> None:
         assert client._ws.recv() == "reset successful"
         client.infer(sent)
         server.stop()
-    assert [f.episode_id for f in _recorded(record)] == ["s", "s#1"]
+    assert [f.episode_id for f in recorded(record)] == ["s", "s#1"]

@@ -28,11 +28,10 @@ from websockets.sync.client import connect
 
 from reflex_runtime.policies.wires.vla_eval import PATH
 from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode
-from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import ACTIONS, CHUNK, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
 from serving.pair import Pair, rollout, two
-from serving.requests import WAITING, busy, calm, loads_after, marked
+from serving.requests import WAITING, busy, calm, loads_after, marked, recorded
 
 PICTURE = np.arange(6 * 8 * 3, dtype=np.uint8).reshape(6, 8, 3)
 
@@ -166,11 +165,6 @@ def test_w20_the_export_says_how_much_of_a_chunk_is_executed(portal: BlockingPor
         assert right(client.act(seen(4)), 4, step=0)
         server.stop()
     assert [asked.executed for asked in recorded(record)] == [None, 2, None]
-
-
-def recorded(folder: Path) -> list[Any]:
-    (file,) = folder.iterdir()
-    return [found.request for found in read_journal(file).requests]
 
 
 def test_w20_a_socket_is_a_robot_and_episodes_begin_and_end(

@@ -11,20 +11,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.serving.ask import OIP, Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer
-from reflex_runtime.policies.wires.oip import (
-    ACTIONS,
-    VERSION,
-    Infer,
-    InferRequest,
-    Sequences,
-    actions_of,
-    check_model,
-    details_of,
-    model_metadata,
-    model_name,
-    questions,
-    server_metadata,
-)
+from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
 from reflex_runtime.web.errors import ClientError
@@ -68,7 +55,7 @@ _ANSWER: Final[Message] = {
 }  # fmt: skip
 
 
-def decode(data: bytes) -> tuple[str, str, InferRequest]:
+def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
     """(name of the model, its version, what is asked); an error names what is wrong."""
     sent = parse(data, _REQUEST)
     raw = sent["raw"]
@@ -76,19 +63,19 @@ def decode(data: bytes) -> tuple[str, str, InferRequest]:
         raise ClientError(f"raw_input_contents: has {len(raw)} elements, and there are {len(sent['inputs'])} inputs")
     inputs = [_tensor(tensor, raw[place] if raw else None) for place, tensor in enumerate(sent["inputs"])]
     outputs = [output.get("name", "") for output in sent["outputs"]]
-    asked = InferRequest(inputs, _parameters(sent["parameters"]), outputs, sent.get("id", ""))
+    asked = oip.InferRequest(inputs, _parameters(sent["parameters"]), outputs, sent.get("id", ""))
     return sent.get("model_name", ""), sent.get("model_version", ""), asked
 
 
 def encode(model: str, sent_id: str, answers: Sequence[ActAnswer]) -> bytes:
     """The answer to an infer request."""
-    actions = actions_of(answers)
+    actions = oip.actions_of(answers)
     told = {
         "model_name": model,
-        "model_version": VERSION,
+        "model_version": oip.VERSION,
         "id": sent_id,
-        "parameters": [{"key": "reflex", "value": {"text": details_of(answers)}}],
-        "outputs": [{"name": ACTIONS, "datatype": "FP32", "shape": actions.shape}],
+        "parameters": [{"key": "reflex", "value": {"text": oip.details_of(answers)}}],
+        "outputs": [{"name": oip.ACTIONS, "datatype": "FP32", "shape": actions.shape}],
         "raw": [actions.tobytes()],
     }
     return serialize(told, _ANSWER)
@@ -108,7 +95,7 @@ def _parameters(sent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 class OipService:
     """The calls, for all clients of a listener."""
 
-    def __init__(self, asking: Asking, sequences: Sequences) -> None:
+    def __init__(self, asking: Asking, sequences: oip.Sequences) -> None:
         self._asking, self._runtime, self._sequences = asking, asking.runtime, sequences
         self.methods = {
             "ServerLive": self.live,
@@ -131,7 +118,7 @@ class OipService:
         return serialize({"ready": self._runtime.health == "ready"}, _READY)
 
     async def server(self, call: GrpcCall, data: bytes) -> bytes:
-        return serialize(server_metadata(), _SERVER)
+        return serialize(oip.server_metadata(), _SERVER)
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
         self._check(data)
@@ -139,16 +126,16 @@ class OipService:
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
         self._check(data)
-        return serialize(model_metadata(self._asking.served.spec), _MODEL)
+        return serialize(oip.model_metadata(self._asking.served.spec), _MODEL)
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
         spec = self._asking.served.spec
         model, version, sent = decode(data)
-        check_model(spec, model, version)
+        oip.check_model(spec, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-        asked = questions(spec, self._sequences, sent, most_ms)
+        asked = oip.questions(spec, self._sequences, sent, most_ms)
         settled: asyncio.Future[list[ActAnswer] | ReflexError] = asyncio.get_running_loop().create_future()
-        infer = Infer(self._asking, call.id, call.peer, partial(settle, settled), call.started)
+        infer = oip.Infer(self._asking, call.id, call.peer, partial(settle, settled), call.started)
         infer.ask(asked)
         try:
             result = await settled
@@ -157,8 +144,8 @@ class OipService:
             raise
         if isinstance(result, ReflexError):
             raise Reported(result, infer.request_id)
-        return encode(model_name(spec), sent.id, result)
+        return encode(oip.model_name(spec), sent.id, result)
 
     def _check(self, data: bytes) -> None:
         sent = parse(data, _NAMED)
-        check_model(self._asking.served.spec, sent.get("name", ""), sent.get("version", ""))
+        oip.check_model(self._asking.served.spec, sent.get("name", ""), sent.get("version", ""))

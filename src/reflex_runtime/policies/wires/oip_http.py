@@ -17,20 +17,7 @@ import numpy as np
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer
-from reflex_runtime.policies.wires.oip import (
-    ACTIONS,
-    VERSION,
-    Infer,
-    InferRequest,
-    Sequences,
-    actions_of,
-    check_model,
-    details_of,
-    model_metadata,
-    model_name,
-    questions,
-    server_metadata,
-)
+from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import CallerLeft, ClientError, InvalidJson, describe_error, known
@@ -49,7 +36,7 @@ _SIZE: Final = "binary_data_size"
 class OipBody(NamedTuple):
     """What a body asks. binary: the answer's tensor is wanted as raw bytes."""
 
-    asked: InferRequest
+    asked: oip.InferRequest
     binary: bool
 
 
@@ -93,18 +80,18 @@ def decode(body: bytes, head: int | None = None) -> OipBody:
     for output in said.outputs:
         _check_parameters(output.name, output.parameters)
         binary = output.parameters.get("binary_data", binary) is True
-    return OipBody(InferRequest(inputs, said.parameters, outputs, said.id), binary)
+    return OipBody(oip.InferRequest(inputs, said.parameters, outputs, said.id), binary)
 
 
 def encode_answer(model: str, sent: OipBody, answers: Sequence[ActAnswer]) -> tuple[bytes, int | None]:
     """The body of an answer, and the bytes of its JSON where the actions follow as raw bytes."""
-    actions = actions_of(answers)
-    output: dict[str, Any] = {"name": ACTIONS, "datatype": "FP32", "shape": actions.shape}
+    actions = oip.actions_of(answers)
+    output: dict[str, Any] = {"name": oip.ACTIONS, "datatype": "FP32", "shape": actions.shape}
     if sent.binary:
         output["parameters"] = {_SIZE: actions.nbytes}
     else:
         output["data"] = actions.ravel().tolist()
-    told = {"model_name": model, "model_version": VERSION, "parameters": {"reflex": details_of(answers)}}
+    told = {"model_name": model, "model_version": oip.VERSION, "parameters": {"reflex": oip.details_of(answers)}}
     told |= {"id": sent.asked.id} if sent.asked.id else {}
     head = encode(told | {"outputs": [output]})
     return (head + np.ascontiguousarray(actions, "<f4").tobytes(), len(head)) if sent.binary else (head, None)
@@ -162,7 +149,7 @@ FORM: Final = ErrorForm(_refuse)
 class OipHttp:
     """The routes of the protocol."""
 
-    def __init__(self, asking: Asking, most: int, sequences: Sequences) -> None:
+    def __init__(self, asking: Asking, most: int, sequences: oip.Sequences) -> None:
         """most: bytes that a body may have."""
         self._asking, self._runtime = asking, asking.runtime
         self._sequences = sequences
@@ -188,7 +175,7 @@ class OipHttp:
 
     def server(self, exchange: Exchange, _: bytes) -> None:
         """What the server is."""
-        exchange.answer(200, encode(server_metadata()))
+        exchange.answer(200, encode(oip.server_metadata()))
 
     def live(self, exchange: Exchange, _: bytes) -> None:
         """200 while the server answers."""
@@ -202,7 +189,7 @@ class OipHttp:
     def model(self, exchange: Exchange, _: bytes) -> None:
         """Inputs and outputs of the model."""
         self._check(exchange)
-        exchange.answer(200, encode(model_metadata(self._asking.served.spec)))
+        exchange.answer(200, encode(oip.model_metadata(self._asking.served.spec)))
 
     def model_ready(self, exchange: Exchange, _: bytes) -> None:
         """As `ready`, of a model that is served."""
@@ -210,7 +197,7 @@ class OipHttp:
         self.ready(exchange, b"")
 
     def _check(self, exchange: Exchange) -> None:
-        check_model(self._asking.served.spec, *_what(exchange.path)[:2])
+        oip.check_model(self._asking.served.spec, *_what(exchange.path)[:2])
 
     # -- infer ---------------------------------------------------------------------------------------------------------
 
@@ -248,27 +235,27 @@ class OipHttp:
 
     def _ask(self, exchange: Exchange, sent: OipBody) -> None:
         spec = self._asking.served.spec
-        asked = questions(spec, self._sequences, sent.asked)
+        asked = oip.questions(spec, self._sequences, sent.asked)
         infer = self._begin(exchange, sent)
         if exchange.left:
             raise CallerLeft("the caller left")
         exchange.on_left = infer.leave
         infer.ask(asked, exchange.received)
 
-    def _begin(self, exchange: Exchange, sent: OipBody | None = None) -> Infer:
+    def _begin(self, exchange: Exchange, sent: OipBody | None = None) -> oip.Infer:
         done = partial(self._settle, exchange, sent)
-        infer = exchange.ask = Infer(self._asking, exchange.request_id, exchange.client, done, exchange.started)
+        infer = exchange.ask = oip.Infer(self._asking, exchange.request_id, exchange.client, done, exchange.started)
         return infer
 
     def _settle(self, exchange: Exchange, sent: OipBody | None, result: list[ActAnswer] | ReflexError) -> None:
-        infer: Infer = exchange.ask
+        infer: oip.Infer = exchange.ask
         if isinstance(result, ReflexError):
             exchange.request_id = infer.request_id
             exchange.fail(result)
         else:
             assert sent is not None
             exchange.request_id = sent.asked.id or exchange.request_id
-            body, head = encode_answer(model_name(self._asking.served.spec), sent, result)
+            body, head = encode_answer(oip.model_name(self._asking.served.spec), sent, result)
             more: Headers | None = None if head is None else [(HEAD, b"%d" % head)]
             exchange.answer(200, body, JSON if head is None else BINARY, more)
         exchange.ask = None  # the two hold each other
