@@ -164,7 +164,7 @@ def test_p26_a_placeholder_in_an_instruction_is_only_text() -> None:
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_p29_a_chunk_of_changes_continues_at_the_places_that_the_old_one_went_to(flip: bool) -> None:
+def test_p28_a_chunk_of_changes_continues_at_the_places_that_the_old_one_went_to(flip: bool) -> None:
     """The robot has moved meanwhile: the same changes from there would be other places."""
     before = (Scaled(np.float32([-2.0, 1.0]), np.float32([0.5, 0.0])),) if flip else ()
     after = (Scaled(np.float32([3.0, 1.0]), np.float32([1.0, 0.0])),)
@@ -191,7 +191,7 @@ def test_p29_a_chunk_of_changes_continues_at_the_places_that_the_old_one_went_to
     assert np.abs(alone.actions[:3, 0] - first.actions[1:, 0]).max() > 1.0
 
 
-def test_p29_actions_that_are_no_changes_are_carried_over_as_they_are() -> None:
+def test_p28_actions_that_are_no_changes_are_carried_over_as_they_are() -> None:
     norm = Norm(np.float32([0.0, 0.0]), np.float32([1.0, 0.5]))
     moved = np.float32([2.0, 3.0])
     assert shift_of(norm, (Scaled(np.float32([2.0, 2.0]), np.float32([0.0, 0.0])),), moved, 2) is None

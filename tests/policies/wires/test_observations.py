@@ -180,8 +180,8 @@ def test_w9_padding_is_that_of_openpi(size: tuple[int, int]) -> None:
     image = np.random.default_rng(1).integers(0, 256, (*size, 3), np.uint8)
     for height, width in ((32, 32), (20, 48)):
         if min(height * size[1], width * size[0]) // max(size):  # openpi fails where one side would be nothing
-            assert (resize_image(image, height, width, pad=True) == resize_with_pad(image, height, width)).all()
-        assert resize_image(image, height, width, pad=True).shape == (height, width, 3)
+            assert (resize_image(image, height, width, "pad") == resize_with_pad(image, height, width)).all()
+        assert resize_image(image, height, width, "pad").shape == (height, width, 3)
 
 
 def test_w9_the_export_says_whether_pictures_are_padded(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from types import GenericAlias
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
 import msgspec
 from msgspec import Meta
@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError
 CONFIG_FILE: Final = "reflex_config.json"
 
 ExportKind = Literal["monolithic", "decomposed"]
-Resize = Literal["stretch", "pad"]
+Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla"]
 Size = tuple[int, int]  # height, width in pixels
 
 
@@ -65,7 +65,7 @@ class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     optional_images: Names | None = None
     observation_steps: Annotated[int, whole(1, 64)] | None = None
     x_dim: Annotated[int, whole(1)] | None = None
-    resize: Annotated[Resize, Meta(description="'stretch' or 'pad'")] | None = None
+    resize: Annotated[Resize, Meta(description=" or ".join(map(repr, get_args(Resize))))] | None = None
     wires: Any = None
     inputs: Any = None
     outputs: Any = None

@@ -173,9 +173,11 @@ class Policy(BaseProcessor):
     def _image(self, name: str, sent: Sent, field: str) -> Image:
         size, resize = self.spec.images[name], self.spec.resize
         if isinstance(sent, bytes | bytearray | memoryview):
-            return decode_image(bytes(sent), field, None if resize == "none" else size, resize == "pad")
+            return decode_image(bytes(sent), field) if resize == "none" else decode_image(
+                bytes(sent), field, size, resize
+            )
         pixels_of(sent, field)
-        return sent if resize == "none" else resize_image(sent, *size, resize == "pad")
+        return sent if resize == "none" else resize_image(sent, *size, resize)
 
     def _doubts(self, instruction: str) -> tuple[Doubt, ...]:
         tokenizer = self.spec.tokenizer

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from reflex_runtime.policies.export.config_file import Resize
 from reflex_runtime.policies.policy.history import Glimpse
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixKey
 from reflex_runtime.policies.policy.rtc import Anchor
@@ -23,6 +24,7 @@ CacheUse = Literal["hit", "hit_stale", "miss", "off"]
 MAX_IMAGE_PIXELS = 4096 * 4096
 MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the policy uses
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
+_SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
@@ -170,26 +172,26 @@ def pixels_of(sent: Any, field: str = "image") -> int:
 
 
 def decode_image(
-    data: bytes, field: str = "image", size: tuple[int, int] | None = None, pad: bool = False
+    data: bytes, field: str = "image", size: tuple[int, int] | None = None, resize: Resize = "stretch"
 ) -> Image:
     """A PNG or JPEG as uint8 [height, width, 3]; InvalidRequest when it is neither, broken, or above 4096².
 
-    size: (height, width) of the result, resized bilinearly; None keeps the size. pad: see `resize_image`. A JPEG
-    that is at least twice as large is decoded at 1/2, 1/4 or 1/8 of its size first. Only one picture is in memory at
-    full size, in the mode of the file.
+    size: (height, width) of the result; None keeps the size. resize: see `resize_image`. A JPEG that is at least twice
+    as large is decoded at 1/2, 1/4 or 1/8 of its size first, unless pixels are sampled. Only one picture is in memory
+    at full size, in the mode of the file.
     """
     import PIL.Image
 
     try:
         with _opened(data, field) as image:
-            if size is not None and image.format == "JPEG":
+            if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
                 image.draft(None, size[::-1])
             if image.mode.startswith("I"):  # 16 bits of grey: a conversion would cut off instead of scale
                 whole = PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             else:
                 whole = image if image.mode in ("RGB", "L") else image.convert("L" if image.mode == "1" else "RGB")
             if size is not None:
-                whole = _fitted(whole, *size, pad)
+                whole = _fitted(whole, *size, resize)
             return np.asarray(whole if whole.mode == "RGB" else whole.convert("RGB"))
     except InvalidRequest:
         raise
@@ -228,26 +230,54 @@ def _opened(data: bytes, field: str) -> Any:
     return image
 
 
-def resize_image(image: Image, height: int, width: int, pad: bool = False) -> Image:
-    """Bilinear; unchanged when it already has the size. pad: keep the aspect ratio and put black around it, as openpi
-    does; otherwise it is stretched."""
+def resize_image(image: Image, height: int, width: int, resize: Resize = "stretch") -> Image:
+    """Bilinear; unchanged when it already has the size.
+
+    "stretch": to the size. "pad": with its aspect ratio, in the middle of black, as openpi does. "pad-lerobot": so too,
+    with each pixel between the four nearest of the original, without averaging, as π0 of LeRobot does. "pad-smolvla":
+    the same in the bottom right corner.
+    """
     if image.shape[:2] == (height, width):
         return image
     import PIL.Image
 
-    return np.asarray(_fitted(PIL.Image.fromarray(image), height, width, pad))
+    return np.asarray(_fitted(PIL.Image.fromarray(image), height, width, resize))
 
 
-def _fitted(image: Any, height: int, width: int, pad: bool) -> Any:
+def _fitted(image: Any, height: int, width: int, resize: Resize) -> Any:
     import PIL.Image
 
     if image.size == (width, height):
         return image
     ratio = max(image.width / width, image.height / height)
-    inner = (max(1, int(image.width / ratio)), max(1, int(image.height / ratio))) if pad else (width, height)
-    resized = image.resize(inner, PIL.Image.Resampling.BILINEAR)
+    inner = (width, height)
+    if resize != "stretch":
+        inner = (max(1, int(image.width / ratio)), max(1, int(image.height / ratio)))
+    resized = _sampled(image, *inner) if resize in _SAMPLED else image.resize(inner, PIL.Image.Resampling.BILINEAR)
     if inner == (width, height):
         return resized
     padded = PIL.Image.new(resized.mode, (width, height), 0)
-    padded.paste(resized, ((width - inner[0]) // 2, (height - inner[1]) // 2))
+    left, top = width - inner[0], height - inner[1]
+    padded.paste(resized, (left, top) if resize == "pad-smolvla" else (left // 2, top // 2))
     return padded
+
+
+def _sampled(image: Any, width: int, height: int) -> Any:
+    """Each pixel between the four nearest of the original; what PyTorch's `interpolate` gives, to half a level."""
+    import PIL.Image
+
+    pixels = np.asarray(image)
+    (y, y_next, y_share), (x, x_next, x_share) = _nearest(len(pixels), height), _nearest(pixels.shape[1], width)
+    more = (1,) * (pixels.ndim - 2)  # of the colours, where there are any
+    above = pixels[y].astype(np.float32)
+    rows = above + y_share.reshape(-1, 1, *more) * (pixels[y_next] - above)
+    left = rows.take(x, axis=1)
+    between = left + x_share.reshape(1, -1, *more) * (rows.take(x_next, axis=1) - left)
+    return PIL.Image.fromarray((between + np.float32(0.5)).astype(np.uint8), image.mode)
+
+
+def _nearest(size: int, wanted: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float32]]:
+    """For each of the wanted places along an axis: the place before it, the one behind it, and that one's share."""
+    at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(size / wanted) - 0.5, 0.0)
+    before = np.minimum(at.astype(np.intp), size - 1)
+    return before, np.minimum(before + 1, size - 1), (at - before).astype(np.float32)
