@@ -14,12 +14,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import core, faults, feeds, hostile, ipc, llm, machine, models, pictures, serving, soak, versions, wires
+from bench import (
+    core,
+    faults,
+    feeds,
+    hostile,
+    ipc,
+    llm,
+    machine,
+    models,
+    pictures,
+    serving,
+    soak,
+    torch_policies,
+    versions,
+    wires,
+)
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("faults", "hostile", "pictures", "soak", "versions", "wires")
-USUAL = CASES[:-6]  # the others are asked for by name
+CASES += ("faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
+USUAL = CASES[:-7]  # the others are asked for by name
 
 
 def main() -> int:
@@ -55,6 +70,7 @@ def main() -> int:
             "soak": lambda: soak.soak(scale),
             "versions": lambda: versions.versions(tiny, heavy, scale),
             "wires": lambda: wires.wires(Path(root), scale),
+            "torch": lambda: torch_policies.torch_policies(scale),
         }
         for name in args.only or USUAL:
             say(f"{name}:")
