@@ -1,4 +1,4 @@
-"""What every wire's caller is: one robot with a connection of its own."""
+"""The interface of callers: one robot on one wire, with its own connection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reflex_runtime.bench.target import Target
 
 @dataclass(frozen=True, slots=True)
 class WireAnswer:
-    """Actions that came. shape: theirs. batch: how many requests shared the batch; 0 where the wire does not say."""
+    """An answer. shape: of its actions. batch: requests in its batch; 0 if the wire does not report it."""
 
     shape: tuple[int, ...]
     batch: int = 0
@@ -35,13 +35,13 @@ class WireCaller(Protocol):
     def __init__(self, target: Target) -> None: ...
 
     async def connect(self) -> None:
-        """Open the connection, and read what is announced."""
+        """Open the connection and read what the server announces."""
 
     def expected(self) -> Expected | None:
-        """What the server said it expects when it was connected to; None where it did not."""
+        """The observation that the server announced when the connection opened; None if it announced none."""
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """A request as it goes out. deadline_ms: 0 for none; ignored where the wire has no place for it."""
+        """The bytes of a request. deadline_ms: 0 for none; ignored if the wire has no field for it."""
 
     async def ask(self, frame: bytes) -> WireAnswer:
         """Send a request and wait for its answer."""
@@ -50,7 +50,7 @@ class WireCaller(Protocol):
 
 
 class Frames:
-    """A request again and again, each time with another picture: an answer out of a cache would say nothing."""
+    """Repeats a request with a different picture each time, so that no cache of the server answers it."""
 
     def __init__(self, frame: bytes) -> None:
         self._head, mark, self._tail = frame.partition(MARK)
@@ -58,7 +58,7 @@ class Frames:
 
     def next(self) -> bytes:
         """The next request."""
-        if not self._marked:  # no picture, or one that is compressed
+        if not self._marked:  # no picture, or a compressed one
             return self._head
         self._count += 1
         return b"%b%0*d%b" % (self._head, len(MARK), self._count, self._tail)

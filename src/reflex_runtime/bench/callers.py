@@ -1,4 +1,4 @@
-"""Every wire that can be asked.
+"""The callers of all wires, by name.
 
 To add one: a class with the methods of `caller.WireCaller`, and its name here. What its server does not announce and
 `/config` does not say stands in `expected.GUESSES`.
@@ -27,4 +27,4 @@ CALLERS: Final[dict[str, type[WireCaller]]] = {
     "oip-grpc": OipGrpcCaller,
     "lerobot": LerobotCaller,
 }
-"""Every wire that can be asked, by the name that `--wire` takes."""
+"""By the name that `--wire` takes."""

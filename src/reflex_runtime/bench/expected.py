@@ -1,4 +1,4 @@
-"""What an observation must hold on a wire, and one that holds it."""
+"""The observation that a wire expects: names, shapes, and an example."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ConfigError
 
 MARK: Final = b"reflex picture 0"
-"""The first bytes of every made picture. `Frames` changes them, so that no two requests have the same picture."""
+"""The first bytes of every generated picture. `Frames` changes them, so that no two requests have the same picture."""
 PROMPT: Final = "pick up the cup"
 
 Observed = Mapping[str, Any]  # values by their names on the wire: arrays, and a text
@@ -21,8 +21,8 @@ Observed = Mapping[str, Any]  # values by their names on the wire: arrays, and a
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Names and shapes. images: height and width. state: how many numbers. prompt: the instruction's name, "" for none.
-    source: where this is known from."""
+    """Names and shapes. images: height, width. state: count of numbers. prompt: name of the instruction, "" for none.
+    source: what they are taken from."""
 
     source: str
     images: Mapping[str, tuple[int, int]]
@@ -32,7 +32,7 @@ class Expected:
 
     @classmethod
     def of(cls, source: str, told: Any) -> Expected | None:
-        """What a server announces; None where it says nothing that can be read."""
+        """Parse what a server announces; None if it is missing or malformed."""
         try:
             images = {str(name): (int(size[0]), int(size[1])) for name, size in told["images"].items()}
             state: dict[str, int] = {}
@@ -45,7 +45,7 @@ class Expected:
             return None
 
     def observation(self) -> dict[str, Any]:
-        """One that fits."""
+        """An example observation with these names and shapes."""
         found: dict[str, Any] = {name: _picture(*size) for name, size in self.images.items()}
         if self.channels_first:
             found = {name: np.ascontiguousarray(picture.transpose(2, 0, 1)) for name, picture in found.items()}
@@ -88,7 +88,7 @@ GUESSES: Final = {
     ),
     "json-numpy": (Expected("a guess: OpenVLA", {"image": (224, 224)}, {}, "instruction"),),
 }
-"""What is tried on a server that does not say what it expects."""
+"""Observations to try, in order, on a server that does not announce what it expects."""
 
 
 def _more(told: Mapping[str, Any]) -> str:
@@ -99,7 +99,7 @@ def _more(told: Mapping[str, Any]) -> str:
 
 
 def shown(observation: Observed) -> dict[str, str]:
-    """Each name with type and shape, or the text."""
+    """Each name with its type and shape, or its text."""
     return {
         name: f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
         for name, value in observation.items()
@@ -107,7 +107,7 @@ def shown(observation: Observed) -> dict[str, str]:
 
 
 def read_observation(path: Path | str) -> dict[str, Any]:
-    """An observation of a user's own: an .npz file, whose names are those of the wire. ConfigError when it is none."""
+    """The user's observation from an .npz file, under the names of the wire. ConfigError if it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
@@ -126,7 +126,7 @@ def _why(error: Exception) -> str:
 
 
 def _picture(height: int, width: int) -> NDArray[np.uint8]:
-    """Smooth colours under a little noise, as a camera gives them, and the mark."""
+    """A picture like a camera's, smooth colours with a little noise, that begins with `MARK`."""
     rows, columns = np.mgrid[0:height, 0:width]
     plain = np.stack(
         [rows * 200 // max(height, 1), columns * 200 // max(width, 1), (rows + columns) // 4 % 200], axis=-1

@@ -1,4 +1,4 @@
-"""What the samples of a run come to: percentiles, throughput, errors, batches, and two servers as a ratio."""
+"""Figures from the samples of a run: percentiles, throughput, errors, batches, and the ratio of two servers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from reflex_runtime.core.percentile import percentile
 
 SHARES: Final = (("p50", 0.50), ("p90", 0.90), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))
 LATE: Final = ("deadline_exceeded", "deadline_unreachable")
-LAG: Final = 0.005  # seconds: a generator whose loop lags by more at p99 is said to
-BUSY: Final = 0.9  # of a core
+LAG: Final = 0.005  # seconds; above it at p99 the generator itself is reported as the limit
+BUSY: Final = 0.9  # share of a core; above it too
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One server's. Milliseconds; None where nothing was answered.
+    """The figures of one server, in milliseconds; None if it answered nothing.
 
     latency: from when a request was to be sent. service: from when it was sent. rounds: each round's own.
     missed: of all requests, the share without an answer within the deadline; None without a deadline.
@@ -37,7 +37,7 @@ class Figures:
 
 
 def figures(rounds: Sequence[LoadRound], deadline: float) -> Figures:
-    """Of one server's rounds. deadline: seconds, 0.0 for none."""
+    """Compute the figures of one server from its rounds. deadline: seconds, 0.0 for none."""
     samples = [sample for r in rounds for sample in r.samples]
     good = [sample for sample in samples if sample.kind == OK]
     missed = [s for s in samples if s.kind != OK or s.done - s.due > deadline]
@@ -55,13 +55,13 @@ def figures(rounds: Sequence[LoadRound], deadline: float) -> Figures:
 
 
 def shares(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Percentiles in milliseconds; None of nothing."""
+    """Percentiles in milliseconds; None without values."""
     ordered = sorted(seconds)
     return {name: round(1e3 * percentile(ordered, share), 3) for name, share in SHARES} if ordered else None
 
 
 def ratios(first: Figures, second: Figures) -> dict[str, dict[str, float]]:
-    """The first server's figures over the second's, round by round: median, least and most."""
+    """Ratios first / second of each pair of rounds: median, least and most."""
     found = {}
     for name in ("per_second", "p50_ms", "p99_ms"):
         pairs = [(a[name], b[name]) for a, b in zip(first.rounds, second.rounds, strict=True)]
@@ -72,7 +72,7 @@ def ratios(first: Figures, second: Figures) -> dict[str, dict[str, float]]:
 
 
 def generator(rounds: Sequence[LoadRound]) -> dict[str, Any]:
-    """How the load generator itself did. limits: it was so late, or so busy, that the figures are partly its own."""
+    """Lag and CPU of the load generator. limits: it was so late or so busy that it distorts the figures."""
     lags = shares([lag for r in rounds for lag in r.lags]) or {name: 0.0 for name, _ in SHARES}
     cpu = max(r.cpu for r in rounds)
     return {"lag_ms": lags, "cpu": round(cpu, 3), "limits": lags["p99"] > 1e3 * LAG or cpu > BUSY}
@@ -88,7 +88,7 @@ def _of_round(r: LoadRound) -> dict[str, float | None]:
 
 
 def _batches(rounds: Sequence[LoadRound], good: Sequence[Sample]) -> dict[str, Any]:
-    """From the answers, each of which stands for 1/n of a batch of n, and from the server's counters."""
+    """Batch sizes from the answers (each counts as 1/n of a batch of n) and from the server's counters."""
     found: dict[str, Any] = {}
     sizes = Counter(s.batch for s in good if s.batch)
     if sizes:

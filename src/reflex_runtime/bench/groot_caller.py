@@ -24,7 +24,7 @@ _LANGUAGE = "annotation.human.task_description"
 
 
 class GrootCaller:
-    """One REQ socket. After a time-out, as clients of N1.7 do, the next `ask` opens another."""
+    """One REQ socket. After a time-out the next `ask` opens another, as clients of N1.7 do."""
 
     schemes: ClassVar[tuple[str, ...]] = (*HTTP, ZMQ)
     config: ClassVar[str] = "gr00t"
@@ -37,17 +37,17 @@ class GrootCaller:
         self._expected: Expected | None = None
 
     async def connect(self) -> None:
-        """Ask what the policy's modalities are, and their sizes: our servers say them in the answer to ping."""
+        """Ask for the modalities, and for their sizes, which our servers put into the answer to ping."""
         announced = await self._exchange(encode(self._message("get_modality_config")))
         if not isinstance(announced, dict):
             raise BadAnswer(f"no modalities, but {str(announced)[:200]}")
         self.announced = announced
-        with suppress(ServerError):  # another server without ping
+        with suppress(ServerError):  # a server without ping
             pong = await self._exchange(encode(self._message("ping")))
             self._expected = Expected.of("ping", pong.get("reflex") if isinstance(pong, dict) else None)
 
     def expected(self) -> Expected | None:
-        """What ping says, else the names: of each picture 224 by 224 is sent, of each group of the state one number."""
+        """From ping; otherwise from the modalities, with 224 × 224 pictures and one number for each state group."""
         if self._expected is not None:
             return self._expected
         told = {name: _keys(config) for name, config in self.announced.items()}
@@ -56,7 +56,7 @@ class GrootCaller:
         return Expected("the modalities", images, state, next(iter(told.get("language", ())), ""))
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """One row of one step."""
+        """A request with one row of one step."""
         sent: dict[str, dict[str, Any]] = {"video": {}, "state": {}, "language": {}}
         for name, value in observed.items():
             if isinstance(value, str):
@@ -68,7 +68,7 @@ class GrootCaller:
         return encode(self._message("get_action") | {"data": {"observation": sent, "options": options}})
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """The actions of all groups, side by side."""
+        """Send it. The shape is that of all groups joined."""
         answer = await self._exchange(frame)
         try:
             groups, *info = answer if isinstance(answer, list) else [answer]
@@ -79,7 +79,7 @@ class GrootCaller:
             raise BadAnswer(f"no groups of actions in the answer: {error!r}") from None
 
     async def close(self) -> None:
-        """Drop what is on its way."""
+        """Close without waiting for messages in flight."""
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.close(linger=0)
@@ -125,7 +125,7 @@ def _opened(target: Target) -> Any:
 
 
 def _keys(config: Any) -> list[str]:
-    """The names in a ModalityConfig, as a map or as the JSON of one."""
+    """The names in a ModalityConfig, which is a map or JSON text."""
     told = config.get("as_json") if isinstance(config, dict) else None
     if isinstance(told, str):
         told = json.loads(told)

@@ -39,7 +39,7 @@ _NAMES: Final = {4: "deadline_exceeded", 5: "not_found", 12: "not_found", 14: "u
 
 
 class _GrpcCaller:
-    """A channel of its own, as a robot's program has."""
+    """A caller with its own channel, like a robot's program."""
 
     schemes: ClassVar[tuple[str, ...]] = (*HTTP, GRPC)
     service: ClassVar[str]
@@ -55,7 +55,7 @@ class _GrpcCaller:
             await channel.close()
 
     async def _call(self, method: str, sent: bytes | list[bytes]) -> bytes:
-        """One call; parts go out as a stream."""
+        """One call. A list is sent as a stream."""
         try:
             import grpc.aio
         except ImportError:
@@ -87,7 +87,7 @@ class _GrpcCaller:
 
 
 class OipGrpcCaller(_GrpcCaller):
-    """OIP: the model's metadata, then its ModelInfer."""
+    """OIP: ModelMetadata once, then ModelInfer."""
 
     config: ClassVar[str] = "oip"
     setting: ClassVar[str] = "oip_grpc"
@@ -95,14 +95,14 @@ class OipGrpcCaller(_GrpcCaller):
     expected = OipCaller.expected
 
     async def connect(self) -> None:
-        """Read what inputs the model has."""
+        """Read the inputs of the model."""
         if not self._target.model:
             raise NotFound("the model's name is not known: give the server's http:// URL", code="not_found")
         model = parse(await self._call("ModelMetadata", serialize({"name": self._target.model}, _NAMED)), _MODEL)
         self.announced = model | {"inputs": [item | {"shape": item["shape"].tolist()} for item in model["inputs"]]}
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """One row, with raw contents."""
+        """A request with one row and raw contents."""
         inputs, raw = [], []
         for name, value in observed.items():
             if isinstance(value, str):
@@ -116,7 +116,7 @@ class OipGrpcCaller(_GrpcCaller):
         return serialize(sent, _INFER)
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """One request."""
+        """Send it and read the shape of the actions."""
         answer = parse(await self._call("ModelInfer", frame), _INFERRED)
         told = {entry.get("key"): entry.get("value", {}).get("text") for entry in answer["parameters"]}
         try:
@@ -127,8 +127,8 @@ class OipGrpcCaller(_GrpcCaller):
 
 
 class LerobotCaller(_GrpcCaller):
-    """LeRobot: its setup, then an observation in one call and its actions in another. Its pickles are written without
-    its package, and those that come are not loaded."""
+    """LeRobot: the setup, then each observation in one call and its actions in another. Pickles are written without
+    LeRobot's package, and answers are counted without loading them."""
 
     config: ClassVar[str] = "lerobot"
     setting: ClassVar[str] = "lerobot"
@@ -139,7 +139,7 @@ class LerobotCaller(_GrpcCaller):
         self._set = b""  # the last setup
 
     async def connect(self) -> None:
-        """A new episode. The server announces nothing."""
+        """Begin an episode. The server announces nothing."""
         await self._call("Ready", b"")
         if self._set:
             await self._call("SendPolicyInstructions", self._set)
@@ -148,7 +148,7 @@ class LerobotCaller(_GrpcCaller):
         return None
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """The setup that describes an observation, and the observation: motors are m0, m1 … of each state."""
+        """The setup for this observation, followed by the observation. Motors of a state are called m0, m1 …"""
         features: dict[str, Any] = {}
         seen: dict[str, Any] = {}
         for name, value in observed.items():
@@ -173,7 +173,7 @@ class LerobotCaller(_GrpcCaller):
         return struct.pack("<I", len(setup)) + setup + _pickled("TimedObservation", observation)
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """Send what is seen, and wait for the actions."""
+        """Send the setup if it changed, then the observation, and wait for the actions."""
         (length,) = struct.unpack_from("<I", frame)
         setup, data = frame[4 : 4 + length], frame[4 + length :]
         if setup != self._set:
@@ -182,14 +182,14 @@ class LerobotCaller(_GrpcCaller):
         await self._call("SendObservations", _parts(data))
         answer = parse(await self._call("GetActions", b""), _BYTES).get("data", b"")
         steps = [opcode.name for opcode, _, _ in pickletools.genops(bytes(answer))] if answer else []
-        count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # of LeRobot's own servers, or of ours
+        count = steps.count("NEWOBJ") or steps.count("TUPLE3")  # opcodes of LeRobot's own servers, or of ours
         if not count:
             raise BadAnswer("no actions came for the observation")
         return WireAnswer((count,))
 
 
 def _pickled(name: str, fields: Mapping[str, Any]) -> bytes:
-    """An object of LeRobot's with these fields."""
+    """The pickle of an object of LeRobot's class `name` with these fields."""
     state = pickle.dumps(dict(fields), 3)
     return b"\x80\x03c" + f"{_HELPERS}\n{name}\n".encode() + b")\x81" + state[2:-1] + b"b."
 

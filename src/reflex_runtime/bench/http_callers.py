@@ -22,7 +22,7 @@ from reflex_runtime.client.streams import Streams
 
 
 class _HttpCaller:
-    """A kept connection to POST /act."""
+    """A kept-alive connection to POST /act."""
 
     schemes: ClassVar[tuple[str, ...]] = HTTP
     setting: ClassVar[str] = ""
@@ -33,17 +33,17 @@ class _HttpCaller:
         self._target, self._streams = target, Streams(target.address)
 
     async def connect(self) -> None:
-        """The first request opens the connection."""
+        """Nothing: the first request opens the connection."""
 
     def expected(self) -> Expected | None:
-        """HTTP announces nothing."""
+        """None: HTTP announces nothing."""
         return None
 
     async def close(self) -> None:
         await self._streams.close()
 
     async def _post(self, body: bytes) -> Reply:
-        """The answer to POST /act, if it is one."""
+        """POST it; raises the error of a status that is not 2xx."""
         reply = await self._streams.exchange(self._target.send("POST", "/act", self.kind, body))
         if not 200 <= reply.status < 300:
             raise refused(reply)
@@ -57,7 +57,7 @@ class ActCaller(_HttpCaller):
     wire: ClassVar[Wire] = "json"
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """The names of /act are those of the cameras, `state` and one for the instruction."""
+        """A body of /act: the cameras under `images`, `state`, `instruction`."""
         fields: dict[str, Any] = {}
         for name, value in observed.items():
             if isinstance(value, str):
@@ -69,11 +69,11 @@ class ActCaller(_HttpCaller):
         if deadline_ms:
             fields["deadline_ms"] = deadline_ms
         sent = observation(fields, self.wire, "raw")
-        del sent["request_id"]  # else every request had the same
+        del sent["request_id"]  # otherwise all requests would have the same id
         return encoded(sent, self.wire)
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """POST it."""
+        """POST it and read the shape of the actions."""
         came = chunk(await self._post(frame), "", 1)
         return WireAnswer(came.actions.shape, int(came.batch.get("size", 0)))
 
@@ -91,14 +91,14 @@ class JsonNumpyCaller(_HttpCaller):
     config: ClassVar[str] = "json-numpy"
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """JSON in which an array is a map."""
+        """JSON with arrays as maps."""
         fields = {
             name: _numpy_map(value) if isinstance(value, np.ndarray) else value for name, value in observed.items()
         }
         return json.dumps(fields | ({"deadline_ms": deadline_ms} if deadline_ms else {})).encode()
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """POST it; the answer is an array, a list of them, or a text that holds one."""
+        """POST it. The answer is an array, a list of arrays, or a text with the JSON of an array."""
         reply = await self._post(frame)
         with suppress(msgspec.DecodeError, KeyError, TypeError, ValueError):
             found = msgspec.json.decode(reply.body)

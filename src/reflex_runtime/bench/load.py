@@ -40,23 +40,23 @@ from reflex_runtime.sim.workload import (
 )
 
 OK: Final = "ok"
-UNSENT: Final = "not_sent"  # its robot was busy until long after the end
-_TICK: Final = 0.010  # seconds between two looks at the loop's own lag
-_PAUSE: Final = 0.1  # seconds after a connection that could not be made
+UNSENT: Final = "not_sent"  # its robot was still busy `timeout` after the end
+_TICK: Final = 0.010  # seconds between two measurements of the loop's own lag
+_PAUSE: Final = 0.1  # seconds of pause after a failed connection
 _TOLD: Final = 0.5  # seconds between two lines of progress
 
 Loop = Literal["closed", "paced", "constant", "poisson", "bursts", "replay"]
 
 
 class BenchSide(msgspec.Struct, frozen=True):
-    """One of the servers, and the wire it is asked on."""
+    """A server and the wire to use."""
 
     url: str
     wire: str
 
 
 class LoadJob(msgspec.Struct, frozen=True):
-    """What to do. Times in seconds.
+    """A run. Times in seconds.
 
     loop: `closed` (a robot asks `think` after its answer), `paced` (`rate` times a second each), or open at `rate` in
     all, or at the times `arrivals` of a recording. deadline: 0.0 for none.
@@ -90,7 +90,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadRound(msgspec.Struct):
-    """One server for a while. at: seconds from the beginning of the run. samples: those due in the measured part.
+    """A round on one server. at: seconds from the beginning of the run. samples: those due in the measured part.
 
     answered: how many answers came in the measured part. server: what its counters moved by in it, empty where it has
     none. lags: by how much the generator's own loop was late. cpu: the share of a core that the generator took.
@@ -107,7 +107,7 @@ class LoadRound(msgspec.Struct):
 
 
 class LoadLine(msgspec.Struct, omit_defaults=True):
-    """A line of output: progress, the result, or why there is none."""
+    """A line of output: progress, the result, or the error."""
 
     told: str = ""
     rounds: list[LoadRound] | None = None
@@ -115,7 +115,7 @@ class LoadLine(msgspec.Struct, omit_defaults=True):
 
 
 class _Side:
-    """A server that answered one request already."""
+    """A server of the job, and the request that it has answered once."""
 
     def __init__(self, job: LoadJob, side: BenchSide) -> None:
         self.target = self.asked = Target.of(side.url, job.key, job.timeout)
@@ -125,7 +125,7 @@ class _Side:
         self.frame = b""
 
     async def meet(self, own: Observed | None) -> None:
-        """Find out what it takes; ReflexError where it takes nothing."""
+        """Find an observation that the server answers; ReflexError if there is none."""
         caller, seen = self.kind(self.asked), ServerLook()
         try:
             seen = await look(self.target)
@@ -140,7 +140,7 @@ class _Side:
             await caller.close()
 
     async def counters(self) -> dict[str, float]:
-        """What its /metrics count of batches; empty where it has none."""
+        """The batch counters of its /metrics; empty without them."""
         if self.target.scheme not in HTTP:
             return {}
         streams = Streams(self.target.address)
@@ -180,7 +180,7 @@ class _Round:
         self._lags: list[float] = []
 
     async def play(self, index: int, began: float) -> LoadRound:
-        """Connect all robots, run them, and wait for what is still on its way."""
+        """Connect all robots, run them, and wait for outstanding requests."""
         callers = [self._side.kind(self._side.asked) for _ in range(self._job.robots)]
         try:
             await self._connect(callers)
@@ -233,7 +233,7 @@ class _Round:
         return OK, answer.batch
 
     async def _count(self) -> dict[str, float]:
-        """By how much the server's counters move while it is measured."""
+        """The change of the server's counters during the measured part."""
         await asyncio.sleep(max(0.0, self._job.warmup - self._now()))
         before = await self._side.counters()
         await asyncio.sleep(max(0.0, self._end - self._now()))
@@ -241,7 +241,7 @@ class _Round:
         return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
     async def _watch(self) -> None:
-        """Measure the lag of this process itself: by how much a timer is late beyond its resolution of 1 ms."""
+        """Measure this process: how late timers fire, beyond their resolution of 1 ms."""
         while True:
             due = self._now() + _TICK
             await asyncio.sleep(_TICK)
@@ -261,7 +261,7 @@ class _Round:
 
 
 def streams(job: LoadJob, number: int) -> list[RequestStream]:
-    """When each robot asks; in an open loop all of them take the next time from one."""
+    """The times at which each robot sends; in an open loop all robots take them from one shared stream."""
     seed, robots = f"{job.seed}/{number}", job.robots
     if job.loop == "closed":
         return list(Callers(robots, Fixed(job.think)).streams(seed))
@@ -280,7 +280,7 @@ def streams(job: LoadJob, number: int) -> list[RequestStream]:
 
 
 async def play(job: LoadJob, tell: Callable[[str], None]) -> list[LoadRound]:
-    """All rounds; the order of two servers turns from round to round."""
+    """All rounds. The order of two servers alternates from round to round."""
     own = read_observation(job.observation) if job.observation else None
     sides = [_Side(job, side) for side in job.sides]
     for side in sides:
@@ -295,7 +295,7 @@ async def play(job: LoadJob, tell: Callable[[str], None]) -> list[LoadRound]:
 
 
 def main() -> int:
-    """Read the job, do it, write the lines."""
+    """Read the job from standard input, run it, write lines to standard output."""
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadJob)
 
     def write(line: LoadLine) -> None:

@@ -16,12 +16,12 @@ from reflex_runtime.client.exchange import Reply, Send
 from reflex_runtime.client.streams import Streams
 
 _HEAD: Final = "Inference-Header-Content-Length"
-_LENGTH: Final = struct.Struct("<I")  # of the JSON, in front of a frame
+_LENGTH: Final = struct.Struct("<I")  # length of the JSON; precedes it in a frame
 TYPES: Final = {"float32": "FP32", "float64": "FP64", "int64": "INT64", "uint8": "UINT8"}
 
 
 class OipCaller:
-    """A kept connection. The model is the one that the server tells of, else the first of its repository."""
+    """A kept-alive connection. The model is the one that /config names, otherwise the first of the repository."""
 
     schemes: ClassVar[tuple[str, ...]] = HTTP
     config: ClassVar[str] = "oip"
@@ -32,7 +32,7 @@ class OipCaller:
         self._target, self._streams, self._model = target, Streams(target.address), target.model
 
     async def connect(self) -> None:
-        """Read what inputs the model has."""
+        """Read the inputs of the model."""
         if not self._model:
             listed = await self._sent("POST", "/v2/repository/index", b"{}")
             names = json.loads(listed.body or b"[]")
@@ -42,7 +42,7 @@ class OipCaller:
         self.announced = decoded(await self._sent("GET", f"/v2/models/{self._model}", None))
 
     def expected(self) -> Expected | None:
-        """From the inputs: pictures have four dimensions, the state two, the instruction is BYTES."""
+        """From the model's inputs: four dimensions are a picture, BYTES is the instruction, floats are the state."""
         images, state, prompt = {}, {}, ""
         for tensor in self.announced.get("inputs", ()):
             name, shape = tensor["name"], [size if size > 0 else 224 for size in tensor["shape"]]
@@ -55,7 +55,7 @@ class OipCaller:
         return Expected("the model's metadata", images, state, prompt)
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """One row. The length of the JSON stands in front: it goes out as a header."""
+        """A request with one row. The length of its JSON comes first; `ask` sends it as a header."""
         inputs, parts = [], []
         for name, value in observed.items():
             if isinstance(value, str):
@@ -74,7 +74,7 @@ class OipCaller:
         return b"".join((_LENGTH.pack(len(head)), head, *parts))
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """One request."""
+        """POST it and read the shape of the actions."""
         if not self._model:
             await self.connect()
         (length,) = _LENGTH.unpack_from(frame)
@@ -102,7 +102,7 @@ class OipCaller:
 
 
 def _refused(reply: Reply) -> ServerError:
-    """Here `error` is the message; our servers add `code`."""
+    """The error of an answer: on this wire `error` is the message, and our servers add `code`."""
     try:
         body = decoded(reply)
     except BadAnswer:

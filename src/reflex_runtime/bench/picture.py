@@ -1,4 +1,4 @@
-"""The picture of a run: every latency and every batch over time, and how latencies are distributed."""
+"""The picture of a run: latencies and batches over time, and the distribution of latencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = ("#4477aa", "#cc6677")
 
 
 def draw(rounds: Sequence[LoadRound], names: Sequence[str], prefix: Path, deadline: float) -> tuple[Path, Path]:
-    """PREFIX.svg and PREFIX.png. names: of the servers. deadline: seconds, 0.0 for none."""
+    """Write PREFIX.svg and PREFIX.png. names: of the servers. deadline: seconds, 0.0 for none."""
     return saved(prefix, lambda: _figure(rounds, names, deadline))
 
 
@@ -65,7 +65,7 @@ def _figure(rounds: Sequence[LoadRound], names: Sequence[str], deadline: float) 
 
 
 def _counted(axes: Any, rounds: Sequence[LoadRound], colour: str) -> None:
-    """A line for each round."""
+    """Draw the mean batch size of each round, from the server's counters."""
     for r in rounds:
         if r.server.get("batches"):
             mean, end = r.server["requests"] / r.server["batches"], max((s.done for s in r.samples), default=r.seconds)

@@ -1,4 +1,4 @@
-"""One observation on every wire of a server: what answers, what it expects, and what to do where nothing does."""
+"""Sends one observation on every wire of a server: which answer, what they expect, and what to do if none does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _ADVICE: Final[tuple[tuple[type[ClientError], str], ...]] = (
 
 @dataclass(slots=True)
 class WireProbe:
-    """What came of one wire. Times in milliseconds; None where it did not come so far.
+    """The result of one wire. Times in milliseconds; None for steps that were not reached.
 
     sent: name → type and shape. known: where those names are from. actions: shape of the answer.
     """
@@ -61,7 +61,7 @@ class WireProbe:
 
 @dataclass(frozen=True, slots=True)
 class ServerProbe:
-    """What came of a server."""
+    """The result of a server."""
 
     url: str
     server: ServerLook
@@ -69,12 +69,12 @@ class ServerProbe:
 
     @property
     def works(self) -> bool:
-        """Whether a wire answers."""
+        """Whether at least one wire answered."""
         return any(wire.works for wire in self.wires)
 
 
 async def probe(target: Target, wires: Sequence[str] = (), own: Observed | None = None) -> ServerProbe:
-    """Ask on these wires, on all that the URL may have without any. own: what to send, see `read_observation`.
+    """Ask on these wires; without any, on all wires of the URL's scheme. own: what to send, see `read_observation`.
 
     Raises Unreachable where nothing listens, NotFound where a language model is served.
     """
@@ -91,7 +91,7 @@ async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | No
         caller = CALLERS[name](at(target, CALLERS[name], seen))
         began = time.perf_counter()
         await caller.connect()
-        if caller.schemes != HTTP:  # there the request opens the connection
+        if caller.schemes != HTTP:  # on HTTP the request opens the connection
             found.connect_ms = 1e3 * (time.perf_counter() - began)
         found.announced = plain(caller.announced)
         await meet(caller, seen, own, found)
@@ -111,12 +111,12 @@ async def _probe(target: Target, name: str, seen: ServerLook, own: Observed | No
 
 
 def at(target: Target, kind: type[WireCaller], seen: ServerLook) -> Target:
-    """Where the wire is: the server itself, or the listener that it says it has. NotFound where it has none."""
+    """The address of a wire: the server's, or that of the listener named in /config. NotFound without that listener."""
     target = replace(target, model=seen.model.rpartition("@")[0].rpartition("/")[2])
     if not kind.setting or target.scheme not in HTTP:
         return target
     if not _is_on(kind, seen):
-        raise NotFound(f"the server says of no --{kind.setting.replace('_', '-')}")
+        raise NotFound(f"/config names no --{kind.setting.replace('_', '-')}")
     return target.listener(str(seen.settings[kind.setting]))
 
 
@@ -144,7 +144,7 @@ async def meet(caller: WireCaller, seen: ServerLook, own: Observed | None, found
 
 
 def candidates(caller: WireCaller, seen: ServerLook, own: Observed | None) -> list[tuple[str, Observed]]:
-    """What to send, the likeliest first, and where each is known from."""
+    """Observations to send, the most reliable source first, each with its source."""
     if own is not None:
         return [("--observation", own)]
     expected = Expected.of("/config", seen.wires.get(caller.config)) or caller.expected()
@@ -154,7 +154,7 @@ def candidates(caller: WireCaller, seen: ServerLook, own: Observed | None) -> li
 
 
 def advice(error: ClientError, seen: ServerLook, key: str) -> str:
-    """What to do about an error."""
+    """What the user should do about an error."""
     if isinstance(error, Unauthorized) and key:
         return "the server has another key than this one"
     if error.code == LANGUAGE_MODEL:
@@ -165,7 +165,7 @@ def advice(error: ClientError, seen: ServerLook, key: str) -> str:
 
 
 def plain(announced: Mapping[str, Any]) -> dict[str, Any]:
-    """What was announced, as JSON can have it."""
+    """An announcement as JSON-safe values; large arrays become their type and shape."""
 
     def written(value: Any) -> Any:
         if isinstance(value, Mapping):

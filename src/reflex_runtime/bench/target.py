@@ -1,4 +1,4 @@
-"""A server by its URL, and what it says of itself."""
+"""The address of a server, and what its /health and /config say."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HTTP: Final = ("http", "https")
 WEBSOCKET: Final = ("ws", "wss")
 ZMQ: Final = "tcp"
 GRPC: Final = "grpc"
-LANGUAGE_MODEL: Final = "language_model"  # code of the error where one is served
+LANGUAGE_MODEL: Final = "language_model"  # code of the error for a server of language models
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is and how it is asked. key: "" for none. timeout: seconds for each step. model: what it serves;
-    "" where that is not known."""
+    """The address of a server, and how to ask it. key: "" for none. timeout: seconds for each step. model: name of the
+    served model; "" if unknown."""
 
     url: str
     scheme: str
@@ -35,7 +35,7 @@ class Target:
 
     @classmethod
     def of(cls, url: str, key: str = "", timeout: float = 10.0) -> Target:
-        """ConfigError for what is no URL of a server."""
+        """Parse a URL; ConfigError if it is not one of a server."""
         parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
         try:
             port = parts.port
@@ -56,20 +56,20 @@ class Target:
         return cls(url, parts.scheme, address, key, timeout)
 
     def send(self, method: str, path: str, kind: str, body: bytes | None = None) -> Send:
-        """An HTTP request. kind: the media type of what is sent and wanted."""
+        """An HTTP request. kind: media type of the body and of the wanted answer."""
         headers = {"Content-Type": kind, "Accept": kind}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         return Send(method, path, headers, body, self.timeout)
 
     def websocket(self, path: str) -> str:
-        """The URL of the websocket at a path of our servers; where the URL is one itself, that."""
+        """The URL of the websocket at this path; a target that is a websocket URL keeps its own path."""
         prefix = self.address.prefix if self.scheme in WEBSOCKET else self.address.prefix + path
         slash = "" if prefix.startswith("/") else "/"
         return f"{'wss' if self.address.secure else 'ws'}://{self.address.netloc}{slash}{prefix}"
 
     def listener(self, url: str) -> Target:
-        """A listener of the same server. url: as its settings say, so its host may be any."""
+        """Another listener of this server. url: from its settings; a wildcard host means this server's."""
         parts = urlsplit(url if "//" in url else f"{GRPC}://{url}")
         host = self.address.host if parts.hostname in ("*", "0.0.0.0", "::") else parts.hostname
         known = f"{parts.scheme}://{f'[{host}]' if ':' in str(host) else host}:{parts.port}"
@@ -78,7 +78,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class ServerLook:
-    """What a server says over HTTP before it is asked anything. All is empty where it is no server of reflex.
+    """What /health and /config of a server say. All fields are empty if it is not a server of reflex.
 
     wires: what an observation must hold, by wire. settings: of `reflex serve`. Both are empty also without the right
     key. locked: it wants a key, or another one.
@@ -107,7 +107,7 @@ async def look(target: Target) -> ServerLook:
         state = health.get("state")
         if not isinstance(state, str):
             return ServerLook()
-        if "model" in health:  # a policy's server names it in /config, which may need a key
+        if "model" in health:  # only servers of language models name it in /health
             raise NotFound(f"{target.url}: serves a language model", code=LANGUAGE_MODEL)
         reply = await streams.exchange(target.send("GET", "/config", "application/json"))
     except BadAnswer:
@@ -122,7 +122,7 @@ async def look(target: Target) -> ServerLook:
 
 
 def _map(reply: Reply) -> dict[str, Any]:
-    """The JSON of an answer, empty where it has none."""
+    """The JSON map of an answer; empty if there is none."""
     try:
         return decoded(reply)
     except BadAnswer:

@@ -27,12 +27,12 @@ from reflex_runtime.web.errors import ClientError
 
 
 class _WebsocketCaller:
-    """One websocket, opened by `connect`, and anew by the `ask` after an error that left it unusable."""
+    """One websocket, opened by `connect`. After an error that makes it unusable, the next `ask` opens a new one."""
 
     schemes: ClassVar[tuple[str, ...]] = (*HTTP, *WEBSOCKET)
     setting: ClassVar[str] = ""
     path: ClassVar[str] = "/"
-    first: ClassVar[str]  # what is said where nothing comes at first
+    first: ClassVar[str]  # message of the error if the server's first frame does not arrive
 
     def __init__(self, target: Target) -> None:
         self.announced: Mapping[str, Any] = {}
@@ -40,19 +40,19 @@ class _WebsocketCaller:
         self._socket: ClientConnection | None = None
 
     async def connect(self) -> None:
-        """Open the websocket and wait for what comes first."""
+        """Open the websocket and wait for the server's first frame."""
         async with self._within(self.first):
             await self._greet(await self._opened())
 
     async def close(self) -> None:
-        """Leave without a word, as stock clients do at their end."""
+        """Abort the connection without a close frame, as stock clients do when they exit."""
         socket, self._socket = self._socket, None
         if socket is not None:
             socket.transport.abort()
             await socket.wait_closed()
 
     async def _greet(self, socket: ClientConnection) -> None:
-        """Set `announced`."""
+        """Exchange the first frames and set `announced`."""
         raise NotImplementedError
 
     async def _exchange(self, frame: bytes) -> str | bytes:
@@ -88,7 +88,7 @@ class _WebsocketCaller:
 
     @asynccontextmanager
     async def _within(self, late: str) -> AsyncIterator[None]:
-        """A time limit. After what leaves a message on its way, the next `ask` opens another websocket."""
+        """A time limit. On any error the websocket is closed, because an answer may still be on its way."""
         whole = False
         try:
             async with asyncio.timeout(self._target.timeout):
@@ -113,18 +113,18 @@ class OpenpiCaller(_WebsocketCaller):
     first: ClassVar[str] = "the websocket was opened, and no metadata came: the policy may still be loading"
 
     def expected(self) -> Expected | None:
-        """Our own servers say it in their metadata."""
+        """From the metadata of our own servers."""
         return Expected.of("metadata", self.announced.get("reflex"))
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """One observation."""
+        """A frame with one observation."""
         fields = _nested(observed)
         if deadline_ms and "reflex" in self.announced:
             fields["reflex/deadline_ms"] = deadline_ms
         return openpi_codec.encode(fields)
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """An answer is a binary frame, an error a text frame."""
+        """Send it. Answers are binary frames, errors are text frames."""
         came = await self._exchange(frame)
         if isinstance(came, str):
             if "reflex" not in self.announced:  # other servers close the websocket after an error
@@ -149,25 +149,25 @@ class OpenpiCaller(_WebsocketCaller):
 
 
 class VlaEvalCaller(_WebsocketCaller):
-    """vla-eval: a hello each way, an episode, and one action for each observation."""
+    """vla-eval: a hello in each direction, an episode, and one action for each observation."""
 
     config: ClassVar[str] = "vla-eval"
     path: ClassVar[str] = "/vla-eval"
     first: ClassVar[str] = "no hello came: the policy may still be loading"
 
     def expected(self) -> Expected | None:
-        """A server's hello does not name its pictures."""
+        """None: the hello of vla-eval does not name pictures."""
         return None
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """Pictures as raw bytes. The protocol has no place for a deadline."""
+        """An observation with raw pictures. The protocol has no field for a deadline."""
         payload = _nested(observed)
         for pictures in (payload, payload.get("images", {})):
             pictures |= {name: _raw(value) for name, value in pictures.items() if _is_picture(value)}
         return vla_eval_codec.encode(EvalMessage("observation", payload, 2))
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """One action, which mostly is out of the server's last chunk."""
+        """Send it. The answer is one action, usually from the chunk that the server buffers."""
         answer = self._message(await self._exchange(frame))
         if answer.type == "error":
             error = answer.payload.get("error")
@@ -196,12 +196,12 @@ class VlaEvalCaller(_WebsocketCaller):
         raise BadAnswer(f"no message of vla-eval, but text: {frame[:200]!r}")
 
 
-_TRIAL: Final = f"reflex-{'0' * 32}"  # stands in frames for the name of a caller's own evaluation
+_TRIAL: Final = f"reflex-{'0' * 32}"  # placeholder in frames; `ask` puts the caller's own evaluation in its place
 
 
 class XPolicyLabCaller(_WebsocketCaller):
-    """XPolicyLab: a hello, the reset of a trial, and a chunk of actions for each observation. Every caller is an
-    evaluation of its own, because the server names episodes after it."""
+    """XPolicyLab: a hello, the reset of a trial, and a chunk of actions for each observation. Each caller is a separate
+    evaluation, because the server names episodes after it."""
 
     config: ClassVar[str] = "xpolicylab"
     path: ClassVar[str] = "/xpolicylab"
@@ -212,11 +212,11 @@ class XPolicyLabCaller(_WebsocketCaller):
         self._trial = f"reflex-{uuid.uuid4().hex}"
 
     def expected(self) -> Expected | None:
-        """Our own servers say it in their hello_ack."""
+        """From the hello_ack of our own servers."""
         return Expected.of("hello_ack", self.announced.get("reflex"))
 
     def frame(self, observed: Observed, deadline_ms: float) -> bytes:
-        """Pictures by slot, the state by group."""
+        """A frame with pictures by slot and the state by group."""
         sent: dict[str, Any] = {"vision": {}, "state": {}}
         for name, value in observed.items():
             if isinstance(value, str):
@@ -231,7 +231,7 @@ class XPolicyLabCaller(_WebsocketCaller):
         return _lab_frame("infer", _TRIAL, {"observation": sent})
 
     async def ask(self, frame: bytes) -> WireAnswer:
-        """The actions of all groups, side by side."""
+        """Send it. The shape is that of all groups joined."""
         answer = self._message(await self._exchange(frame.replace(_TRIAL.encode(), self._trial.encode(), 1)))
         if answer.type != "infer_result":
             raise BadAnswer(f"no actions, but {answer.type}: {str(answer.payload)[:200]}")
@@ -276,7 +276,7 @@ def _lab_frame(kind: str, trial: str, payload: dict[str, Any]) -> bytes:
 
 
 def _nested(observed: Observed) -> dict[str, Any]:
-    """Names with `images/` in front go out in a map `images`."""
+    """Move names with the prefix `images/` into a map `images`."""
     fields = {name: value for name, value in observed.items() if not name.startswith("images/")}
     nested = {name.removeprefix("images/"): v for name, v in observed.items() if name.startswith("images/")}
     return fields | ({"images": nested} if nested else {})
@@ -292,12 +292,12 @@ def _raw(picture: Any) -> dict[str, Any]:
 
 
 def _refused(body: Mapping[str, Any]) -> ServerError:
-    """An error in the words of our servers."""
+    """The exception for the JSON error of our servers."""
     return refused(Reply(0, {}, json.dumps(body, default=str).encode()))
 
 
 def _refusal(text: str) -> ServerError:
-    """A text frame as an error: our JSON, or what another server says, mostly a traceback."""
+    """The exception for a text frame: our JSON, or another server's text, usually a traceback."""
     with suppress(ValueError):
         body = json.loads(text)
         if isinstance(body, dict) and "error" in body:

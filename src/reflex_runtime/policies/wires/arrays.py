@@ -1,4 +1,4 @@
-"""Arrays that come as bytes, a type's name and a shape: every codec reads them within the same bounds."""
+"""Arrays from bytes, a type name and a shape, within the same bounds for every codec."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPE: Final = re.compile(r"[<>|=]?[biufUS][1-9][0-9]{0,4}")  # not V (structure
 
 
 def array_in(data: Any, dtype: Any, shape: Any) -> NDArray[Any]:
-    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError when the three do not agree."""
+    """A read-only view of `data` (bytes or a memoryview) as an array; ClientError if the three are inconsistent."""
     known = type_of(dtype)
     if not isinstance(data, (bytes, memoryview)) or not _is_shape(shape):
         raise ClientError(f"an array needs data and a shape of at most {MAX_DIMENSIONS} whole numbers")
@@ -44,7 +44,7 @@ def _viewed(data: bytes | memoryview, dtype: np.dtype[Any], shape: Any) -> NDArr
         raise ClientError(f"{len(data)} bytes do not make an array of shape {shape[:MAX_DIMENSIONS]} and {dtype.str}")
     try:
         return np.ndarray(shape, dtype, buffer=data)
-    except (ValueError, TypeError):  # zero bytes fit any shape with a 0, but numpy has a largest one
+    except (ValueError, TypeError):  # an empty array may claim a shape beyond numpy's limits
         raise ClientError(f"shape {shape} is no array") from None
 
 
@@ -53,7 +53,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def type_of(name: Any) -> np.dtype[Any]:
-    """The numpy type of a name; ClientError for what is no number and no text."""
+    """The numpy type of a name; ClientError unless it is a number or a text."""
     if isinstance(name, memoryview):
         name = bytes(name).decode("ascii", "replace")
     dtype = _known(name) if isinstance(name, str) and _TYPE.fullmatch(name) else None

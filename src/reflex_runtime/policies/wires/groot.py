@@ -1,8 +1,8 @@
 """GR00T's protocol as a session: endpoints, tokens, episodes, and calls whose rows are as many requests.
 
 One `GrootSession` serves all clients of a listener, because ZeroMQ says who sent a message and not who left. A client
-(a routing id) is a robot of its own. What a message cannot have done is answered: a REQ client that gets no answer
-waits for ever.
+(a routing id) is a robot of its own. Every message is answered, also an invalid one, because a REQ client without an
+answer waits for ever.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from reflex_runtime.web.fields import check_id, invalid
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.zeromq import ZmqMessage
 
-DEADLINE_MS: Final = 15_000.0  # `timeout_ms` of every release; N1.5 and N1.6 do not set it, and wait for ever
-MAX_CLIENTS: Final = 4096  # routing ids that are kept: the one that was silent for longest is forgotten
+DEADLINE_MS: Final = 15_000.0  # default `timeout_ms` of clients; those of N1.5 and N1.6 never apply it
+MAX_CLIENTS: Final = 4096  # routing ids; beyond it the least recently used one is forgotten
 _OPTIONS: Final = RequestLimits.__struct_fields__
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
 class GrootClient:
-    """What is kept of one routing id. name: its own as a robot. said: in the options of its last reset."""
+    """The state of one routing id. name: of the robot. said: options of its last reset."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -44,13 +44,13 @@ class GrootClient:
         self._episodes: dict[str, Episodes] = {}
 
     def episodes(self, part: str) -> Episodes:
-        """Those of one row, or of one environment."""
+        """The episodes of one row or environment."""
         if part not in self._episodes and len(self._episodes) >= MAX_ROWS:
             raise invalid("env_id", f"env_id: a connection may have {MAX_ROWS} environments")
         return self._episodes.setdefault(part, Episodes(self.name + part))
 
     def reset(self, options: Mapping[str, Any]) -> None:
-        """Begin new episodes: those of the environments that are named, else all."""
+        """Begin new episodes, of the named environments or of all."""
         said = {name: options[name] for name in ("robot_id", "episode_id") if options.get(name) is not None}
         limits_of(said)
         for name, value in said.items():
@@ -63,7 +63,7 @@ class GrootClient:
 
 
 class GrootSession:
-    """What all clients of a listener ask. form: of get_modality_config, n1.5 or n1.6."""
+    """The session of all clients of a listener. form: of get_modality_config, n1.5 or n1.6."""
 
     def __init__(self, asking: Asking, form: str) -> None:
         self._asking, self._form = asking, form
@@ -71,7 +71,7 @@ class GrootSession:
         self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
 
     def asked(self, message: ZmqMessage) -> None:
-        """A message has come. Answer it, now or later; what is raised is answered by `failed`."""
+        """Handle a message; it is answered now or later. Exceptions are answered by `failed`."""
         sent = decode(message.data)
         self._check_token(sent.get("api_token"))
         endpoint = text_of(sent.get("endpoint", "get_action"))
@@ -93,7 +93,7 @@ class GrootSession:
             raise NotFound(printable(f"Unknown endpoint: {str(endpoint)[:100]}"))
 
     def failed(self, message: ZmqMessage, error: ReflexError) -> bytes:
-        """Count an error, and make a message of it."""
+        """Count an error and return the message for it."""
         client = self._clients.get(message.peer)
         name = message.id if client is None else client.name
         self._asking.fail(Ask(GROOT, message.id, name, lambda result: None, message.started), error)
@@ -105,7 +105,7 @@ class GrootSession:
             raise Unauthorized("Unauthorized: Invalid API token")
 
     def _client(self, message: ZmqMessage) -> GrootClient:
-        """That of a message. Routing ids come again after a restart, message ids do not: these name it."""
+        """The client of a message. Named after the message, because routing ids repeat after a restart."""
         client = self._clients.get(message.peer)
         if client is None:
             client = self._clients[message.peer] = GrootClient(f"gr00t-{message.id}")
@@ -129,7 +129,7 @@ class GrootSession:
 
 
 class GrootCall:
-    """One get_action: its rows are requests of their own, and are answered together. nested: the form of the answer."""
+    """One get_action. Each row is a request; they are answered together. nested: the form of the answer."""
 
     def __init__(
         self, asking: Asking, message: ZmqMessage, observation: GrootObservation, reading: Reading, nested: bool
@@ -141,7 +141,7 @@ class GrootCall:
         self._over = False
 
     def ask(self, client: str, questions: Sequence[Question]) -> None:
-        """Ask all rows."""
+        """Submit all rows."""
         message, many = self._message, len(questions) > 1
         for row, question in enumerate(questions):
             if many and question.request_id:
@@ -155,7 +155,7 @@ class GrootCall:
     def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
         if self._over:
             return
-        if isinstance(result, ReflexError):  # one row is wrong: the protocol knows no answer for the others
+        if isinstance(result, ReflexError):  # the protocol has no answer for single rows
             asks = self._end()
             self._message.answer(_error(result, asks[row].request_id))
             for ask in asks:
@@ -167,7 +167,7 @@ class GrootCall:
             self._message.answer(self._answer([self._answers[row] for row in range(len(self._end()))]))
 
     def _end(self) -> list[Ask]:
-        asks, self._asks, self._over = self._asks, [], True  # they and the call hold each other
+        asks, self._asks, self._over = self._asks, [], True  # break the reference cycle
         return asks
 
     def _answer(self, answers: Sequence[ActAnswer]) -> bytes:
@@ -200,7 +200,7 @@ def _map(sent: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _options(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a message. Ids may be numbers."""
+    """The options of a message. Ids may be numbers."""
     found = data.get("options")
     if found is None:
         return {}
@@ -209,7 +209,7 @@ def _options(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(environments: Any, rows: int = 1) -> list[str]:
-    """What tells the rows of a client apart: the environments they are of, else their numbers."""
+    """The suffix of each row's robot and episode: its environment, otherwise its number."""
     if environments is None:
         return [""] if rows == 1 else [f"/{row}" for row in range(rows)]
     named = environments if isinstance(environments, list) else [environments]

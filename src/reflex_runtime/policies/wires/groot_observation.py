@@ -1,4 +1,4 @@
-"""What GR00T's observations hold, in all their forms: flat or nested names, with or without a batch axis.
+"""Reads GR00T's observations in all forms: flat or nested names, with or without a batch axis.
 
     {"video.front": [T, H, W, C], "state.arm": [T, D], "annotation.human.task": [text]}                      N1.5
     {"video": {"front": [B, T, H, W, C]}, "state": {"arm": [B, T, D]}, "language": {"task": [[text]]}}       N1.6, N1.7
@@ -24,7 +24,7 @@ from reflex_runtime.web.json import printable
 MAX_ROWS: Final = 256
 GROUPS: Final = ("video", "state", "language")
 VIDEO, STATE, ACTION, LANGUAGE = "video.", "state.", "action.", "language."
-LANGUAGE_KEY: Final = "annotation.human.task_description"  # that N1.5 and N1.6 call it where an export does not say
+LANGUAGE_KEY: Final = "annotation.human.task_description"  # of N1.5 and N1.6, if the export gives none
 _AXES: Final = {VIDEO: 3, STATE: 1}  # of one picture, of one state
 
 
@@ -62,7 +62,7 @@ class GrootObservation:
         ]
 
     def actions(self, reading: Reading, chunks: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """The answer: each group of the action, of all rows."""
+        """The answer: the actions of all rows, split into groups."""
         stacked = np.stack(chunks) if self.batched else chunks[0]
         found, at = {}, 0
         for name, size in groups_of(reading):
@@ -102,7 +102,7 @@ def groups_of(reading: Reading) -> Sequence[tuple[str, int]]:
 
 
 def modalities(reading: Reading, flat: bool) -> dict[str, Any]:
-    """What get_modality_config answers. flat: as N1.5."""
+    """The answer to get_modality_config. flat: with names as in N1.5."""
     wire, spec = reading.wire, reading.spec
     names = {"video.": [wire.images.get(camera, VIDEO + camera).removeprefix(VIDEO) for camera in spec.images]}
     names["state."] = [name.removeprefix(STATE) for name in wire.state or ("state",)] if spec.takes_state else []
@@ -135,7 +135,7 @@ def _axes(name: str) -> int:
 
 
 def _array(name: str, value: Any) -> NDArray[Any]:
-    if _is_numbers(value, 5):  # texts among them would make an array of the longest text's size
+    if _is_numbers(value, 5):  # with a text among them numpy would allocate the longest text for each
         try:
             value = np.asarray(value)
         except (ValueError, OverflowError):

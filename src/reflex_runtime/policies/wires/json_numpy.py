@@ -1,9 +1,9 @@
-"""json-numpy on POST /act, as robots ask servers of OpenVLA, OpenVLA-OFT and GR00T: JSON in which an array is a map.
+"""json-numpy on POST /act, as clients of OpenVLA, OpenVLA-OFT and GR00T send it: JSON with arrays as maps.
 
     {"__numpy__": base64, "dtype": "|u1", "shape": [224, 224, 3]}
     {"__ndarray__": base64, "dtype": "uint8", "shape": [224, 224, 3]}
 
-Four forms, told apart by what they hold. Each is answered in its own form; errors are those of /act.
+Four forms, recognised by their keys. Each is answered in its own form; errors are those of /act.
 
     {"image": array, "instruction": text, …}        an array: the first action of the chunk
     {"encoded": "<the JSON of that>"}               a text: the JSON of that array
@@ -44,7 +44,7 @@ _OWN: Final = RequestLimits.__struct_fields__
 
 @dataclass(frozen=True, slots=True)
 class JsonNumpy:
-    """An observation as it was sent. quoted: as JSON within JSON. whole: its client takes all actions of a chunk."""
+    """A decoded observation. quoted: it came as JSON within JSON. whole: the client takes all actions of a chunk."""
 
     block: ClassVar = JSON_NUMPY
     observation: dict[str, Any]
@@ -52,7 +52,7 @@ class JsonNumpy:
     whole: bool
 
     def question(self, reading: Reading) -> Question:
-        """What is asked; 422 naming what is missing or wrong."""
+        """Build the question; 422 names what is missing or wrong."""
         seen = dict(self.observation)
         limits = limits_of({name: seen.pop(name) for name in _OWN if name in seen})
         if FULL_IMAGE in seen:
@@ -66,7 +66,7 @@ class JsonNumpy:
 
 
 class GrootJson:
-    """An observation of GR00T. said: what else the body has. arrays: its client reads json-numpy."""
+    """A decoded observation of GR00T. said: other keys of the body. arrays: the client reads json-numpy."""
 
     block: ClassVar = GROOT
 
@@ -75,7 +75,7 @@ class GrootJson:
         self._reading: Reading | None = None
 
     def question(self, reading: Reading) -> Question:
-        """What is asked; 422 naming what is missing or wrong."""
+        """Build the question; 422 names what is missing or wrong."""
         if self.observation.size > 1:
             raise invalid(OBSERVATION, f"{OBSERVATION}: has {self.observation.size} rows, may have one in a request")
         self._reading = reading
@@ -91,12 +91,12 @@ class GrootJson:
 
 
 def is_json_numpy(body: bytes) -> bool:
-    """Whether a body that is none of /act's own may be one of these: worth another look."""
+    """Whether a body that is not in the form of /act may be in one of these."""
     return any(mark in body for mark in _MARKS)
 
 
 def decode(body: bytes) -> JsonNumpy | GrootJson | None:
-    """The observation in a body; None where it has no array and is not quoted. ClientError where an array is none."""
+    """Decode a body; None if it has no array and is not quoted. ClientError for a malformed array."""
     value = _parse(body)
     quoted = isinstance(value, dict) and isinstance(value.get("encoded"), str)
     if quoted:
@@ -136,7 +136,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _read_groups(observation: dict[str, Any], flat: bool = False) -> dict[str, Any]:
-    """With flat names, or those of each modality in a map."""
+    """Decode the arrays of an observation with flat names, or with a map for each modality."""
     return {
         name: _read_groups(sent, True) if name in GROUPS and not flat and isinstance(sent, dict) else _read(name, sent)
         for name, sent in observation.items()

@@ -1,9 +1,9 @@
 """LeRobot's asynchronous inference over gRPC: a robot sends what it sees, and asks for actions in another call.
 
-    Ready                    a new episode of this robot, and of no other
-    SendPolicyInstructions   what its observations hold; checked against the export, and nothing is loaded
-    SendObservations         one observation; the newest of a robot takes the place of one that waits
-    GetActions               the actions for it, as soon as there is one; empty data after a while without
+    Ready                    begins a new episode of this robot only
+    SendPolicyInstructions   describes observations; compared with the export, nothing is loaded
+    SendObservations         sends one observation; it replaces an older one that still waits
+    GetActions               waits for an observation and returns its actions; empty data after 2 s without one
 
 A robot is a connection. See `lerobot_pickle` for what its messages hold.
 """
@@ -36,11 +36,11 @@ from reflex_runtime.web.json import printable
 
 SERVICE: Final = "transport.AsyncInference"
 WAIT: Final = 2.0  # seconds that GetActions waits for an observation
-STALE: Final = 10.0  # seconds after which an observation that nothing asked for is dropped
-MAX_ROBOTS: Final = 4096  # that are kept: the one that was silent for longest is forgotten
-MAX_MOTORS: Final = 1024  # of a robot: a pickle may name one list of them in every feature
+STALE: Final = 10.0  # seconds after which an observation without a GetActions is dropped
+MAX_ROBOTS: Final = 4096  # beyond it the least recently used one is forgotten
+MAX_MOTORS: Final = 1024  # of a robot; a small pickle can repeat one list in every feature
 MAX_NAME: Final = 256  # characters of a motor's name
-RATE_HZ: Final = 30.0  # of actions, where the export does not say
+RATE_HZ: Final = 30.0  # of actions, if the export gives no rate
 TYPES: Final = ("act", "smolvla", "diffusion", "tdmpc", "vqbet", "pi0", "pi0_fast", "pi05", "groot")
 _BEGIN, _MIDDLE, _END = 1, 2, 3
 _BYTES: Final[Message] = {1: Field("data", "bytes")}
@@ -49,7 +49,7 @@ _STATE, _IMAGES = "observation.state", "observation.images."
 
 
 class LerobotSetup:
-    """What the observations of a robot hold: motors in the order of the state, and cameras."""
+    """Describes the observations of a robot: motors in the order of the state, and cameras."""
 
     def __init__(self, sent: Mapping[str, Any]) -> None:
         features = _of(sent, "lerobot_features", dict)
@@ -71,7 +71,7 @@ class LerobotSetup:
                 self.motors[own] = _bounded(names, MAX_MOTORS - sum(map(len, self.motors.values())))
 
     def check(self, reading: Reading) -> None:
-        """422 for what differs from the export."""
+        """Raises 422 for a difference from the export."""
         spec = reading.spec
         if spec.model_type in TYPES and self.policy_type != spec.model_type:
             wrong = f"policy_type: is {self.policy_type}, the export has {spec.model_type}"
@@ -86,7 +86,7 @@ class LerobotSetup:
         reading.read({name: np.zeros(len(names)) for name, names in self.motors.items()} | pictures | {"task": ""})
 
     def observation(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What a robot sees, by the names of the features; 422 for what is missing."""
+        """An observation under the names of its features; 422 for what is missing."""
         found: dict[str, Any] = {}
         for name, motors in self.motors.items():
             found[name] = np.array([_number(raw, motor) for motor in motors], np.float64)
@@ -99,7 +99,7 @@ class LerobotSetup:
 
 
 class LerobotSeen:
-    """An observation that waits for its robot to ask. held: bytes that are counted. started: when it came."""
+    """An observation that waits for GetActions. held: bytes counted in `Bodies`. started: when it arrived."""
 
     def __init__(self, question: Question, steps: int, timestamp: float, timestep: int, call: GrpcCall) -> None:
         self.question, self.steps, self.timestamp, self.timestep = question, steps, timestamp, timestep
@@ -108,7 +108,7 @@ class LerobotSeen:
 
 
 class LerobotRobot:
-    """One connection. seen: the newest observation that was not asked for."""
+    """One connection, with its newest observation that still waits for GetActions."""
 
     def __init__(self, name: str, bodies: Bodies) -> None:
         self.name, self.episodes = name, Episodes(name)
@@ -120,7 +120,7 @@ class LerobotRobot:
         self._ends = False
 
     def put(self, seen: LerobotSeen, call: GrpcCall) -> None:
-        """It takes the place of one that waits, and the bytes of its call."""
+        """Store an observation in place of an older one, and take over the counted bytes of its call."""
         self.drop()
         seen.held, call.held = call.held, 0
         self._seen = seen
@@ -128,7 +128,7 @@ class LerobotRobot:
         self._stale = asyncio.get_running_loop().call_later(STALE, self.drop)
 
     def take(self) -> LerobotSeen | None:
-        """The observation that waits, with the bytes that are counted."""
+        """Remove and return the waiting observation; the caller releases its bytes."""
         seen, self._seen = self._seen, None
         if not self._ends:
             self._came.clear()
@@ -137,18 +137,18 @@ class LerobotRobot:
         return seen
 
     def drop(self) -> None:
-        """Forget the observation that waits."""
+        """Remove the waiting observation and release its bytes."""
         seen = self.take()
         if seen is not None:
             self._bodies.release(seen)
 
     def end(self) -> None:
-        """The server ends: nothing will come."""
+        """The server shuts down: wake `next`."""
         self._ends = True
         self._came.set()
 
     async def next(self) -> LerobotSeen | None:
-        """The newest observation, once there is one; None after a while."""
+        """Wait for the newest observation; None after `WAIT` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT):
                 while self._seen is None:
@@ -173,11 +173,11 @@ class LerobotService:
         self.streams = {"SendObservations": self.observe}
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
-        """Count an error of a call."""
+        """Count the error of a call."""
         self._asking.fail(Ask(LEROBOT, call.id, call.peer, lambda result: None, call.started), error)
 
     def end(self) -> None:
-        """The server ends: calls that wait for an observation are answered."""
+        """The server shuts down: answer the calls that wait for an observation."""
         for robot in self._robots.values():
             robot.end()
 
@@ -188,7 +188,7 @@ class LerobotService:
         return b""
 
     async def instruct(self, call: GrpcCall, data: bytes) -> bytes:
-        """Waits until there is a policy, as clients do whose server loads one now."""
+        """Wait until the policy is ready, then compare the setup with it."""
         sent = read_pickle(bytes(parse(data, _BYTES).get("data", b"")), SETUP)
         setup = LerobotSetup(sent)
         await self._started()
@@ -257,7 +257,7 @@ class LerobotService:
             self._asking.runtime.forget(started.set)
 
     def _robot(self, call: GrpcCall) -> LerobotRobot:
-        """That of a connection. Ports come again, ids of calls do not: these name it."""
+        """The robot of a connection. Named after its first call, because ports repeat."""
         robot = self._robots.get(call.peer)
         if robot is None:
             robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies)
@@ -268,7 +268,7 @@ class LerobotService:
 
 
 async def _joined(parts: AsyncIterator[bytes]) -> bytes:
-    """The message that comes in parts: from the first, to the one that ends it."""
+    """Join the parts of a message, from BEGIN to END."""
     found: list[memoryview] = []
     async for part in parts:
         values = parse(part, _PART)

@@ -41,7 +41,7 @@ class _Name:
 
 @dataclass(slots=True, eq=False)
 class Pickled:
-    """An object of LeRobot. fields: what it holds."""
+    """An object of LeRobot with its fields."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -49,14 +49,14 @@ class Pickled:
 
 @dataclass(slots=True, eq=False)
 class PickledArray:
-    """An array; its state comes after it."""
+    """An array; a later opcode gives its contents."""
 
     array: NDArray[Any] | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Dtype:
-    """A type of numpy. name: with its byte order, which comes after it."""
+    """A numpy type. name: with the byte order that a later opcode gives."""
 
     name: str
 
@@ -69,7 +69,7 @@ _MARK: Final = _Mark()
 
 
 def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
-    """The fields of the object of this kind in a pickle; ClientError where it holds anything else."""
+    """The fields of an object of this kind; ClientError if the pickle holds anything else."""
     try:
         found = _Machine(data).run()
     except ClientError:
@@ -83,7 +83,7 @@ def read_pickle(data: bytes, kind: str) -> dict[str, Any]:
 
 
 class _Machine:
-    """Reads one pickle. stack: what it has made. at: how far it is."""
+    """Reads one pickle. stack: values so far. at: read position."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._view = data, memoryview(data).toreadonly()
@@ -92,7 +92,7 @@ class _Machine:
         self.at = 0
 
     def run(self) -> Any:
-        """The value that the pickle ends with."""
+        """The value of the pickle."""
         for _ in range(MAX_OPCODES):
             opcode = self._data[self.at]
             self.at += 1
@@ -179,7 +179,7 @@ class _Machine:
         self.push(Pickled(kind.name))
 
     def call(self) -> None:
-        """REDUCE: arrays, their types, and numbers of numpy."""
+        """REDUCE: numpy's arrays, types and numbers."""
         target, arguments = self.pop(2)
         if not isinstance(target, _Name) or not isinstance(arguments, tuple):
             raise TypeError
@@ -200,7 +200,7 @@ class _Machine:
             raise TypeError
 
     def build(self) -> None:
-        """BUILD: what an object holds."""
+        """BUILD: the contents of an object."""
         target, state = self.pop(2)
         if isinstance(target, Pickled) and type(state) is dict:
             target.fields = state
@@ -299,7 +299,7 @@ _OPCODES: Final[dict[int, Callable[[_Machine], Any]]] = {
 
 # -- the answer --------------------------------------------------------------------------------------------------------
 
-_ACTION: Final = f"c{HELPERS}\nTimedAction\nq\0".encode()  # a name, kept in the memo as 0
+_ACTION: Final = f"c{HELPERS}\nTimedAction\nq\0".encode()  # the class, memoised as 0
 _TENSOR: Final = b"ctorch\ntensor\nq\1"
 
 

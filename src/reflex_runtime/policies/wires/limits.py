@@ -1,5 +1,5 @@
-"""What a caller says of itself and of one request, where its protocol has no field for it: in the URL's query, or under
-`reflex/…` in an observation. And the `Question` that comes of it."""
+"""Identity and limits of a request on wires without fields for them: from the URL's query, or from `reflex/…` in an
+observation. Builds the `Question`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN: Final = "reflex/"
 
 
 class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """As the fields of POST /act."""
+    """Limits of one request; the same fields as in POST /act."""
 
     robot_id: str | None = None
     episode_id: str | None = None
@@ -29,7 +29,7 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """What a URL's query may say, for all requests of its websocket."""
+    """Fields of a URL's query, for all requests of its websocket."""
 
     robot_id: str | None = None
     episode_id: str | None = None
@@ -38,18 +38,18 @@ class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
-    """Those of one request; 422 naming what is wrong. Numbers may come as text."""
+    """Validate the limits of one request; 422 names the wrong field. Numbers may be text."""
     limits: RequestLimits = _converted(said, RequestLimits)
     return limits
 
 
 def limits_in(observation: Mapping[str, Any]) -> RequestLimits:
-    """Those that stand under `reflex/…` in an observation."""
+    """The limits under `reflex/…` in an observation."""
     return limits_of({name[len(OWN) :]: text_of(value) for name, value in observation.items() if name.startswith(OWN)})
 
 
 def socket_limits(query: Mapping[str, str]) -> SocketLimits:
-    """Those of a websocket."""
+    """Validate the query of a websocket's URL."""
     limits: SocketLimits = _converted(query, SocketLimits)
     return limits
 
@@ -57,7 +57,7 @@ def socket_limits(query: Mapping[str, str]) -> SocketLimits:
 def question_of(
     observed: Observed, limits: RequestLimits, said: SocketLimits, robot_id: str | None, episode_id: str | None
 ) -> Question:
-    """What is asked. limits: of the request; said: of its websocket. robot_id: where `limits` has none."""
+    """Build the question. limits: of the request; said: of its websocket. robot_id: default if `limits` has none."""
     images, state, instruction = observed
     return Question(
         images=images,

@@ -1,5 +1,5 @@
-"""Observations of other protocols read as a `Question`: which picture is which camera, what makes the state, what is
-the instruction. The export's block `wires` says so; what it does not say is found by name."""
+"""Maps observations of other protocols to cameras, state and instruction, by the export's block `wires`, otherwise by
+name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from reflex_runtime.web.fields import invalid
 from reflex_runtime.web.json import printable
 
 PREFIXES: Final = ("observation/", "observation.images.", "observation.", "images/", "vision/", "video.")
-"""What other protocols put in front of a name."""
+"""Prefixes that other protocols put before a name."""
 PROMPTS: Final = ("prompt", "instruction", "task", "task_description")
 STATES: Final = ("state", "states")
 MAX_STATE: Final = 16_384  # numbers
-MAX_NAME: Final = 256  # characters, with the names of the maps it is in: each name of a map is written out
+MAX_NAME: Final = 256  # characters of a name with the names of its enclosing maps
 
 Observed = tuple[tuple[tuple[str, str, Image], ...], NDArray[np.float64] | None, str | None]
 
@@ -51,12 +51,12 @@ class Reading:
         }
         for other in self._others:
             for camera in [camera for camera in other.spec.images if camera not in images]:
-                with suppress(InvalidRequest):  # the version that needs it says so
+                with suppress(InvalidRequest):  # the version that needs it reports the error
                     images[camera] = other._image(camera, came, plain)
         return tuple(images.values()), self._state(came, plain), self._prompt(came, plain)
 
     def describe(self) -> dict[str, Any]:
-        """What an observation is expected to hold, JSON-safe."""
+        """The expected observation, JSON-safe."""
         spec, wire = self.spec, self.wire
         images = {wire.images.get(name, self._video + name): list(size) for name, size in spec.images.items()}
         found: dict[str, Any] = {"images": images}
@@ -138,12 +138,12 @@ class Readings:
 
     @property
     def map(self) -> WireMap:
-        """What the export says of the wire."""
+        """The export's block for the wire."""
         return self._served.spec.wires.get(self._wire) or WireMap()
 
     @property
     def now(self) -> Reading:
-        """A policy may be exchanged while its server runs."""
+        """The current reading; it changes when a policy is exchanged."""
         specs = self._served.all_specs
         if specs != self._specs:
             first, *others = (Reading(spec, spec.wires.get(self._wire)) for spec in specs)
@@ -153,7 +153,7 @@ class Readings:
 
 
 def text_of(value: Any) -> Any:
-    """Text for bytes that are text; anything else as it is."""
+    """The text in bytes, an array or a list of one; any other value unchanged."""
     while isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, memoryview) and len(value) <= MAX_TEXT:
@@ -169,7 +169,7 @@ def text_of(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """A map within a map as names with a slash."""
+    """Flatten nested maps to names joined by slashes."""
     for name, value in values.items():
         if len(before) + len(name) > MAX_NAME:
             raise invalid("observation", f"observation: a name in it has more than {MAX_NAME} characters")
@@ -193,7 +193,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _numbers(name: str, value: Any) -> NDArray[np.float64]:
-    """A part of the state in one dimension: an array, a list, or one number."""
+    """A part of the state as a vector, from an array, a list, or one number."""
     if isinstance(value, list) and (len(value) > MAX_STATE or not all(type(v) in (int, float) for v in value)):
         value = None
     if isinstance(value, (list, int, float)) and not isinstance(value, bool):

@@ -34,12 +34,12 @@ ACTIONS: Final = "actions"
 EXTENSIONS: Final = ("binary_tensor_data", "sequence", "schedule_policy")
 _STATE, _INSTRUCTION, _SEED = "state", "instruction", "seed"
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
-_LEVELS: Final = {1: "urgent", 2: "default"}  # 0 is the default too, whatever is greater is background
+_LEVELS: Final = {1: "urgent", 2: "default"}  # 0 is default as well; larger numbers are background
 
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """What a caller asks. outputs: the names it wants; all where it names none. id: its own, or an empty text."""
+    """A decoded request. outputs: wanted names; empty means all. id: the caller's, or an empty text."""
 
     inputs: Sequence[Tensor]
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def check_model(spec: PolicySpec, name: str, version: str = "") -> None:
 
 
 def server_metadata() -> dict[str, Any]:
-    """What the server says of itself."""
+    """Name, version and extensions of the server."""
     return {"name": "reflex", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
@@ -90,10 +90,10 @@ def model_metadata(spec: PolicySpec) -> dict[str, Any]:
 
 
 class Sequences:
-    """Episodes of sequence ids: the same id begins another episode after its end, and when it starts again."""
+    """Episodes of sequence ids. An id begins a new episode after `sequence_end`, and with `sequence_start`."""
 
     def __init__(self) -> None:
-        self._epochs: OrderedDict[str, int] = OrderedDict()  # the last used ones; 0 for the first episode
+        self._epochs: OrderedDict[str, int] = OrderedDict()  # least recently used first; 0 is the first episode
 
     def episode(self, parameters: Mapping[str, Any]) -> str | None:
         """The episode that a request belongs to; None where it names no sequence."""
@@ -115,7 +115,7 @@ class Sequences:
 def questions(
     spec: PolicySpec, sequences: Sequences, sent: InferRequest, most_ms: float | None = None
 ) -> list[Question]:
-    """One for each row; 422 naming what is wrong. most_ms: how long the caller waits at most."""
+    """A question for each row; 422 names what is wrong. most_ms: the longest time that the caller waits."""
     expected = [item["name"] for item in model_metadata(spec)["inputs"]]
     given = {tensor.name: tensor for tensor in sent.inputs}
     _check_names(sent, list(given), expected, {_SEED, *spec.optional_images})
@@ -164,7 +164,7 @@ def _check_names(
 
 
 def _rows(given: Sequence[Tensor]) -> int:
-    """How many requests: the first dimension, the same of all inputs."""
+    """The number of rows: the first dimension, which all inputs share."""
     for tensor in given:
         if not tensor.shape or not 0 < tensor.shape[0] <= MAX_ROWS or tensor.shape[0] != given[0].shape[0]:
             wrong = f"{tensor.name}: has shape {list(tensor.shape)}"
@@ -221,7 +221,7 @@ def _seed(tensor: Tensor, row: int) -> int:
 
 
 class Infer:
-    """One request of any number of rows: as many asks, and one answer."""
+    """A request of any number of rows: an ask for each row, and one answer."""
 
     def __init__(
         self,
@@ -231,8 +231,8 @@ class Infer:
         done: Callable[[list[ActAnswer] | ReflexError], None],
         started: float | None = None,
     ) -> None:
-        """done: called once, with an answer for each row or the first error. request_id: where the caller names none;
-        after an error, the id of the row that has it."""
+        """done: called once, with the answers of all rows or the first error. request_id: if the caller names none;
+        after an error it is the id of the failed row."""
         self.request_id = request_id
         self._asking, self._client, self._done, self._started = asking, client, done, started
         self._asks: list[Ask] = []
@@ -240,7 +240,7 @@ class Infer:
         self._over = False
 
     def ask(self, questions: Sequence[Question], received: float | None = None) -> None:
-        """Every row is a request. received: when the last byte was read."""
+        """Submit each row as a request. received: when the last byte was read."""
         self._answers = [None] * len(questions)
         for row, question in enumerate(questions):
             own = f"{self.request_id}/{row}" if len(questions) > 1 else self.request_id
@@ -251,12 +251,12 @@ class Infer:
                 return
 
     def fail(self, error: Exception) -> None:
-        """It cannot be read."""
+        """Report an error of the whole request."""
         self._asks = [self._begin(self.request_id, partial(self._settled, 0))]
         self._asking.fail(self._asks[0], error)
 
     def leave(self) -> None:
-        """The caller has gone."""
+        """The caller disconnected: cancel the rows."""
         self._over = True
         for ask in self._asks:
             self._asking.leave(ask)
@@ -280,10 +280,10 @@ class Infer:
 
 
 def actions_of(answers: Sequence[ActAnswer]) -> NDArray[np.float32]:
-    """The output: [n, actions, dim]."""
+    """The output tensor: [n, actions, dim]."""
     return np.stack([np.asarray(answer.actions, "<f4") for answer in answers])
 
 
 def details_of(answers: Sequence[ActAnswer]) -> str:
-    """The parameter `reflex` of an answer: for each row what /act says beside the actions, as JSON."""
+    """The parameter `reflex` of an answer: for each row the other fields of an answer of /act, as JSON."""
     return encode([{name: getattr(answer, name) for name in _SENT} for answer in answers]).decode()

@@ -18,7 +18,7 @@ from reflex_runtime.web.errors import ClientError
 from reflex_runtime.web.grpc_listener import GrpcCall, Reported, settle
 
 SERVICE: Final = "inference.GRPCInferenceService"
-MOST_MS: Final = 600_000.0  # a caller that waits for longer waits without limit
+MOST_MS: Final = 600_000.0  # a longer deadline counts as none
 _PARAMETER: Final[Message] = {
     1: Field("bool", "bool"), 2: Field("int", "int"), 3: Field("text", "text"), 4: Field("double", "double"),
     5: Field("uint", "uint"),
@@ -42,7 +42,7 @@ _CONTENTS: Final[Message] = {
     4: Field("UINT32", "uint", many=True), 5: Field("UINT64", "uint", many=True), 6: Field("FP32", "float", many=True),
     7: Field("FP64", "double", many=True), 8: Field("BYTES", "bytes", many=True),
 }  # fmt: skip
-_WIDER: Final = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT32"}  # where their values stand
+_WIDER: Final = {"INT8": "INT32", "INT16": "INT32", "UINT8": "UINT32", "UINT16": "UINT32"}  # field of their values
 _TENSOR: Final[Message] = {**_PORT, 4: _PARAMETERS, 5: Field("contents", _CONTENTS)}
 _REQUEST: Final[Message] = {
     1: Field("model_name", "text"), 2: Field("model_version", "text"), 3: Field("id", "text"), 4: _PARAMETERS,
@@ -56,7 +56,7 @@ _ANSWER: Final[Message] = {
 
 
 def decode(data: bytes) -> tuple[str, str, oip.InferRequest]:
-    """(name of the model, its version, what is asked); an error names what is wrong."""
+    """(model, version, request); ClientError names what is wrong."""
     sent = parse(data, _REQUEST)
     raw = sent["raw"]
     if raw and len(raw) != len(sent["inputs"]):
@@ -93,7 +93,7 @@ def _parameters(sent: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class OipService:
-    """The calls, for all clients of a listener."""
+    """The gRPC calls of a listener."""
 
     def __init__(self, asking: Asking, sequences: oip.Sequences) -> None:
         self._asking, self._runtime, self._sequences = asking, asking.runtime, sequences
@@ -107,7 +107,7 @@ class OipService:
         }
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
-        """Count an error of a request."""
+        """Count the error of a request."""
         if call.method == "ModelInfer":
             self._asking.fail(Ask(OIP, call.id, call.peer, lambda result: None, call.started), error)
 

@@ -34,7 +34,7 @@ _SIZE: Final = "binary_data_size"
 
 
 class OipBody(NamedTuple):
-    """What a body asks. binary: the answer's tensor is wanted as raw bytes."""
+    """A decoded body. binary: the caller wants the answer's tensor as raw bytes."""
 
     asked: oip.InferRequest
     binary: bool
@@ -64,7 +64,7 @@ _json = msgspec.json.Decoder(_Body)
 
 
 def decode(body: bytes, head: int | None = None) -> OipBody:
-    """What is asked; 400 or 422 naming what is wrong. head: bytes of JSON, where tensors follow as raw bytes."""
+    """Decode a body; 400 or 422 names what is wrong. head: bytes of JSON, if raw tensors follow it."""
     if head is not None and head > len(body):
         raise ClientError(f"Inference-Header-Content-Length is {head}, and the body has {len(body)} bytes")
     said = _parse(body if head is None else body[:head])
@@ -84,7 +84,7 @@ def decode(body: bytes, head: int | None = None) -> OipBody:
 
 
 def encode_answer(model: str, sent: OipBody, answers: Sequence[ActAnswer]) -> tuple[bytes, int | None]:
-    """The body of an answer, and the bytes of its JSON where the actions follow as raw bytes."""
+    """The body of an answer, and the length of its JSON if raw actions follow it."""
     actions = oip.actions_of(answers)
     output: dict[str, Any] = {"name": oip.ACTIONS, "datatype": "FP32", "shape": actions.shape}
     if sent.binary:
@@ -143,7 +143,7 @@ def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
 
 
 FORM: Final = ErrorForm(_refuse)
-"""As ours, but `error` is the message, which clients of this protocol show, and `code` the code."""
+"""Our form of errors, but `error` is the message, because clients of this protocol show it; `code` is the code."""
 
 
 class OipHttp:
@@ -174,15 +174,15 @@ class OipHttp:
     # -- metadata and health -------------------------------------------------------------------------------------------
 
     def server(self, exchange: Exchange, _: bytes) -> None:
-        """What the server is."""
+        """Server metadata."""
         exchange.answer(200, encode(oip.server_metadata()))
 
     def live(self, exchange: Exchange, _: bytes) -> None:
-        """200 while the server answers."""
+        """200 while the server runs."""
         exchange.answer(200, encode({"live": True}))
 
     def ready(self, exchange: Exchange, _: bytes) -> None:
-        """200 when requests are answered, else 503."""
+        """200 if requests can be answered, otherwise 503."""
         ready = self._runtime.health == "ready"
         exchange.answer(200 if ready else 503, encode({"ready": ready}))
 
@@ -192,7 +192,7 @@ class OipHttp:
         exchange.answer(200, encode(oip.model_metadata(self._asking.served.spec)))
 
     def model_ready(self, exchange: Exchange, _: bytes) -> None:
-        """As `ready`, of a model that is served."""
+        """Like `ready`, for one model."""
         self._check(exchange)
         self.ready(exchange, b"")
 
@@ -202,13 +202,13 @@ class OipHttp:
     # -- infer ---------------------------------------------------------------------------------------------------------
 
     def enter(self, exchange: Exchange) -> None:
-        """The head has come."""
+        """The head of a request has arrived."""
         self._check(exchange)
         if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ClientError("compressed bodies are not read")
 
     def infer(self, exchange: Exchange, body: bytes) -> None:
-        """The body has come."""
+        """The body has arrived."""
         length = exchange.headers.get(HEAD)
         if length is not None and not (length.isdigit() and len(length) < 12):
             raise ClientError("Inference-Header-Content-Length must be a whole number")
@@ -220,7 +220,7 @@ class OipHttp:
             self._ask(exchange, decode(body, head))
 
     def fail(self, exchange: Exchange, error: ReflexError) -> None:
-        """The request cannot be read, or must not be."""
+        """Answer a request that is refused before it is submitted."""
         (exchange.ask or self._begin(exchange)).fail(error)
 
     def _decoded(self, exchange: Exchange, decoding: asyncio.Future[OipBody]) -> None:
@@ -258,11 +258,11 @@ class OipHttp:
             body, head = encode_answer(oip.model_name(self._asking.served.spec), sent, result)
             more: Headers | None = None if head is None else [(HEAD, b"%d" % head)]
             exchange.answer(200, body, JSON if head is None else BINARY, more)
-        exchange.ask = None  # the two hold each other
+        exchange.ask = None  # break the reference cycle
 
 
 def _what(path: str) -> tuple[str, str, str]:
-    """Model, version and the rest of a path: names may have slashes."""
+    """Model, version and rest of a path. Model names may contain slashes."""
     name, what = path[len(MODELS) :], ""
     if name.endswith(("/infer", "/ready")):
         name, _, what = name.rpartition("/")

@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol: from bytes, or from values one by one, to arrays."""
+"""Tensors of the Open Inference Protocol, from raw bytes or from lists of values, as arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DTYPES: Final = {
     "INT32": "<i4", "INT64": "<i8", "FP16": "<f2", "FP32": "<f4", "FP64": "<f8",
 }  # fmt: skip
 
-MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES, each of which is a value of its own
+MAX_TEXTS: Final = 4096  # elements of a tensor of BYTES
 
 Values = NDArray[Any] | list[bytes]
 
@@ -36,7 +36,7 @@ class Tensor:
 
 
 def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes | memoryview) -> Tensor:
-    """A tensor as raw little-endian bytes; of BYTES each element has its length before it."""
+    """A tensor from raw little-endian bytes; elements of BYTES have a length prefix."""
     size = _size(name, shape)
     if datatype == "BYTES":
         _check_texts(name, size)
@@ -49,7 +49,7 @@ def tensor_of_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes 
 
 
 def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
-    """A tensor as numbers or texts one by one in C order: a list (of JSON perhaps nested) or an array."""
+    """A tensor from numbers or texts in C order: a list (in JSON it may be nested) or an array."""
     size = _size(name, shape)
     flat = values if isinstance(values, np.ndarray) else _flat(name, values)
     if len(flat) != size:
@@ -62,7 +62,7 @@ def tensor_of_values(name: str, datatype: str, shape: Sequence[int], values: Any
     dtype = np.dtype(_dtype(name, datatype))
     try:
         return Tensor(name, datatype, tuple(shape), _array(name, datatype, flat, dtype).reshape(shape))
-    except ValueError:  # no values fit any shape with a 0, but numpy has a largest one
+    except ValueError:  # an empty tensor may claim a shape beyond numpy's limits
         raise invalid(printable(name), f"{name}: shape {list(shape)} is no array") from None
 
 

@@ -24,29 +24,29 @@ from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, W
 
 PATHS: Final = ("/", "/openpi/policy", "/v1/realtime/robot/openpi")
 MAX_BATCH: Final = 256  # observations in a frame
-ROWS: Final = 16  # of them that are asked in one turn of the loop: each takes 0.2 ms
-RESET: Final = "reset successful"  # what RoboArena's clients wait for: the one text frame that is no error
+ROWS: Final = 16  # observations submitted in one turn of the loop; each takes 0.2 ms
+RESET: Final = "reset successful"  # RoboArena's answer to reset: the only text frame that is not an error
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
 
 class Episodes:
-    """Names the episodes of one robot: a new one after a reset, and for another instruction where no name is given."""
+    """Names the episodes of one robot. A reset begins a new one; so does a new instruction if the caller names none."""
 
     def __init__(self, own: str) -> None:
-        """own: the name where none is given."""
+        """own: the name of the episode if the caller gives none."""
         self._own = self._name = own
         self._epoch = 0
         self._prompt: int | None = None
 
     def reset(self) -> None:
-        """The next observation begins another episode."""
+        """Begin a new episode with the next observation."""
         self._epoch += 1
 
     def of(self, name: str | None, prompt: str | None) -> str:
-        """The episode of an observation. name: where the caller gave one."""
+        """The episode of an observation. name: the caller's, if it gave one."""
         if name is not None:
             check_id("episode_id", name)
-        seen = None if prompt is None else hash(prompt)  # a text of thousands of characters would be kept
+        seen = None if prompt is None else hash(prompt)  # not the text, which may have thousands of characters
         if (name or self._own) != self._name:
             self._name, self._epoch = name or self._own, 0
         elif name is None and self._prompt is not None and seen != self._prompt:
@@ -56,13 +56,13 @@ class Episodes:
 
 
 class OpenpiSession:
-    """One websocket: the episode it is in, and the requests of the message that it waits for."""
+    """One websocket: its episodes, and the requests of the current message."""
 
     def __init__(self, asking: Asking, socket: WebSocket) -> None:
         self._asking, self._socket = asking, socket
         self._said = socket_limits(socket.query)
         self._robot = self._said.robot_id or f"ws-{socket.id}"
-        self._episodes: dict[str, Episodes] = {}  # by the place in a batch
+        self._episodes: dict[str, Episodes] = {}  # by position in a batch
         self._asks: list[Ask] = []
         self._results: list[dict[str, Any] | None] = []
         self._batched = False
@@ -72,7 +72,7 @@ class OpenpiSession:
     # -- the websocket -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:
-        """Announce the policy once there is one. Clients wait for that without a limit."""
+        """Send the metadata once a policy is ready. Clients wait for it without a limit."""
         self._socket.owe(True)
         self._asking.runtime.when_started(self._announce)
 
@@ -98,7 +98,7 @@ class OpenpiSession:
         self._read(rows, 0, message.received)
 
     def _read(self, rows: list[tuple[Ask, Any]], begin: int, received: float) -> None:
-        """Ask a few rows in each turn of the loop."""
+        """Submit `ROWS` rows in each turn of the loop."""
         for place, (ask, observation) in enumerate(rows[begin : begin + ROWS], begin):
             part = f"/{place}" if self._batched else ""
             self._asking.read(ask, partial(self._question, observation, part), received)
@@ -106,12 +106,12 @@ class OpenpiSession:
             asyncio.get_running_loop().call_soon(self._read, rows, begin + ROWS, received)
 
     def failed(self, message: SocketMessage, error: ReflexError) -> str:
-        """Count an error, and make a frame of it."""
+        """Count an error and return the frame for it."""
         self._asking.fail(Ask(OPENPI, message.id, self._robot, lambda result: None, message.started), error)
         return _text(error, message.id)
 
     def left(self) -> None:
-        """Take back what it waits for."""
+        """Cancel the outstanding requests."""
         self._asking.runtime.forget(self._announce)
         for ask in list(self._asks):
             self._asking.leave(ask)
@@ -140,7 +140,7 @@ class OpenpiSession:
         return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started)
 
     def _question(self, observation: Any, part: str) -> Question:
-        """part: the place in a batch, which is a robot of its own."""
+        """part: position in a batch; each position is a separate robot."""
         if not isinstance(observation, dict):
             raise ClientError("an observation must be a map")
         limits, said = limits_in(observation), self._said

@@ -43,7 +43,7 @@ def _plain(value: Any) -> Any:
 
 
 def _array(found: dict[str, Any]) -> Any:
-    """The array that a map stands for, else the map."""
+    """The array or number that a map represents, otherwise the map."""
     if "__ndarray__" in found:
         return array_in(found.get("data"), found.get("dtype"), found.get("shape"))
     if "__npgeneric__" in found:

@@ -40,8 +40,8 @@ Message = Mapping[int, Field]
 
 
 def parse(data: bytes | memoryview, message: Message) -> dict[str, Any]:
-    """The fields that came, by name; ClientError where the bytes are none of this message. Of a field that came twice
-    the last counts. Unknown fields are skipped."""
+    """Decode a message into a dict by field name; ClientError if it is malformed. The last of several occurrences
+    counts. Unknown fields are skipped."""
     try:
         return _Parser().parse(memoryview(data).toreadonly(), message, 0)
     except (IndexError, UnicodeDecodeError):
@@ -85,7 +85,7 @@ class _Parser:
         return _whole_numbers(numbers, kind) if len(numbers) > FEW else self._few(raw, kind)
 
     def _few(self, raw: memoryview, kind: str) -> NDArray[Any]:
-        """The same one by one, which is faster for a few."""
+        """The same, one number at a time: faster for a few."""
         found, at = [], 0
         while at < len(raw):
             value, at = _varint(raw, at)
@@ -130,7 +130,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def _raw(data: memoryview, at: int, wire: int) -> tuple[Any, int]:
-    """A field as it came: a number, or a view of its bytes."""
+    """An undecoded field: a number, or a view of its bytes."""
     if wire == _VARINT:
         return _varint(data, at)
     if wire not in (_EIGHT, _SIZED, _FOUR):

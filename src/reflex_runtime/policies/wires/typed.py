@@ -1,6 +1,6 @@
-"""A websocket whose messages say what they are: what the sessions of such protocols share.
+"""Base of websocket sessions whose messages have a type.
 
-The client says hello, which is answered when there is a policy, and then asks one thing at a time.
+The client sends a hello, which is answered once a policy is ready, and then one request at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, W
 
 
 class TypedSession(ABC):
-    """One websocket, which is one robot. robot: its name. said: by the URL's query."""
+    """One websocket, which is one robot. robot: its name. said: fields of the URL's query."""
 
     def __init__(self, wire: str, asking: Asking, socket: WebSocket) -> None:
         self.asking, self.socket = asking, socket
@@ -30,23 +30,23 @@ class TypedSession(ABC):
         self.readings = Readings(asking.served, wire)
         self._wire = wire
         self._ask: Ask | None = None
-        self._read = ""  # the id of the message that was read last
+        self._read = ""  # id of the last decoded message
 
     @abstractmethod
     def read(self, frame: bytes) -> None:
-        """Decode a message: what `take` and `error` need of it."""
+        """Decode a message for `take` and `error`."""
 
     @abstractmethod
     def take(self, message: SocketMessage) -> None:
-        """Answer the message that was read, or `ask` the policy. What is raised is answered as an error."""
+        """Answer the decoded message, or `ask` the policy. Exceptions are answered as errors."""
 
     @abstractmethod
     def hello(self) -> bytes:
-        """The frame that says what is served."""
+        """The frame that answers a hello."""
 
     @abstractmethod
     def answered(self, answer: ActAnswer) -> bytes:
-        """The frame for what the policy answers."""
+        """The frame for an answer of the policy."""
 
     @abstractmethod
     def error(self, error: ReflexError, request_id: str) -> bytes:
@@ -55,10 +55,10 @@ class TypedSession(ABC):
     # -- the websocket -------------------------------------------------------------------------------------------------
 
     def opened(self) -> None:  # noqa: B027
-        """The client speaks first."""
+        """Nothing: the client speaks first."""
 
     def asked(self, message: SocketMessage) -> None:
-        """Any message of the protocol."""
+        """Decode and handle a message."""
         if isinstance(message.data, str):
             self.socket.close(UNSUPPORTED, "messages are binary frames")
             self.socket.answer()
@@ -68,15 +68,15 @@ class TypedSession(ABC):
         self.take(message)
 
     def failed(self, message: SocketMessage, error: ReflexError) -> bytes:
-        """Count an error, and make a frame of it."""
-        if self._read != message.id and isinstance(message.data, bytes):  # refused before it was looked at
+        """Count an error and return the frame for it."""
+        if self._read != message.id and isinstance(message.data, bytes):  # refused before it was decoded
             with suppress(ReflexError):
                 self.read(message.data)
         self.asking.fail(Ask(self._wire, message.id, self.robot, lambda result: None, message.started), error)
         return self.error(error, message.id)
 
     def left(self) -> None:
-        """Take back what it waits for."""
+        """Cancel the outstanding request."""
         self.asking.runtime.forget(self._greet)
         if self._ask is not None:
             self.asking.leave(self._ask)
@@ -84,18 +84,18 @@ class TypedSession(ABC):
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def greet(self) -> None:
-        """Answer with `hello` once there is a policy."""
+        """Send `hello` once a policy is ready."""
         self.socket.owe(True)
         self.socket.answer()
         self.asking.runtime.when_started(self._greet)
 
     def ask(self, message: SocketMessage, read: Callable[[], Question]) -> None:
-        """Ask the policy. read: makes the question of the message."""
+        """Ask the policy. read: builds the question from the message."""
         self._ask = Ask(self._wire, message.id, self.robot, self._settled, message.started)
         self.asking.take(self._ask, read, message.received)
 
     def report(self, episode: str, result: dict[str, Any]) -> None:
-        """An episode has ended: count its success, where the result says so and the policy answered in it."""
+        """Count the success of an ended episode, if the result reports it and the policy answered in that episode."""
         success = _success_in(result)
         if success is not None and self.socket.may_change:
             with suppress(NotFound):
@@ -109,7 +109,7 @@ class TypedSession(ABC):
         self.socket.send(self.hello())
 
     def _settled(self, result: ActAnswer | ReflexError) -> None:
-        ask, self._ask = self._ask, None  # it holds the pictures
+        ask, self._ask = self._ask, None  # it refers to the pictures
         assert ask is not None
         if isinstance(result, ReflexError):
             self.socket.answer(self.error(result, ask.request_id))
@@ -118,7 +118,7 @@ class TypedSession(ABC):
 
 
 def _success_in(result: dict[str, Any]) -> bool | None:
-    """What the result of an episode says of success; None where it says nothing."""
+    """The success in the result of an episode; None if it is not reported."""
     for found in (result.get("metrics"), result.get("result"), result):
         success = found.get("success") if isinstance(found, dict) else None
         if isinstance(success, (bool, int, float)) and success in (0, 1):

@@ -1,4 +1,4 @@
-"""vla-eval's websocket: a benchmark says hello, begins an episode, and gets one action for each observation.
+"""vla-eval's websocket: a benchmark sends a hello, begins an episode, and gets one action for each observation.
 
 The policy answers chunks. A session keeps the rest of the last one, and answers the next observations out of it without
 asking the policy. A new episode drops it. docs/wires.md has what a benchmark may send.
@@ -30,7 +30,7 @@ TYPES: Final = ("hello", "episode_start", "observation", "episode_end", "error")
 
 
 class VlaEvalSession(TypedSession):
-    """One websocket: the episode it is in, and what is left of its chunk."""
+    """One websocket: its episode, and the remaining actions of the last chunk."""
 
     def __init__(self, asking: Asking, socket: WebSocket) -> None:
         super().__init__(VLA_EVAL, asking, socket)
@@ -47,7 +47,7 @@ class VlaEvalSession(TypedSession):
 
     def take(self, message: SocketMessage) -> None:
         sent = self._sent
-        self._sent = replace(sent, payload={})  # which has the pictures
+        self._sent = replace(sent, payload={})  # drop the reference to the pictures
         if sent.type not in TYPES:
             raise ClientError(printable(f"type {sent.type[:40]!r}: must be one of {', '.join(TYPES)}"))
         if sent.type == "observation":

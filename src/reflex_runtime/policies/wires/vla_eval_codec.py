@@ -22,7 +22,7 @@ from reflex_runtime.web.json import printable
 
 @dataclass(frozen=True, slots=True)
 class EvalMessage:
-    """One message. seq: the sender's number; an answer has that of its question."""
+    """One message. seq: number of the sender; an answer repeats it."""
 
     type: str
     payload: dict[str, Any]
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
 
 
 def _array(found: dict[str, Any]) -> Any:
-    """The array or the encoded picture that a map stands for, else the map."""
+    """The array or encoded picture that a map represents, otherwise the map."""
     if "__image__" in found and found.get("format") != "raw":
         data, form = found.get("data"), found.get("format")
         if form not in ("png", "jpeg") or not isinstance(data, memoryview):

@@ -1,4 +1,4 @@
-"""XPolicyLab's websocket: an evaluation says hello, resets a trial, and gets a chunk of actions for each observation.
+"""XPolicyLab's websocket: an evaluation sends a hello, resets a trial, and gets a chunk for each observation.
 
 An action is a map of groups, as `arm_joint_state` and `ee_joint_state`. The export names them; without that, they are
 those of the observation's state where they fit. docs/wires.md has what an evaluation may send.
@@ -41,7 +41,7 @@ _ACKS: Final = {
 }
 _SENT: Final = ("request_id", "timing", "batch", "cache", "guard", "rtc", "model_hash", "policy_changed", "warnings")
 
-_NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # what cannot be read
+_NONE: Final = LabFrame("", {"message_id": "", "evaluation_id": ""})  # answers messages that cannot be decoded
 
 Groups = tuple[tuple[str, int], ...]
 
@@ -53,9 +53,9 @@ class XPolicyLabSession(TypedSession):
         super().__init__(XPOLICYLAB, asking, socket)
         self._sent = _NONE
         self._hello: dict[str, Any] = {}
-        self._groups: Groups = ()  # of the actions that are waited for
+        self._groups: Groups = ()  # of the actions of the outstanding request
         self._trial = ""
-        self._resets = 0  # of this trial, but for the first
+        self._resets = 0  # of this trial, without the first
 
     def read(self, frame: bytes) -> None:
         self._sent = _NONE
@@ -63,7 +63,7 @@ class XPolicyLabSession(TypedSession):
 
     def take(self, message: SocketMessage) -> None:
         sent = self._sent
-        self._sent = replace(sent, payload={})  # which has the pictures
+        self._sent = replace(sent, payload={})  # drop the reference to the pictures
         if sent.type == "infer":
             self.ask(message, partial(self._question, sent))
         elif sent.type == "hello":
@@ -123,7 +123,7 @@ class XPolicyLabSession(TypedSession):
 
 
 def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tuple[Observed, Groups]:
-    """What an observation holds, and the groups of the actions that answer it."""
+    """Decode an observation; also the groups of the actions that will answer it."""
     state = observation.get("state")
     state = state if isinstance(state, dict) else {}
     names = wire.state or tuple(f"state/{name}" for name in JOINTS if name in state)
@@ -132,7 +132,7 @@ def read(spec: PolicySpec, wire: WireMap, observation: Mapping[str, Any]) -> tup
 
 
 def _trial_of(sent: LabFrame) -> str:
-    """The name of a trial: what of its envelope is given."""
+    """The name of a trial: the ids of its envelope that are set."""
     names = ("evaluation_id", "action_case_id", "trial_id", "repeat_index")
     return "/".join(str(sent.envelope[name]) for name in names if sent.envelope.get(name) is not None)
 
@@ -146,7 +146,7 @@ def _row(observation: Mapping[str, Any]) -> str:
 
 
 def _plain(observation: Mapping[str, Any]) -> dict[str, Any]:
-    """The colour pictures under the names of their slots, and one instruction of several."""
+    """Replace each slot by its colour picture, and `instructions` by its first."""
     seen, vision = dict(observation), observation.get("vision")
     if isinstance(vision, dict):
         seen["vision"] = {slot: of.get("color") if isinstance(of, dict) else of for slot, of in vision.items()}
@@ -157,7 +157,7 @@ def _plain(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like_state(state: Mapping[str, Any], names: Sequence[str], dim: int) -> Groups:
-    """The groups of the actions of a policy that commands joints: those of the state."""
+    """Groups of actions like those of the state, for policies that command joints."""
     plain = [name.removeprefix("state/") for name in names]
     groups = tuple((name, _size(state.get(name))) for name in plain)
     if sum(size for _, size in groups) != dim:
