@@ -39,15 +39,19 @@ from reflex_runtime.policies.policy.observation import (
     seed_of,
 )
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache
+from reflex_runtime.policies.policy.prompt import PromptTemplate
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.tokenizer import WordTokenizer
-from reflex_runtime.policies.policy.units import Norm
+from reflex_runtime.policies.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled
 from reflex_runtime.policies.source import read_source
 from reflex_runtime.web.errors import InvalidRequest
 
 __all__ = [
     "ActionChunk",
     "ActionGuard",
+    "AddState",
+    "AlohaGripper",
+    "Binarised",
     "DecomposedPolicy",
     "DeviceOptions",
     "Embodiment",
@@ -66,6 +70,8 @@ __all__ = [
     "PolicySpec",
     "Prefix",
     "PrefixCache",
+    "PromptTemplate",
+    "Scaled",
     "StagedModel",
     "WarmUp",
     "WholeModel",

@@ -18,6 +18,7 @@ import pytest
 from policies import means
 from policies.plain import plain
 from policies.tiny import run_alone
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Export, load_policy
 from reflex_runtime.policies.policy.prompt import PromptTemplate
 from reflex_runtime.policies.policy.rtc import Rtc
@@ -139,6 +140,13 @@ def test_p26_the_prompt_is_that_of_pi05() -> None:
     state = np.float32([-1.2, -1.0, -0.5, 0.0, 0.25, 0.999, 1.0, 1.5])
     text = template.render(" pick_up the\nblock ", state)
     assert text == "Task: pick up the block, State: -1 0 64 128 160 255 255 255;\nAction: "
+
+
+def test_p26_a_template_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prompt: needs a tokenizer"):
+        plain(lambda row: 0.0, takes_text=True, prompt=PromptTemplate())
+    with pytest.raises(ConfigError, match="takes_state: must be True, because the prompt or AddState reads the state"):
+        plain(lambda row: 0.0, takes_state=False, action_transforms=[AddState(np.float32([1.0]))])
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,8 @@ class PolicySpec:
             raise ConfigError("PolicySpec.optional_images: all images are optional, at least one must not be")
         if self.x_dim < self.action_dim:
             raise ConfigError(f"PolicySpec.x_dim={self.x_dim}: must be at least action_dim, {self.action_dim}")
+        if self.prompt is not None and self.tokenizer is None:
+            raise ConfigError("PolicySpec.prompt: needs a tokenizer; without one the model makes its own text")
         if not self.takes_state and self.reads_state:
             raise ConfigError("PolicySpec.takes_state: must be True, because the prompt or AddState reads the state")
         if self.takes_state and not self.state_dim:

@@ -111,6 +111,9 @@ def act_request(specs: Sequence[PolicySpec]) -> dict[str, Any]:
     for name, (of, must) in needed.items():
         fields[name] = of | {"description": fields[name]["description"]} if must else _or_null(of, fields[name])
     schema["required"] = [name for name, (_, must) in needed.items() if must]
+    steps = max(spec.observation_steps for spec in specs)
+    if steps > 1:
+        fields["episode_id"]["description"] += f"; the policy sees its last {steps} observations together"
     _cameras(schema, specs)
     return schema
 
