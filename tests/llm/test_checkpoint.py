@@ -173,6 +173,7 @@ def test_windows_lie_where_the_architecture_puts_them(root: Path) -> None:
             {"architectures": ["GPT2LMHeadModel"]},
             "architectures=['GPT2LMHeadModel']: must be a list of one of LlamaFor",
         ),
+        ({"architectures": ["GPT2LMHeadModel"]}, "; any other decoder is served from `optimum-cli export openvino`"),
         ({"architectures": None}, "architectures=missing: must be"),
         ({"architectures": [["x"]]}, "architectures=[['x']]: must be"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: must be absent"),
@@ -226,7 +227,8 @@ def test_a_truncated_file_is_named_with_the_tensor_that_is_cut(root: Path) -> No
     assert "model.safetensors: tensor model.layers.1.post_attention_layernorm.weight: ends at byte" in refusal(root)
     for size in (0, 7, 8, 100):
         file.write_bytes(data[:size])
-        assert "truncated" in refusal(root)
+        assert "truncated" in (said := refusal(root))
+        assert said.endswith("; copy it again (git lfs pull, where it was cloned)")
 
 
 def test_wrong_tensors_are_named(root: Path) -> None:

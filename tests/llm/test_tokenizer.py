@@ -267,4 +267,4 @@ def test_missing_and_broken_files_are_named(root: Path) -> None:
     (root / "tokenizer.json").write_text("{}")
     assert refusal(root).startswith("ROOT/tokenizer.json: is not a tokenizer: ")
     (root / "tokenizer.json").unlink()
-    assert refusal(root) == "ROOT/tokenizer.json: not found, expected the model's tokenizer"
+    assert refusal(root) == "ROOT/tokenizer.json: not found, expected the model's tokenizer; copy this file here, too"

@@ -36,6 +36,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 _WIDTHS: Final = {"F32": 4, "F16": 2, "BF16": 2}
 _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_AGAIN: Final = "copy it again (git lfs pull, where it was cloned)"
 _MAX_HEADER: Final = 100_000_000  # bytes; the format's own limit
 
 
@@ -110,7 +111,10 @@ def _weight_files(root: Path) -> tuple[list[Path], Path]:
     index = root / INDEX_FILE
     if not index.is_file():
         if not (root / WEIGHTS_FILE).is_file():
-            raise ConfigError(f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected safetensors weights")
+            raise ConfigError(
+                f"{root}: has neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected safetensors weights; "
+                "model.save_pretrained(DIR) of transformers writes them"
+            )
         return [root / WEIGHTS_FILE], root / WEIGHTS_FILE
     table = read_json(index).get("weight_map")
     if not isinstance(table, dict) or not table:
@@ -121,7 +125,7 @@ def _weight_files(root: Path) -> tuple[list[Path], Path]:
         if pure.is_absolute() or ".." in pure.parts:
             raise ConfigError(f"{index}: weight_map.{tensor}={name!r}: must be a file name within the directory")
         if name not in names and not (root / pure).is_file():
-            raise ConfigError(f"{root / pure}: not found, but {INDEX_FILE} places tensor {tensor} there")
+            raise ConfigError(f"{root / pure}: not found, but {INDEX_FILE} places tensor {tensor} there; copy it, too")
         names.add(name)
     return [root / name for name in sorted(names)], index
 
@@ -130,11 +134,11 @@ def _read_table(file: Path) -> dict[str, _Place]:
     """Every tensor of one safetensors file, its place checked against the file's size."""
     size = file.stat().st_size
     if size < 8:
-        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file; it may be truncated")
+        raise ConfigError(f"{file}: is {size} bytes, too short for a safetensors file: truncated; {_AGAIN}")
     data = np.memmap(file, np.uint8, "r")
     length = int(data[:8].view("<u8")[0])
     if not 2 <= length <= min(_MAX_HEADER, size - 8):
-        raise ConfigError(f"{file}: its header claims {length} bytes of {size}; it is truncated or not safetensors")
+        raise ConfigError(f"{file}: its header claims {length} bytes of {size}: truncated or not safetensors; {_AGAIN}")
     table = read_json(file, bytes(data[8 : 8 + length]))
     table.pop("__metadata__", None)
     body, places = data[8 + length :], {}
@@ -153,7 +157,7 @@ def _place(file: Path, name: str, entry: Any, body: npt.NDArray[np.uint8]) -> _P
         raise ConfigError(f"{file}: tensor {name}: expected dtype, shape and data_offsets, found {shorten(entry)}")
     if stop > len(body):
         missing = f"ends at byte {stop} of the data, which has {len(body)}"
-        raise ConfigError(f"{file}: tensor {name}: {missing}; the file is truncated")
+        raise ConfigError(f"{file}: tensor {name}: {missing}: it is truncated; {_AGAIN}")
     if dtype in _WIDTHS and stop - start != math.prod(shape) * _WIDTHS[dtype]:
         raise ConfigError(f"{file}: tensor {name}: {stop - start} bytes do not fit {dtype} of shape {list(shape)}")
     return _Place(file, dtype, shape, body[start:stop])

@@ -67,7 +67,7 @@ def choose(
     if export:
         for name, value, refused in (("device", device, "cuda"), ("runner", runner, "torch"), ("dtype", dtype, "int8")):
             if value == refused:
-                raise _wrong(name, value, "the model was exported to OpenVINO, and runs on a CPU as it was exported")
+                raise _wrong(name, value, "an export to OpenVINO runs on a CPU as it was exported; leave it out")
         device, runner = "cpu", "openvino"
     if device == "auto":
         device = "cuda" if runner != "openvino" and _sees_cuda() else "cpu"
@@ -76,7 +76,7 @@ def choose(
     if runner == "auto":
         runner = "openvino" if device == "cpu" else "torch"
     if runner == "openvino" and device != "cpu":
-        raise _wrong("runner", runner, f"runs on the cpu, not on {device}")
+        raise _wrong("runner", runner, f"runs on the cpu, not on {device}; use torch, or the device cpu")
     if runner == "openvino" and block_size is not None:
         why = "blocks of the openvino runner have the size that its kernels want; leave it out, or use torch"
         raise _wrong("block_size", block_size, why)

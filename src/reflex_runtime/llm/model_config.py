@@ -242,7 +242,8 @@ def read_config(file: Path) -> ModelConfig:
 def _architecture(keys: _Keys) -> str:
     names = keys.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        keys.wrong("architectures", f"a list of one of {_list(ARCHITECTURES)}")
+        export = "any other decoder is served from `optimum-cli export openvino`"
+        keys.wrong("architectures", f"a list of one of {_list(ARCHITECTURES)}; {export}")
     if keys.values.get("quantization_config") is not None:
         keys.wrong("quantization_config", f"absent: weights must be {_list(DTYPES)}")
     if keys.values.get("hidden_act", "silu") not in ("silu", "swish"):

@@ -153,7 +153,8 @@ class OpenVinoRunner:
         off = float(np.abs(paged - unpaged).max() / max(np.ptp(unpaged), 1e-9))
         if not off <= most:
             told = f"its logits change by {off:.0%} with paged attention, so it cannot be batched"
-            raise ConfigError(f"{root / MODEL_FILE}: {told}; OpenVINO loses a part of this architecture")
+            why = "OpenVINO loses a part of this architecture; take another version of it, or serve the checkpoint"
+            raise ConfigError(f"{root / MODEL_FILE}: {told}; {why}")
 
     def _cache(self, port: Any) -> Any:
         shape = [self.num_blocks] + [port.get_partial_shape()[axis].get_length() for axis in (1, 2, 3)]

@@ -146,7 +146,7 @@ def _read_core(file: Path) -> Any:
     except ImportError as error:
         raise ConfigError(f"{file}: needs the library tokenizers: in a clone, pip install '.[llm]'") from error
     if not file.is_file():
-        raise ConfigError(f"{file}: not found, expected the model's tokenizer")
+        raise ConfigError(f"{file}: not found, expected the model's tokenizer; copy this file here, too")
     try:
         core = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for a file it cannot use
