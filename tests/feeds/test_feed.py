@@ -551,7 +551,7 @@ def test_f11_a_source_that_does_not_hear_is_left_behind_and_named() -> None:
     ended(made.feed)
 
 
-def test_what_a_deserted_feed_still_gets_reaches_no_sink() -> None:
+def test_what_an_abandoned_feed_still_gets_reaches_no_sink() -> None:
     gate = Gate()
     made = Made(Camera(0), gate)
     made.feed.start()

@@ -39,7 +39,7 @@ QUICK = BatchConfig(max_batch_size=4, max_latency=0.002)
 def threads() -> set[str]:
     """Names of this package's threads, but for timekeepers, which are told to go and not waited for."""
     names = {t.name for t in threading.enumerate()}
-    return {name for name in names if name.startswith("reflex-") and not name.endswith(("-timekeeper", "-forsaken"))}
+    return {name for name in names if name.startswith("reflex-") and not name.endswith(("-timekeeper", "-ownerless"))}
 
 
 def balanced(runtime: Runtime) -> bool:

@@ -1,4 +1,4 @@
-"""Every way a request can end other than well, so that the class alone answers "may I retry?".
+"""Every error with which a request can end; the class alone says whether a retry is safe.
 
     ReflexError
     ├── Rejected            never entered the queue: a retry is safe
@@ -90,7 +90,7 @@ class Dropped(ReflexError):
 
 
 class Cancelled(Dropped):
-    """The caller took it back or left."""
+    """The caller cancelled it or disconnected."""
 
     code, http_status, outcome = "cancelled", 499, "cancelled"
 
@@ -140,13 +140,13 @@ class NonFiniteResult(ProcessorError):
 
 
 class ProcessorHung(ProcessorError):
-    """The processor did not come back within the watchdog limit."""
+    """The processor did not return within the watchdog limit."""
 
     code = "processor_hung"
 
 
 class CutShort(ProcessorError):
-    """It still ran when the time to shut down was over."""
+    """It was still running when the time for the shutdown was over."""
 
     code, http_status, outcome = "shutting_down", 503, "drained"
 

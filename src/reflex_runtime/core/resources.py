@@ -36,7 +36,7 @@ class Resources(Protocol):
         """The step failed: undo its reservations."""
 
     def release(self, ticket: Ticket) -> None:
-        """The ticket left or was preempted: everything it holds is free again."""
+        """The ticket left or was preempted: free everything it holds."""
 
 
 class UnitPool:

@@ -44,7 +44,7 @@ class _Habit:
     __slots__ = ("_latest", "ordered")
 
     def __init__(self) -> None:
-        self._latest: list[float] = []  # a deque would take half a kilobyte, of each client
+        self._latest: list[float] = []  # a deque would take half a kilobyte for each client
         self.ordered: list[float] = []
 
     def add(self, seconds: float) -> None:

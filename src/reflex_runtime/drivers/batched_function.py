@@ -114,12 +114,12 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         self._driver.device.input(lambda scheduler, now: scheduler.close(now, drain))
         return self._driver.device.stop(timeout)
 
-    def will_be_forsaken(self) -> None:
+    def expect_deletion(self) -> None:
         if _stopper.acquire(blocking=False):
-            threading.Thread(target=_stop_forsaken, name="reflex-forsaken", daemon=True).start()
+            threading.Thread(target=_stop_ownerless, name="reflex-ownerless", daemon=True).start()
 
-    def forsaken(self) -> None:
-        _forsaken.put(self._driver.device)
+    def owner_deleted(self) -> None:
+        _ownerless.put(self._driver.device)
 
 
 class _Driver:
@@ -222,13 +222,13 @@ class _Inbox:
 
 # Devices whose objects were deleted. Stopping a device takes its lock, which the thread that collects garbage may hold.
 # So the collector only appends them here, without a lock, and another thread stops them.
-_forsaken: SimpleQueue[Device] = SimpleQueue()
+_ownerless: SimpleQueue[Device] = SimpleQueue()
 _stopper = threading.Lock()  # held from when the thread is there
 
 
-def _stop_forsaken() -> None:
+def _stop_ownerless() -> None:
     while True:
-        _forsaken.get().stop(0.0)
+        _ownerless.get().stop(0.0)
 
 
 def _loop_runs() -> bool:

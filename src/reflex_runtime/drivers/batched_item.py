@@ -27,10 +27,10 @@ class Handle:
         handle.__dict__.update(self.__dict__, _owner=owner)
         return handle
 
-    def will_be_forsaken(self) -> None:
-        """Get ready for `forsaken`."""
+    def expect_deletion(self) -> None:
+        """Get ready for `owner_deleted`."""
 
-    def forsaken(self) -> None:
+    def owner_deleted(self) -> None:
         """The owner was deleted, so there are no callers. Called by the garbage collector: takes no lock."""
 
 

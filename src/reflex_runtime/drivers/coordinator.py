@@ -9,9 +9,9 @@
     with BatchCoordinator(Detector(), BatchConfig(max_batch_size=8, max_latency=0.02)) as handle:
         boxes = handle.submit_and_wait("cam1", frame)        # from any thread; shares a call with other feeds
 
-A submission never waits for room: it is refused, the frame is dropped and the feed goes on. An admitted frame is
-answered exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first in, first
-out; feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
+A submission never waits for room: without room it is refused, the frame is dropped and the feed goes on. An admitted
+frame is answered exactly once, whatever the processor does. A feed is a client of the scheduler: its frames are first
+in, first out; feeds have fair shares, and each has at most `max_in_flight_per_feed` frames in the system.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class BatchHandle:
         ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, lambda _: settled.release())
         try:
             answered = settled.acquire(timeout=coordinator.patience)
-        except BaseException:  # an interrupt: the answer has no reader any more
+        except BaseException:  # interrupted: the answer has no reader
             coordinator.cancel(ticket)
             raise
         if not answered and not coordinator.abandon(ticket):
@@ -269,7 +269,7 @@ class BatchCoordinator:
         self._over = True
         self._bell.set()
         self.detached = self._device.name if self._device.alive else None
-        if self.detached is None and _owners.get(id(self._processor)) is self:  # not its next owner's
+        if self.detached is None and _owners.get(id(self._processor)) is self:  # the entry of its next owner must stay
             del _owners[id(self._processor)]
         return self.detached is None
 
@@ -379,7 +379,7 @@ class BatchCoordinator:
             self._processor.on_start()
             self._owned.started = True
         except BaseException as error:
-            self.signal()  # frames may wait already, and nothing may run on what did not start
+            self.signal()  # frames may wait already, and none may run on a processor that did not start
             ready.set_exception(error)
         else:
             ready.set_result(None)
@@ -412,16 +412,16 @@ class BatchCoordinator:
                 self._bell.set()
 
     def _keep_time(self) -> None:
-        """Sleeps until an alarm: frames whose time limit passes, batches that hang. Nothing in flight, no alarm."""
+        """Wake at the next time limit of a frame or a running batch; sleep while nothing is in flight."""
         while True:
             self._bell.clear()
-            if self._over:  # looked at after the bell, which may have rung for it just before
+            if self._over:  # checked after the bell, which may have rung for it just before
                 return
             delay = self._alarm - self._clock()
             if delay > 0.0 and self._bell.wait(None if delay == inf else min(delay, threading.TIMEOUT_MAX)):
                 continue  # an earlier alarm, or the end
             with self._setting:
-                self._alarm = inf  # first: what comes from now on sets it again
+                self._alarm = inf  # first, so that later inputs set it again
             try:
                 self._device.expire()
                 self._device.check(self._watchdog)

@@ -76,12 +76,12 @@ class BatchedMethod(Generic[Bound]):
         with self._binding:
             if (found := self._bound.get(id(owner))) is None:
                 found = self._bound[id(owner)] = self._make(_of_owner(self._function, owner_of))
-                found.will_be_forsaken()
+                found.expect_deletion()
                 weakref.finalize(owner, self._gone, id(owner)).atexit = False
         return found
 
     def _gone(self, key: int) -> None:
-        self._bound.pop(key).forsaken()
+        self._bound.pop(key).owner_deleted()
 
 
 def _of_owner(method: Callable[..., Any], owner_of: Callable[[], object | None]) -> Callable[[list[Any]], Any]:

@@ -102,7 +102,7 @@ class Consumer:
         self._throttle = Throttle()
         self._failure = ""  # what the last stage or sink said that failed
         self.in_flight = False
-        self.deserted = False  # `stop` no longer waits for this thread: further results are discarded
+        self.abandoned = False  # `stop` no longer waits for this thread: further results are discarded
         self._at: Sink | None = None  # the sink that has a result in hand
         self._guard = threading.Lock()  # of these two
 
@@ -124,10 +124,10 @@ class Consumer:
         finally:
             self._tell(self._throttle.flush(self._clock()))
 
-    def desert(self) -> Sink | None:
+    def abandon(self) -> Sink | None:
         """From now on no sink gets anything. Returns the one that the thread is inside of, which may be stuck."""
         with self._guard:
-            self.deserted = True
+            self.abandoned = True
             return self._at
 
     def _take(self, frame: Frame) -> None:
@@ -160,7 +160,7 @@ class Consumer:
             prepared = stepped
         view = None if self._pipeline.view is None else self._pipeline.view(prepared)
         value = None if self._handle is None else self._ask(self._handle, frame, prepared, view)
-        if self.deserted:
+        if self.abandoned:
             raise _Out("stopped")
         answered = self._clock()
         result: Result | None = Result(prepared, self._name, value, answered - frame.captured)
@@ -224,11 +224,11 @@ class Consumer:
     # -- sinks and failures --------------------------------------------------------------------------------------------
 
     def _give(self, result: Result) -> bool:
-        """Give it to every sink, even if one fails, until the thread is deserted. Returns whether all took it."""
+        """Give it to every sink, even if one fails, until the thread is abandoned. Returns whether all took it."""
         failed = False
         for sink in self._sinks:
             with self._guard:
-                if self.deserted:  # they may be closed
+                if self.abandoned:  # they may be closed
                     return False
                 self._at = sink
             try:

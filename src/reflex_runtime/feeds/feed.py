@@ -186,16 +186,16 @@ class Feed:
         self.signal()
         ended = self.join(timeout)
         if not ended:
-            self.desert()
+            self.abandon()
         return ended
 
-    def desert(self) -> None:
+    def abandon(self) -> None:
         """Leave its thread behind: further results do not reach the sinks, which are closed now.
 
         A sink that the thread is inside of is not closed here, because that could block, too; the thread closes it if
         it returns.
         """
-        self._release_sinks(but=self._consumer.desert())
+        self._release_sinks(but=self._consumer.abandon())
 
     @property
     def detached(self) -> tuple[str, ...]:

@@ -340,7 +340,7 @@ class Runtime:
             self._change.notify_all()
 
     def _leave_behind(self, feed: Feed) -> None:
-        feed.desert()
+        feed.abandon()
         for thread in feed.detached:
             log.warning("%s: thread %s did not end in time and is abandoned", feed.name, thread)
             self._emit(ThreadDetached(time.monotonic(), feed.name, thread))

@@ -143,7 +143,7 @@ class VideoSource:
 
     def _open(self) -> InputContainer:
         seconds_open, seconds_read = self._timeouts
-        # Of FFmpeg's own, longer than PyAV's: it ends what PyAV sets no limit to, as a goodbye to a dead camera.
+        # Of FFmpeg's own, longer than PyAV's: it ends calls that PyAV does not limit, such as closing a dead camera.
         limit = str(int((seconds_open + seconds_read) * 1e6))
         form, address, options = None, self._where, {}
         if self._scheme.startswith("rtsp"):
@@ -220,7 +220,7 @@ class VideoSource:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def _guarded(self, action: Callable[[], Any], what: str, limit: float) -> Any:
-        """Do it, interruptible, with every fault as a SourceError. PyAV's own messages hold the address: not used."""
+        """Call it, interruptible, with every error as a SourceError. PyAV's own messages hold the address: not used."""
         if self._stop.is_set():
             raise self._interrupted()
         fault: SourceError | None = None

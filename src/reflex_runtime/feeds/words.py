@@ -83,14 +83,14 @@ def _words_of(event: HealthEvent) -> tuple[int, str]:
 
 
 def line_of(feed: FeedSnapshot) -> str:
-    """How a feed is doing, in a line."""
+    """The state and figures of a feed, in a line."""
     age = "" if feed.age is None else f", newest answer {seconds(feed.age)} old"
     lost = _dropped(_drops(feed.drops)) + _undecoded(feed.corrupt)
     return f"{feed.name}: {state(feed)}, {progress(feed)} answered, {feed.fps:.1f}/s{age}{lost}"
 
 
 def line_of_all(feeds: list[FeedSnapshot]) -> str:
-    """How many feeds are doing, in a line."""
+    """The states of many feeds, in a line."""
     answered, rate = sum(f.processed for f in feeds), sum(f.fps for f in feeds)
     counts: dict[str, int] = {}
     for feed in feeds:
@@ -109,7 +109,7 @@ def states(feeds: list[FeedSnapshot]) -> str:
 
 
 def state(feed: FeedSnapshot) -> str:
-    """What a feed is doing; of a file how far it is, and how long the rest takes at the rate of now."""
+    """The state of a feed; for a file also its progress, and the time left at the present rate."""
     done = feed.frames - feed.waiting
     if not feed.total or feed.mode != "file" or feed.state != "running":
         return feed.state
@@ -138,7 +138,7 @@ def frames(count: int) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A time as a person reads it."""
+    """A duration for people."""
     if value is None:
         return ""
     if value < 0.0095:

@@ -70,7 +70,7 @@ log = logging.getLogger("reflex.ipc")
 
 MOST_REQUESTS = 1024  # in a batch
 LONGEST_DRAIN = 3600  # seconds
-GRACE = 5.0  # seconds that what has to end may take beyond its time
+GRACE = 5.0  # seconds that work may take beyond its time limit
 
 
 _PARAMS, _BATCH = Reader(GenerateParams), Reader(BatchGenerate)
@@ -132,7 +132,7 @@ class Worker:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether it was ended by `shutdown`."""
+        """Whether `shutdown` was called."""
         return self._told
 
     # -- handler -------------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Worker:
             return Item(False, error=error_of(error))
 
     def _accept(self, params: GenerateParams) -> Outlet:
-        """Check what needs no engine. From here on its stream is live and can be cancelled."""
+        """Check what needs no engine. After this its stream is live and can be cancelled."""
         wants = {"draft": params.draft_model, "guidance": params.guidance}
         for name in wants.keys() - self.capabilities:
             if wants[name] is not None:
@@ -335,7 +335,7 @@ class Worker:
 
 
 async def serve(load: Load) -> tuple[int, bool]:
-    """A runtime process from its first to its last message, on the connection that its parent gave it: see `inherited`.
+    """Run a runtime process on the connection that its parent gave it: see `inherited`.
 
     Returns the exit status (0: told to shut down; 1: the connection ended) and whether no thread is at work any more;
     else the process has to leave by `os._exit`.
@@ -379,6 +379,6 @@ async def _clean(stopping: asyncio.Task[bool]) -> dict[str, bool]:
 
 
 async def _within(seconds: float, waiting: asyncio.Future[Any]) -> None:
-    """Wait at most so long, then cancel it."""
+    """Wait for it at most this long, then cancel it."""
     await asyncio.wait([waiting], timeout=max(0.0, seconds))
     waiting.cancel()

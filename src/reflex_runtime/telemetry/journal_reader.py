@@ -1,6 +1,6 @@
-"""Reads journals, whatever became of them.
+"""Reads journals, also those that a crash cut short.
 
-A missing footer, blank lines and a torn last line are what a crash leaves behind, and are accepted. Anything else (a
+A missing footer, blank lines and a torn last line are what a crash leaves, and are accepted. Anything else (a
 torn line with others after it, an empty file, another version) raises JournalError, which names file and line.
 """
 

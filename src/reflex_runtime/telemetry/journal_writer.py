@@ -74,7 +74,7 @@ class Recording:
             raise ConfigError(f"Recording.images={self.images!r}: must be one of {', '.join(IMAGE_MODES)}")
 
     def make(self) -> None:
-        """Make the directory. ConfigError when that cannot be."""
+        """Make the directory. ConfigError when it cannot be made."""
         try:
             Path(self.directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
