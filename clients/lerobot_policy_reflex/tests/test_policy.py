@@ -95,6 +95,27 @@ def test_rows_of_a_batch_are_requests_of_their_own_and_share_batches(server: Ser
         assert robots.select_action(seen(*states)).shape == (5, ACTIONS)
 
 
+def test_more_rows_than_a_frame_may_have_go_in_several(server: Server) -> None:
+    states = [[0.001 * row, -0.1] for row in range(300)]
+    with policy(server) as robots:
+        np.testing.assert_allclose(robots.predict_action_chunk(seen(*states)), right(*states), atol=1e-6)
+    rows = [{"state": np.zeros(2, np.float32), "picture": np.zeros(1_000_000, np.uint8)}] * 30
+    assert [len(frame) for frame in connection._frames(rows)] == [11, 11, 8]
+    assert [len(frame) for frame in connection._frames([{"picture": np.zeros(20_000_000, np.uint8)}] * 2)] == [1, 1]
+
+
+def test_a_row_that_is_refused_is_the_error_of_all(server: Server) -> None:
+    with policy(server) as robots:
+        refused(lambda: robots.predict_action_chunk(seen([0.0, 0.0], [float("nan"), 0.0])), "invalid_request", "/1.1")
+        assert robots.predict_action_chunk(seen([0.0, 0.0], [0.1, 0.0])).shape == (2, CHUNK, ACTIONS)
+
+
+def test_an_observation_that_is_too_large_is_told(plain: Path) -> None:
+    with Server(plain, "--max-body-bytes", "1024") as server, policy(server) as robots:
+        refused(lambda: robots.predict_action_chunk(seen(*[[0.0, 0.0]] * 20)), "too_large", "--max-body-bytes")
+        assert robots.predict_action_chunk(seen([0.0, 0.0])).shape == (1, CHUNK, ACTIONS)
+
+
 def test_a_robot_has_a_name_and_a_reset_begins_an_episode(plain: Path, tmp_path: Path) -> None:
     with Server(plain, "--record", str(tmp_path)) as server:
         with policy(server, robot_id="arm 1", n_action_steps=2) as robot:

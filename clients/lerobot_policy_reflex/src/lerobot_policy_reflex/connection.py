@@ -23,6 +23,9 @@ Observation = Mapping[str, Any]  # arrays and texts by the server's names
 Actions = NDArray[np.float32]  # [steps, dim]
 
 _STALE: Final = ("deadline_exceeded", "deadline_unreachable", "superseded")  # a newer observation is needed
+_TOO_LARGE: Final = 1009  # close code of websockets
+_MOST_ROWS: Final = 256  # in a frame, as the server allows
+_MOST_BYTES: Final = 12_000_000  # in a frame of several rows; the server's default is 16 MiB
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts, doubling
 
 
@@ -82,13 +85,16 @@ class Connection:
             self._stack.close()
 
     def ask(self, observations: Sequence[Observation]) -> list[Actions]:
-        """The actions for each observation. Several are as many requests, in one frame; where one fails, its error is
-        raised. What the server refused without having run it is asked again, at most `retries` times."""
+        """The actions for each observation. Several are as many requests, in as few frames as the server allows; the
+        error of one is raised. What the server refused without having run it is asked again, at most `retries` times.
+        """
         found: dict[int, Actions] = {}
         for attempt in range(self._retries + 1):
             rows = [row for row in range(len(observations)) if row not in found]
             try:
-                answers = self._exchange([observations[row] for row in rows])
+                answers = [
+                    answer for part in _frames([observations[row] for row in rows]) for answer in self._exchange(part)
+                ]
                 errors = [answer for answer in answers if isinstance(answer, ReflexError)]
                 found |= {
                     row: answer
@@ -140,10 +146,27 @@ class Connection:
             except (ConnectionClosed, OSError) as error:
                 code = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
                 self.close()
-                if not lost or code not in (None, 1001, 1006, 1012):  # 1009: the frame was too large
+                if code == _TOO_LARGE:
+                    message = f"{len(frame)} bytes: send less, or start the server with a larger --max-body-bytes"
+                    raise ReflexError("too_large", message) from None
+                if not lost or code not in (None, 1001, 1006, 1012):
                     raise ReflexError("unreachable", f"{self._url}: closed before it answered: {error}") from None
                 lost = False
                 self.open()
+
+
+def _frames(observations: Sequence[Observation]) -> list[list[Observation]]:
+    """The rows of each frame."""
+    found: list[list[Observation]] = [[]]
+    size = 0
+    for observation in observations:
+        own = sum(value.nbytes for value in observation.values() if isinstance(value, np.ndarray))
+        if found[-1] and (len(found[-1]) == _MOST_ROWS or size + own > _MOST_BYTES):
+            found.append([])
+            size = 0
+        found[-1].append(observation)
+        size += own
+    return found
 
 
 def _websocket_url(url: str, said: Mapping[str, Any]) -> str:
