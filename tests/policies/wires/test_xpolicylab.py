@@ -121,7 +121,7 @@ def test_w27_actions_that_are_no_joints_need_a_block(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"xpolicylab.*{why}"):
             Export.load(write_tiny(tmp_path / "wrong", wires={"xpolicylab": wrong}))
-    wider = replace(Export.load(export), action_dim=3)
+    wider = replace(Export.load(export), action_dim=3, x_dim=3)
     sent = {"state": {"arm_joint_state": np.zeros(1), "ee_joint_state": [0.0]}, "instructions": ["go", "do go"]}
     with pytest.raises(InvalidRequest, match=r"\(arm_joint_state 1, ee_joint_state 1\) do not make the 3 numbers"):
         read(wider, WireMap(), sent)
