@@ -73,9 +73,9 @@ def replay_model(
     models = {slot: make(slot) for slot in sorted({line.slot for line in answered})}
     for slot, (policy, _) in models.items():
         chosen = recorded_by or _one_model(recording, slot, policy.spec.model_hash)
-        others = [line for line in answered if line.slot == slot and chosen and line.model_hash not in ("", chosen)]
+        others = {line.seq for line in answered if line.slot == slot and chosen and line.model_hash not in ("", chosen)}
         replay.left_out["answered by another model"] += len(others)
-        answered = [line for line in answered if line not in others]
+        answered = [line for line in answered if line.seq not in others]
     replay.left_out = +replay.left_out
     if limit is not None:
         answered = answered[:limit]
