@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.joining import StagedRequest, join_pays
+from reflex_runtime.core.joining import StagedRequest, gain_over_loss, price
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.returns import ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
@@ -195,25 +196,41 @@ def test_b23_no_join_makes_the_slowest_answer_slower() -> None:
 def test_b23_the_plans_are_compared_as_they_would_run(seed: int) -> None:
     """Against the plans run step by step."""
     rng = random.Random(seed)
-    members = [StagedRequest(rng.random() * 0.2, float(rng.randrange(1, 12))) for _ in range(rng.randrange(2, 9))]
+    members = [
+        StagedRequest(rng.random() * 0.2, float(rng.randrange(1, 12)), rng.choice((inf, rng.random() * 0.3)))
+        for _ in range(rng.randrange(2, 9))
+    ]
     split = rng.randrange(1, len(members))
     first, fixed, marginal = rng.random() * 0.06, rng.random() * 0.01, rng.random() * 0.001
+    sigma = rng.choice((0.0, rng.random() * 0.3))
 
-    def run(some: Sequence[StagedRequest], at: float) -> tuple[list[float], float]:
-        latencies, left = [], [(m.steps, m.age) for m in some]
-        while left:
-            at += fixed + marginal * len(left)
-            left = [(steps - 1.0, age) for steps, age in left]
-            latencies += [age + at for steps, age in left if steps == 0.0]
-            left = [one for one in left if one[0]]
-        return latencies, at
+    def run(some: Sequence[StagedRequest], at: float) -> list[float]:
+        """When each of them ends, in their order."""
+        ends, left = [0.0] * len(some), [m.steps for m in some]
+        while any(left):
+            at += fixed + marginal * sum(steps > 0.0 for steps in left)
+            left = [max(0.0, steps - 1.0) for steps in left]
+            ends = [end or (at if not steps else 0.0) for end, steps in zip(ends, left, strict=True)]
+        return ends
 
-    join, _ = run(members, first)
-    residents, at = run(members[:split], 0.0)
-    newcomers, _ = run(members[split:], at + first)
-    wait = residents + newcomers
-    pays = sum(join) < sum(wait) and max(join) <= max(wait)
-    assert join_pays(members[:split], members[split:], first, fixed, marginal) == pays
+    join, wait = run(members, first), run(members[:split], 0.0)
+    wait += run(members[split:], max(wait) + first)
+    gain, loss = sum(wait[split:]) - sum(join[split:]), sum(join[:split]) - sum(wait[:split])
+    ages = [m.age for m in members]
+    longer = max(map(sum, zip(ages, join, strict=True))) > max(map(sum, zip(ages, wait, strict=True)))
+    plans = list(zip(members, join, wait, strict=True))[:split]
+    missed = any(j * (1.0 + 2.0 * sigma) > m.slack >= w for m, j, w in plans)
+    expected = 0.0 if longer or missed else gain / loss
+    found = gain_over_loss(members[:split], members[split:], first, fixed, marginal, sigma)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("in_turns", "multiple"),
+    [(0.3, inf), (1.0, inf), (1.01, 1.99), (1.25, 1.75), (2.0, 1.0), (4.0, 1.0), (inf, 1.0)],
+)
+def test_b23_the_price_of_a_join_falls_with_the_share_that_turns_would_take(in_turns: float, multiple: float) -> None:
+    assert price(in_turns) == pytest.approx(multiple, abs=1e-8)
 
 
 # -- robots that ask by the clock ------------------------------------------------------------------------------------
@@ -226,14 +243,14 @@ class Fleet(Play):
         super().__init__(STAGED, b"")
         self._thinks, self._random = thinks, random.Random(seed)
         self._agenda = [(think(self._random) * self._random.random(), i) for i, think in enumerate(thinks)]
-        self.turns: list[bool] = []  # what the oracle said
-        takes_turns = self.oracle.takes_turns
+        self.shares: list[float] = []  # what the oracle said
+        in_turns = self.oracle.in_turns
 
-        def told(*args: Any) -> bool:
-            self.turns.append(takes_turns(*args))
-            return self.turns[-1]
+        def told(*args: Any) -> float:
+            self.shares.append(in_turns(*args))
+            return self.shares[-1]
 
-        self.oracle.takes_turns = told  # type: ignore[method-assign]
+        self.oracle.in_turns = told  # type: ignore[method-assign]
 
     def until(self, end: float) -> Fleet:
         """Run to that time, every decision compared."""
@@ -280,20 +297,21 @@ def about(mean: float, spread: float) -> Callable[[random.Random], float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "robots", "think", "turns"),
+    ("name", "robots", "think", "low", "high"),
     [
-        ("regular, and there is time for each", 4, about(0.250, 0.030), True),
-        ("regular, and there is not", 8, about(0.250, 0.010), False),
-        ("there is time, but they are not regular", 4, about(0.250, 0.200), False),
+        ("regular, and there is time for each", 4, about(0.250, 0.030), 0.8, 1.0),
+        ("regular, and there is almost time", 5, about(0.250, 0.010), 1.1, 1.3),
+        ("regular, and there is not", 8, about(0.250, 0.010), 1.6, 2.0),
+        ("there is time, but they are not regular", 4, about(0.250, 0.200), inf, inf),
     ],
 )
-def test_b23_robots_that_take_turns_by_themselves_are_not_joined(
-    name: str, robots: int, think: Callable[[random.Random], float], turns: bool
+def test_b23_robots_that_would_take_turns_by_themselves_join_at_a_price(
+    name: str, robots: int, think: Callable[[random.Random], float], low: float, high: float
 ) -> None:
-    """A join keeps regular robots together for ever; a robot that waits once has the device to itself from then on."""
+    """Regular robots that join meet again in each cycle; one that waits instead comes later from then on."""
     fleet = Fleet([think] * robots, seed=1).until(8.0)
-    assert fleet.turns, "nobody ever met"
-    assert any(fleet.turns) is turns, name
+    assert any(low <= share <= high for share in fleet.shares), name
+    assert all(low <= share <= high or share == inf for share in fleet.shares), name
 
 
 def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> None:
@@ -302,23 +320,64 @@ def test_b23_a_robot_that_left_does_not_count_among_those_that_take_turns() -> N
         for client in ("a", "b"):
             returns.arrived(client, "", 1.0 * i)
             returns.answered(client, 1.0 * i + 0.5)
-    assert not returns.take_turns(0.6, now=11.6)  # two have too little: 2 · 0.6 / (0.6 + 0.5) > 1
+    assert returns.in_turns(0.6, now=12.0) == pytest.approx(2 * 0.6 / 1.1)
     for i in range(12, 60):
         returns.arrived("a", "", 1.0 * i)
         returns.answered("a", 1.0 * i + 0.5)
-    assert returns.take_turns(0.6, now=59.6)  # one alone has time enough
-    assert not ThinkTimes().take_turns(0.5, now=0.0)
+    assert returns.in_turns(0.5, now=59.6) == pytest.approx(0.5)  # a alone: 0.5 / (0.5 + 0.5)
+    assert ThinkTimes().in_turns(0.5, now=0.0) == inf
 
 
-def test_b23_newcomers_wait_when_a_resident_would_miss_its_deadline_by_them() -> None:
-    for slack, stage in ((0.060, "prefix"), (0.010, "denoise")):
+def test_b23_clients_that_ask_at_once_again_take_no_turns_before_a_chunk_was_measured() -> None:
+    returns = ThinkTimes()
+    for now in (0.0, 1.0, 1.0):
+        returns.arrived("a", "", now)
+        returns.answered("a", 1.0)
+    assert returns.in_turns(0.0, now=1.0) == inf
+    assert returns.in_turns(0.1, now=1.0) == 1.0
+
+
+@pytest.mark.parametrize(("clients", "share"), [(64, pytest.approx(64 * 0.01 / 0.51)), (65, inf)])
+def test_b23_more_than_64_clients_do_not_take_turns(clients: int, share: float) -> None:
+    """There the device is busy all the time, or the decision would take too long."""
+    returns = ThinkTimes()
+    for i in range(3):
+        for client in range(clients):
+            returns.arrived(client, "", 1.0 * i)
+            returns.answered(client, 1.0 * i + 0.5)
+    assert returns.in_turns(0.01, now=2.6) == share
+
+
+@pytest.mark.parametrize(
+    ("limit", "takes", "stage"),
+    [
+        (0.105, 0.024, "prefix"),  # a ends at 101 ms if they join, at 54 ms if they wait
+        (0.102, 0.024, "denoise"),  # not with twice the spread of 1 % to spare
+        (0.060, 0.024, "denoise"),
+        (0.072, 0.070, "prefix"),  # its first call took long: it ends too late in any case
+    ],
+)
+def test_b23_newcomers_wait_when_a_resident_would_miss_its_deadline_by_them(
+    limit: float, takes: float, stage: str
+) -> None:
+    scheduler = policy(0.300)
+    robot(scheduler, "a", time_limit=limit)
+    batch = take(scheduler, 0.0)
+    for name in "bcd":
+        robot(scheduler, name, 0.001)
+    scheduler.complete(batch, [More(None, 5.0, "denoise")], takes, takes)
+    assert take(scheduler, takes).stage == stage
+
+
+def test_b23_newcomers_do_not_wait_for_the_deadline_of_a_resident_that_streams() -> None:
+    """Its first output came in time, and that is what its limit is about."""
+    for streams, stage in ((False, "denoise"), (True, "prefix")):
         scheduler = policy(0.300)
-        robot(scheduler, "a", time_limit=alone() + slack)
+        robot(scheduler, "a", time_limit=0.060, streams=streams)
         _, now = step(scheduler, 0.0)
         for name in "bcd":
             robot(scheduler, name, now)
-        batch, now = step(scheduler, now)
-        assert batch.stage == stage
+        assert take(scheduler, now).stage == stage
 
 
 def test_b23_a_b7_sample_is_per_request() -> None:

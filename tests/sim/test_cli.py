@@ -52,6 +52,12 @@ def test_every_kind_of_thinking_is_understood(think: str, capsys: pytest.Capture
         (("--arrivals", "closed", "--think", "exp:0"), "--think=exp:0"),
         (("--warmup-s", "60"), r"--warmup-s=60: must be in \[0, 60\) s"),
         (("--stages", "--compare"), "--stages with --compare: leave out one of them"),
+        (("--stages", "--ratios", "1,x"), r"--ratios=1,x: must be up to 16 different numbers in \[0.1, 1000\]"),
+        (("--stages", "--ratios", "1,1"), "--ratios=1,1: must be"),
+        (("--stages", "--ratios", "0.01"), "--ratios=0.01: must be"),
+        (("--stages", "--ratios", "nan"), "--ratios=nan: must be"),
+        (("--stages", "--ratios", ",".join(map(str, range(1, 18)))), "must be up to 16"),
+        (("--ratios", "3"), "--ratios"),
         (("--stages", "--picture", "x"), "--stages with --picture: leave out one of them"),
         (("--compare", "--slo-ms", "22"), r"--slo-ms=22: must be in \(22, 600000\] ms"),
     ],
@@ -76,6 +82,13 @@ def test_stages_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
     heading, *rows = capsys.readouterr().out.splitlines()
     assert heading.split("  ")[0] == "mean / p99 ms"
     assert "16 robots, 500 ± 25" in {row.split("  ")[0] for row in rows}
+
+
+def test_the_table_by_ratios_has_eight_rows_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--stages", "--ratios", "1,30", "--duration-s", "1", "--warmup-s", "0.2") == 0
+    heading, *rows = capsys.readouterr().out.splitlines()
+    assert heading.split("  ")[0] == "mean / p99 ms"
+    assert [row.split(",")[0] for row in rows] == ["1:1"] * 8 + ["30:1"] * 8
 
 
 def test_the_picture_of_one_run_is_the_same_each_time(tmp_path: Path) -> None:

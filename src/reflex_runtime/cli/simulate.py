@@ -23,6 +23,7 @@ examples:
   reflex simulate --arrivals closed --callers 8 --think around:100,5    eight robots that act for 100 ± 5 ms
   reflex simulate --compare --duration-s 20                       the rules against each other
   reflex simulate --stages                                        joins at denoise steps against whole chunks
+  reflex simulate --stages --ratios 25                            the same for prefixes as long as 25 steps
 
 The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
 """
@@ -100,6 +101,12 @@ class SimulateConfig:
     stages: bool = option(
         False,
         "print the table of joins at step boundaries against whole chunks instead",
+    )
+    ratios: str = option(
+        "",
+        "with --stages: prefixes of 1, 10 and 30 times a step (such as 1,10,30), a table of 8 rows for each",
+        metavar="N,N",
+        needs="stages",
     )
     picture: str = option("", "draw the run into PATH.svg and PATH.png", metavar="PATH")
 
@@ -191,8 +198,22 @@ def _compare(config: SimulateConfig) -> int:
 def _stages(config: SimulateConfig) -> int:
     from reflex_runtime.sim import stages
 
-    _show(stages.stages_table(stages.stages(_bench(config), _progress)))
+    cases = stages.ratio_cases(_ratios(config.ratios)) if config.ratios else stages.CASES
+    _show(stages.stages_table(stages.stages(_bench(config), _progress, cases)))
     return 0
+
+
+def _ratios(text: str) -> list[float]:
+    """Read --ratios."""
+    try:
+        found = [float(one) for one in text.split(",")] if text else []
+        if len(found) > 16 or len(set(found)) < len(found) or not all(0.1 <= one <= 1000.0 for one in found):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--ratios={one_line(text)}: must be up to 16 different numbers in [0.1, 1000], such as 1,10,30"
+        ) from None
+    return found
 
 
 def _bench(config: SimulateConfig) -> Bench:

@@ -18,7 +18,7 @@ from reflex_runtime.core.flush import Fill, FlushPolicy, cause_of
 from reflex_runtime.core.group import Group
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Part
-from reflex_runtime.core.joining import StagedRequest, join_pays
+from reflex_runtime.core.joining import StagedRequest, gain_over_loss, price
 from reflex_runtime.core.order import Cursor, Partition
 from reflex_runtime.core.request import Priority, Ticket, TicketState
 from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, value, window
@@ -120,7 +120,7 @@ class Former:
         else:
             stage = next(iter(base)).stage
             entering = [t for t in newcomers if t.stage != stage]
-            if entering and self._enters(base, entering):
+            if entering and self._enters(base, entering, filled.tally.sigma):
                 chosen = [t for t in entering if t.stage == entering[0].stage]
                 return {t: filled.grants[t] for t in chosen}, chosen, filled.tally
         chosen = [t for t in newcomers if t.stage == stage]
@@ -130,22 +130,21 @@ class Former:
         together = {**base, **{t: filled.grants[t] for t in chosen}}
         return together, chosen, tally_of(self.group.cost, together)
 
-    def _enters(self, base: dict[Ticket, float], entering: list[Ticket]) -> bool:
-        """Whether new requests run their first stage before the residents' next step: if no resident then misses its
-        deadline, if it pays (`joining`), and if the clients would not soon take turns by themselves."""
+    def _enters(self, base: dict[Ticket, float], entering: list[Ticket], sigma: float) -> bool:
+        """Whether new requests run their first stage before the residents' next step (`joining`)."""
         model, now = self.group.cost, self.now
         first = [t for t in entering if t.stage == entering[0].stage]
         takes = model.fixed(first[0]) + sum(model.marginal(t, 1.0) for t in first)
-        if any(
-            t.deadline < inf and not t.request.streams and now + takes + model.remaining(t) > t.deadline for t in base
-        ):
-            return False
-        residents = [StagedRequest(now - t.arrived, t.wants) for t in base]
-        newcomers = [StagedRequest(now - t.arrived, t.wants - 1.0) for t in first]
         one = next(iter(base))
-        if not join_pays(residents, newcomers, takes, model.fixed(one), model.marginal(one, 1.0)):
-            return False
-        return not self.group.think_times.take_turns(model.remaining(first[0]), now)
+        gain = gain_over_loss(
+            [StagedRequest(now - t.arrived, t.wants, inf if t.request.streams else t.deadline - now) for t in base],
+            [StagedRequest(now - t.arrived, t.wants - 1.0) for t in first],
+            takes,
+            model.fixed(one),
+            model.marginal(one, 1.0),
+            sigma,
+        )
+        return gain > price(inf) and gain > price(self.group.think_times.in_turns(model.remaining(first[0]), now))
 
     # -- deadlines ---------------------------------------------------------------------------------------------------
 

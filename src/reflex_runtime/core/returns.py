@@ -26,7 +26,7 @@ RECENT = 64  # absent clients considered per decision: those answered last
 REMEMBERED = 1024  # clients whose habits are kept
 HISTORY = 32  # values of each habit
 REGULAR = 3  # gaps needed for a prediction
-APART = 8  # think times needed to call a client regular
+IRREGULAR = 0.67  # spread of think times, as a share of a chunk, above which clients that met do not meet again
 PARTS = 3  # steps by which a habit's distribution is summed
 JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times
@@ -149,26 +149,26 @@ class ThinkTimes:
         if len(self._absent) > RECENT:
             self._absent.popitem(last=False)
 
-    def take_turns(self, seconds: float, now: float) -> bool:
-        """Whether the active clients take turns by themselves: `seconds` of the device for each fit into a cycle, and
-        they come back so regularly that two clients that once met do not meet again.
+    def in_turns(self, seconds: float, now: float) -> float:
+        """Share of the device that the active clients take if each comes in turn, for `seconds`. inf if they are not so
+        regular that two of them that once met do not meet again.
 
-        Considers the most recently answered clients until one that has gone; False for more than `RECENT`.
+        Considers the most recently answered clients until one that has gone; inf for more than `RECENT`, and for none.
+        seconds: 0.0 until measured; then inf.
         """
-        load = longest = 0.0
+        if seconds <= 0.0:
+            return inf
+        share = longest = 0.0
         known = (client for client in reversed(self._clients.values()) if client.was_answered)
         for count, client in enumerate(known):
             ordered = client.thinks.ordered
-            n = len(ordered)
             longest = max(longest, ordered[-1] if ordered else 0.0)
             if client.answered is not None and now - client.answered > 2.0 * longest:
                 break
-            if count == RECENT or n < APART or client.thinks.spread > 0.5 * seconds:
-                return False
-            load += seconds / (seconds + ordered[n // 2])
-            if load > 1.0:
-                return False
-        return load > 0.0
+            if count == RECENT or not ordered or client.thinks.spread > IRREGULAR * seconds:
+                return inf
+            share += seconds / (seconds + ordered[len(ordered) // 2])
+        return share or inf
 
     def hold(
         self, partition: Hashable, now: float, longest: float, queued: int, places: int, fixed: float, freed: bool

@@ -27,7 +27,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
     can no longer meet theirs are shed (`Former._select_for_deadlines`).
  7. A free device may wait for more requests (`Holding.until`): until the batch is full, the hold is over, or waiting
     for the due clients would cost more than it saves (`returns`). `wake_at` says until when.
- 8. New requests enter a running batch with stages only if that lowers the sum of latencies
+ 8. New requests enter a running batch with stages only if they gain more than the residents lose
     (`Former._enters`, `joining`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
 10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).

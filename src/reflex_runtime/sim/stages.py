@@ -1,13 +1,14 @@
 """Compares joins at step boundaries with whole chunks, for robots on a policy with a prefix and denoise steps.
 
-These are the rows of `reflex simulate --stages`. *Whole chunks* and *rule* are the real scheduler, with one-shot work
-and with work in stages. *Always join* runs the prefix of new requests before the residents' next step at any cost.
+These are the rows of `reflex simulate --stages`, for one device or for several ratios of prefix to step. *Whole chunks*
+and *rule* are the real scheduler, with one-shot work and with work in stages. *Always join* runs the prefix of new
+requests before the residents' next step at any cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from reflex_runtime.core.batch import Done, More, Outcome
@@ -24,7 +25,6 @@ from reflex_runtime.sim.service import Affine, Noisy, Service, Staged
 from reflex_runtime.sim.workload import Callers, Exponential, Normal, Think
 
 STAGES = PREFIX, DENOISE = "prefix", "denoise"
-ROBOT = Request(stage=PREFIX)
 BUDGET = 10.0  # seconds: far above every chunk here, so that the budget decides nothing
 
 
@@ -41,6 +41,19 @@ class StagedDevice:
         """A prefix and all steps in one call."""
         fixed = self.prefix.fixed + self.steps * self.step.fixed
         return Affine(fixed, self.prefix.marginal + self.steps * self.step.marginal)
+
+
+    def with_ratio(self, ratio: float) -> StagedDevice:
+        """The same, but a prefix for one takes `ratio` times as long as a step for one. An answer for one takes as long
+        as before; the shares of fixed and marginal time in each call stay."""
+        step = self.chunk.of(1) / (ratio + self.steps)
+        return StagedDevice(_scaled(self.prefix, ratio * step), _scaled(self.step, step), self.steps)
+
+
+def _scaled(line: Affine, one: float) -> Affine:
+    """The line that takes `one` seconds for one request."""
+    factor = one / line.of(1)
+    return Affine(line.fixed * factor, line.marginal * factor)
 
 
 LARGE = StagedDevice(Affine(0.012, 0.0045), Affine(0.0055, 0.0006))
@@ -78,6 +91,16 @@ CASES = (
 )
 
 
+def ratio_cases(ratios: Sequence[float]) -> list[Case]:
+    """Rows for each ratio of prefix to step: periodic robots, and such with exponential think times."""
+    return [
+        Case(f"{ratio:g}:1, {robots} robots, {name}", robots, think, LARGE.with_ratio(ratio))
+        for ratio in ratios
+        for name, think in (("500 ± 25", PERIODIC), ("exp 500", EXP_500))
+        for robots in (4, 8, 16, 32)
+    ]
+
+
 def _scheduler(cost: Callable[[], TimeCost], batch_timeout: float) -> Scheduler:
     return Scheduler([GroupConfig(flush=FlushPolicy.window(BUDGET, batch_timeout), cost=cost)])
 
@@ -96,11 +119,11 @@ class Plan:
 
     def service(self, device: StagedDevice) -> Service:
         """The service model of the device under this plan."""
-        return _staged(device) if self.staged else Staged({PREFIX: device.chunk})
+        return _staged(device) if self.staged else device.chunk
 
-    def wants(self, device: StagedDevice) -> float:
-        """Calls that an answer takes."""
-        return 1.0 + device.steps if self.staged else 1.0
+    def request(self, device: StagedDevice) -> Request:
+        """What a robot asks for: the prefix and then each step, or all of them in one call."""
+        return Request(stage=PREFIX, wants=1.0 + device.steps) if self.staged else Request()
 
 
 WHOLE = Plan("whole chunks", partial(_scheduler, TimeCost), staged=False)
@@ -111,10 +134,9 @@ PLANS = (WHOLE, ALWAYS, RULE)
 
 def run_case(case: Case, plan: Plan, bench: Bench) -> Report:
     """One cell. Of the bench: noise (of every call), duration, warmup, seed and the timeout."""
-    robots = Callers(case.robots, case.think, replace(ROBOT, wants=plan.wants(case.device)))
     run = simulate(
         plan.make(bench.setting.batch_timeout),
-        robots,
+        Callers(case.robots, case.think, plan.request(case.device)),
         Noisy(plan.service(case.device), bench.noise),
         duration=bench.duration,
         warmup=min(bench.warmup, bench.duration / 2.0),

@@ -13,6 +13,8 @@ from .memory import Memory
 from .records import NEARLY, Expected, Seen, World
 from .wake import Wake
 
+WIDEST = 0.67  # spread of a regular client's think times, in chunks
+
 
 class Batches(Memory, Wake, Conservation):
     """Forming batches."""
@@ -144,28 +146,32 @@ class Batches(Memory, Wake, Conservation):
 
     def enters_first(self, w: World, base: Members, entering: Members) -> bool:
         takes = w.meter.fixed(entering[0][0]) + sum(w.meter.charge(t, 1.0) for t, _ in entering)
-        for ticket, _ in base:
-            late = self.now + takes + w.meter.remaining(ticket) > ticket.deadline
-            if ticket.deadline < inf and not ticket.request.streams and late:
-                return False
         fixed, each = w.meter.fixed(base[0][0]), w.meter.charge(base[0][0], 1.0)
 
         def stepped(left: dict[Seen, float], at: float) -> dict[Seen, float]:
-            """When each of them ends, step by step."""
+            """Seconds from now until each of them ends, step by step."""
             ends = {t: at for t, steps in left.items() if steps <= 0}
             left = {t: steps - 1 for t, steps in left.items() if steps > 0}
             return ends | (stepped(left, at + fixed + each * len(left)) if left else {})
 
         old, new = {t: t.wants for t, _ in base}, {t: t.wants - 1 for t, _ in entering}
-        join, wait = stepped(old | new, self.now + takes), stepped(old, self.now)
+        join, wait = stepped(old | new, takes), stepped(old, 0.0)
         wait |= stepped(new, max(wait.values()) + takes)
-        joined, waited = [end - t.arrived for t, end in join.items()], [end - t.arrived for t, end in wait.items()]
-        if sum(joined) >= sum(waited) * (1 - NEARLY) or max(joined) > max(waited) * (1 + NEARLY):
+        sigma = w.meter.spread(base)
+        for ticket in old:
+            slack = ticket.deadline - self.now
+            if not ticket.request.streams and wait[ticket] <= slack < join[ticket] * (1 + 2 * sigma):
+                return False
+        if max(self.now - t.arrived + s for t, s in join.items()) > max(
+            self.now - t.arrived + s for t, s in wait.items()
+        ) * (1 + NEARLY):
             return False
-        return not self.takes_turns(w, w.meter.remaining(entering[0][0]))
+        gain, loss = sum(wait[t] - join[t] for t in new), sum(join[t] - wait[t] for t in old)
+        in_turns = self.in_turns(w, w.meter.remaining(entering[0][0]))
+        return in_turns > 1 and gain > max(1, 3 - in_turns) * loss * (1 + NEARLY)
 
-    def takes_turns(self, w: World, seconds: float) -> bool:
-        """Whether every active client is regular, and all of them fit the device one after the other."""
+    def in_turns(self, w: World, seconds: float) -> float:
+        """The share of the device that the active clients take one after the other; inf if one is not regular."""
         thinks: dict[Hashable, list[float]] = {}
         away: dict[Hashable, float] = {}
         order: list[Hashable] = []  # by last answer
@@ -176,16 +182,18 @@ class Batches(Memory, Wake, Conservation):
                 order = [c for c in order if c != client] + [client]
             elif client in away:
                 thinks[client].append(at - away.pop(client))
-        load, active = 0.0, 0
+        share, active = 0.0, 0
+        if not seconds:
+            return inf  # nothing was measured
         for i, client in enumerate(reversed(order)):
             longest = max((max(thinks[c][-32:], default=0.0) for c in order[len(order) - 1 - i :]), default=0.0)
             if client in away and self.now - away[client] > 2 * longest:
                 break
             habits = sorted(thinks[client][-32:])
-            if len(habits) < 8 or habits[3 * len(habits) // 4] - habits[len(habits) // 4] > seconds / 2:
-                return False
-            load, active = load + seconds / (seconds + habits[len(habits) // 2]), active + 1
-        return active > 0 and load <= 1
+            if not habits or habits[3 * len(habits) // 4] - habits[len(habits) // 4] > WIDEST * seconds:
+                return inf
+            share, active = share + seconds / (seconds + habits[len(habits) // 2]), active + 1
+        return share if active else inf
 
     def schedule(
         self,

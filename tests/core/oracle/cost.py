@@ -45,6 +45,10 @@ class Units:
     def share(self, ticket: Seen, flush: FlushPolicy) -> float:
         return 0.0
 
+    def spread(self, members: Members) -> float:
+        """Relative spread of predicted times."""
+        return 0.0
+
     def line(self, ticket: Seen) -> tuple[float | None, float]:
         """Fixed and marginal seconds of batches of such tickets; no fixed ones until they can be told apart."""
         return 0.0, 0.0
@@ -113,6 +117,9 @@ class Seconds(Units):
     def seconds(self, members: Members, budget: float) -> tuple[float, float]:
         tally = self._tally([], members, budget)
         return tally.seconds, tally.sigma
+
+    def spread(self, members: Members) -> float:
+        return float(self._tally(members, [], inf).sigma)
 
     def line(self, ticket: Seen) -> tuple[float | None, float]:
         (one, _), (two, _) = (self.seconds([(ticket, 1.0)] * n, inf) for n in (1, 2))
