@@ -14,8 +14,9 @@ from reflex_runtime.options import flag
 
 from .effects import EFFECTS, OF_VERBS, options_of
 
-FILES = sorted(Path(__file__).parents[1].rglob("test_*.py"))
-PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+ROOT = Path(__file__).parents[2]
+FILES = sorted(file for folder in ("tests", "clients") for file in (ROOT / folder).rglob("test_*.py"))
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 IDS = [
     *(f"B{i}" for i in range(1, 25)),
     *(f"H{i}" for i in range(1, 15)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from lerobot_policy_reflex.connection import ReflexError
 from reflex_runtime.demo.exports import export_dir
 from serving.exports import ACTIONS, CHUNK, WEIGHTS, write_tiny
 from serving.harness import PATIENCE, Server
-from serving.requests import WAITING, busy, recorded
+from serving.requests import WAITING, busy, loads_after, recorded
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 3, 6, 8), np.uint8)
 
@@ -68,7 +70,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("seeing"), cameras=cameras, noise=False, wires="openpi/libero")
 
 
-def test_a_chunk_has_the_actions_of_the_server(server: Server) -> None:
+def test_w52_a_chunk_has_the_actions_of_the_server(server: Server) -> None:
     with policy(server) as robot:
         chunk = robot.predict_action_chunk(seen([0.1, -0.2]))
         assert chunk.dtype is torch.float32
@@ -76,7 +78,7 @@ def test_a_chunk_has_the_actions_of_the_server(server: Server) -> None:
         np.testing.assert_allclose(chunk, right([0.1, -0.2]), atol=1e-6)
 
 
-def test_actions_come_one_by_one_out_of_a_queue_of_each_policy(server: Server) -> None:
+def test_w52_actions_come_one_by_one_out_of_a_queue_of_each_policy(server: Server) -> None:
     before = server.metrics()("reflex_requests_total")
     with policy(server) as one, policy(server, n_action_steps=2) as other:
         for step in range(4):
@@ -88,14 +90,21 @@ def test_actions_come_one_by_one_out_of_a_queue_of_each_policy(server: Server) -
     assert server.metrics()("reflex_requests_total") == before + 4
 
 
-def test_rows_of_a_batch_are_requests_of_their_own_and_share_batches(server: Server) -> None:
+def test_w52_rows_of_a_batch_are_requests_of_their_own_and_share_a_batch(plain: Path) -> None:
     states = [[0.1 * row, -0.1] for row in range(5)]
-    with policy(server) as robots:
-        np.testing.assert_allclose(robots.predict_action_chunk(seen(*states)), right(*states), atol=1e-6)
+    with Server(plain, held=True) as server, policy(server) as robots, ThreadPoolExecutor(1) as thread:
         assert robots.select_action(seen(*states)).shape == (5, ACTIONS)
+        before = server.metrics()("reflex_batch_size_per_flush_count")
+        with busy(server) as plug:
+            asking = thread.submit(robots.predict_action_chunk, seen(*states))
+            server.reach(lambda m: m(WAITING) == 5)
+            server.release()
+            np.testing.assert_allclose(asking.result(PATIENCE), right(*states), atol=1e-6)
+            plug.answers()
+        assert server.metrics()("reflex_batch_size_per_flush_count") == before + 2  # the plug, and all rows
 
 
-def test_more_rows_than_a_frame_may_have_go_in_several(server: Server) -> None:
+def test_w52_more_rows_than_a_frame_may_have_go_in_several(server: Server) -> None:
     states = [[0.001 * row, -0.1] for row in range(300)]
     with policy(server) as robots:
         np.testing.assert_allclose(robots.predict_action_chunk(seen(*states)), right(*states), atol=1e-6)
@@ -104,19 +113,19 @@ def test_more_rows_than_a_frame_may_have_go_in_several(server: Server) -> None:
     assert [len(frame) for frame in connection._frames([{"picture": np.zeros(20_000_000, np.uint8)}] * 2)] == [1, 1]
 
 
-def test_a_row_that_is_refused_is_the_error_of_all(server: Server) -> None:
+def test_w53_a_row_that_is_refused_is_the_error_of_all(server: Server) -> None:
     with policy(server) as robots:
         refused(lambda: robots.predict_action_chunk(seen([0.0, 0.0], [float("nan"), 0.0])), "invalid_request", "/1.1")
         assert robots.predict_action_chunk(seen([0.0, 0.0], [0.1, 0.0])).shape == (2, CHUNK, ACTIONS)
 
 
-def test_an_observation_that_is_too_large_is_told(plain: Path) -> None:
+def test_w53_an_observation_that_is_too_large_is_told(plain: Path) -> None:
     with Server(plain, "--max-body-bytes", "1024") as server, policy(server) as robots:
         refused(lambda: robots.predict_action_chunk(seen(*[[0.0, 0.0]] * 20)), "too_large", "--max-body-bytes")
         assert robots.predict_action_chunk(seen([0.0, 0.0])).shape == (1, CHUNK, ACTIONS)
 
 
-def test_a_robot_has_a_name_and_a_reset_begins_an_episode(plain: Path, tmp_path: Path) -> None:
+def test_w52_a_robot_has_a_name_and_a_reset_begins_an_episode(plain: Path, tmp_path: Path) -> None:
     with Server(plain, "--record", str(tmp_path)) as server:
         with policy(server, robot_id="arm 1", n_action_steps=2) as robot:
             for _ in range(3):
@@ -139,7 +148,7 @@ def test_a_robot_has_a_name_and_a_reset_begins_an_episode(plain: Path, tmp_path:
     ]  # fmt: skip
 
 
-def test_the_task_is_the_instruction(tmp_path: Path) -> None:
+def test_w52_the_task_is_the_instruction(tmp_path: Path) -> None:
     camera = {"observation.images.front": torch.zeros(2, 3, 64, 64)}
     state = {"observation.state": torch.zeros(2, 4)}
     with Server(export_dir(), "--record", str(tmp_path)) as server:
@@ -154,7 +163,7 @@ def test_the_task_is_the_instruction(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["uint8", "float32", "float16"])
-def test_pictures_arrive_as_the_camera_gave_them(seeing: Path, tmp_path: Path, form: str) -> None:
+def test_w52_pictures_arrive_as_the_camera_gave_them(seeing: Path, tmp_path: Path, form: str) -> None:
     sent = torch.from_numpy(PIXELS)
     sent = sent if form == "uint8" else (sent / 255).to(getattr(torch, form))
     pictures = {"observation.images.image": sent[:1], "observation.images.left": sent[1:]}
@@ -170,7 +179,7 @@ def test_pictures_arrive_as_the_camera_gave_them(seeing: Path, tmp_path: Path, f
         np.testing.assert_array_equal(picture, PIXELS[place].transpose(1, 2, 0))
 
 
-def test_what_an_observation_lacks_is_told_with_what_came_and_what_is_expected(seeing: Path) -> None:
+def test_w53_what_an_observation_lacks_is_told_with_what_came_and_what_is_expected(seeing: Path) -> None:
     pixels = torch.from_numpy(PIXELS[:1])
     with Server(seeing) as server, policy(server) as robot:
 
@@ -197,13 +206,13 @@ def test_what_an_observation_lacks_is_told_with_what_came_and_what_is_expected(s
         assert ask()().shape == (1, CHUNK, ACTIONS)  # the connection goes on
 
 
-def test_a_state_comes_in_the_parts_of_the_export(tmp_path: Path) -> None:
+def test_w52_a_state_comes_in_the_parts_of_the_export(tmp_path: Path) -> None:
     parts = {"openpi": {"state": ["joints", "gripper"]}}
     with Server(write_tiny(tmp_path, noise=False, wires=parts)) as server, policy(server) as robot:
         np.testing.assert_allclose(robot.predict_action_chunk(seen([0.1, 0.9])), right([0.1, 0.9]), atol=1e-6)
 
 
-def test_another_number_of_motors_is_told_before_anything_moves(server: Server) -> None:
+def test_w53_another_number_of_motors_is_told_before_anything_moves(server: Server) -> None:
     motors = {"action": SimpleNamespace(shape=(6,), type="ACTION")}
     given = config(server)
     given.output_features = motors
@@ -214,7 +223,7 @@ def test_another_number_of_motors_is_told_before_anything_moves(server: Server) 
         ReflexPolicy(given).close()
 
 
-def test_the_key_comes_from_the_environment(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w53_the_key_comes_from_the_environment(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("REFLEX_API_KEY", raising=False)
     with Server(plain, "--api-key", "secret") as server:
         refused(lambda: policy(server), "unauthorized", "key")
@@ -224,13 +233,20 @@ def test_the_key_comes_from_the_environment(plain: Path, monkeypatch: pytest.Mon
             assert robot.predict_action_chunk(seen([0.0, 0.0])).shape == (1, CHUNK, ACTIONS)
 
 
-def test_nothing_listens_and_a_policy_that_is_not_ready_are_told_in_one_line(plain: Path) -> None:
-    with Server(plain) as server:
+def test_w53_nothing_listens_and_a_policy_that_is_not_ready_are_told_in_one_line(plain: Path, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with Server(plain, before=loads_after(gate), until="listening on") as server:
+        late = config(server, connect_timeout_s=0.2)
+        refused(lambda: ReflexPolicy(late), "timed_out", "the policy was not ready within 0.2 s")
+        with gate.open("wb"):
+            pass
+        ReflexPolicy(config(server)).close()  # waits until it is
         gone = config(server)
     refused(lambda: ReflexPolicy(gone), "unreachable", r"is `reflex serve` running there\?")
 
 
-def test_a_deadline_goes_to_the_server_and_late_requests_are_not_repeated(plain: Path) -> None:
+def test_w53_a_deadline_goes_to_the_server_and_late_requests_are_not_repeated(plain: Path) -> None:
     with Server(plain, held=True) as server, policy(server, deadline_ms=1.0, retries=5) as robot:
         with busy(server) as plug:
             refused(lambda: robot.predict_action_chunk(seen([0.0, 0.0])), "deadline_exceeded", r"\[request lerobot-")
@@ -239,7 +255,7 @@ def test_a_deadline_goes_to_the_server_and_late_requests_are_not_repeated(plain:
             plug.answers()
 
 
-def test_what_was_refused_without_having_run_is_asked_again(plain: Path) -> None:
+def test_w53_what_was_refused_without_having_run_is_asked_again(plain: Path) -> None:
     with Server(plain, "--max-queue", "1", held=True) as server:
         with policy(server, retries=0) as robot, policy(server, retries=50) as patient, busy(server) as plug:
             with server.burst([{"state": [0.0, 0.0]}]) as waiting:
@@ -257,7 +273,7 @@ def test_what_was_refused_without_having_run_is_asked_again(plain: Path) -> None
                 plug.answers()
 
 
-def test_a_server_that_was_started_again_is_found_again(plain: Path) -> None:
+def test_w53_a_server_that_was_started_again_is_found_again(plain: Path) -> None:
     with Server(plain) as server:
         with policy(server) as robot:
             robot.predict_action_chunk(seen([0.0, 0.0]))
@@ -280,12 +296,12 @@ def test_a_server_that_was_started_again_is_found_again(plain: Path) -> None:
         ({"retries": -1}, "--policy.retries=-1: must be 0 or more"),
     ],
 )
-def test_a_wrong_option_is_named(wrong: dict[str, Any], told: str) -> None:
+def test_w53_a_wrong_option_is_named(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told.replace("[", r"\[")):
         ReflexConfig(**wrong)
 
 
-def test_processors_change_nothing_and_nothing_can_be_trained(server: Server) -> None:
+def test_w52_processors_change_nothing_and_nothing_can_be_trained(server: Server) -> None:
     before, after = make_reflex_pre_post_processors(config(server), dataset_stats=None)
     batch = seen([0.1, 0.2])
     assert torch.equal(before(batch)["observation.state"], batch["observation.state"])
@@ -302,10 +318,10 @@ def test_processors_change_nothing_and_nothing_can_be_trained(server: Server) ->
 
 
 @pytest.mark.parametrize("answer", [{"actions": np.array([[np.nan]])}, {"actions": np.zeros(3)}, {}, [], None])
-def test_actions_that_are_not_safe_to_execute_are_an_error(answer: Any) -> None:
+def test_w53_actions_that_are_not_safe_to_execute_are_an_error(answer: Any) -> None:
     refused(lambda: connection._actions(answer), "bad_answer", "actions")
 
 
 @pytest.mark.parametrize("frame", [b"\x80", b"\x81\xa6reflex\x80", b"\xc1", "text", b"\xa4text"])
-def test_a_server_that_does_not_say_what_it_expects_is_an_error(frame: bytes | str) -> None:
+def test_w53_a_server_that_does_not_say_what_it_expects_is_an_error(frame: bytes | str) -> None:
     refused(lambda: connection._announced(frame, "ws://h:1/"), "bad_answer", "bad_answer: ")
