@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -29,6 +32,8 @@ from reflex_runtime.policies.models.torch_models import TorchPrefix, TorchStaged
 from reflex_runtime.policies.serving.slots import device_of, load  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
 from reflex_runtime.processors.onnx import CUDA  # noqa: E402
+from serving.harness import Server  # noqa: E402
+from serving.requests import busy  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 SOURCE = "python:pytorch_policy:make"
@@ -70,6 +75,14 @@ def served(config: ServeConfig) -> Policy:
     return load(config, "prod", read_source(SOURCE, device_of(config)))
 
 
+def picture(number: int) -> str:
+    """A PNG of noise, as requests have it."""
+    pixels = np.random.Generator(np.random.PCG64(number)).integers(0, 256, (32, 32, 3), np.uint8)
+    file = BytesIO()
+    PIL.Image.fromarray(pixels).save(file, "PNG")
+    return b64encode(file.getvalue()).decode()
+
+
 class Whole(torch.nn.Module):  # type: ignore[misc]
     """The template's policy as one call for a whole chunk."""
 
@@ -97,6 +110,28 @@ def test_p1_rows_that_join_between_steps_answer_as_the_whole_chunk(template: Any
     assert max(np.abs(a.actions - b.actions).max() for a, b in zip(chunks, alone, strict=True)) <= BOUND
     assert all(chunk.actions.shape == (16, 7) for chunk in chunks)
     assert np.abs(chunks[0].actions - chunks[2].actions).max() > 0.1  # they are different requests
+
+
+def test_p1_robots_of_a_real_server_get_the_answer_of_the_whole_chunk(template: Any) -> None:
+    """Sixteen that waited together, by the server's own scheduler in batches of five."""
+    reference = whole(template)
+    inside = f"import os, sys; os.chdir({str(EXAMPLES)!r})"
+    rng = np.random.Generator(np.random.PCG64(7))
+    states = rng.uniform(-1.0, 1.0, (16, 8)).tolist()
+    asks = [
+        {"image": picture(i), "instruction": "open the drawer", "state": state, "request_id": f"r{i}"}
+        for i, state in enumerate(states)
+    ]
+    with Server(SOURCE, "--max-batch-size", "5", before=inside, held=True) as server, busy(server, **asks[0] | {"request_id": "plug"}):
+        answers = server.behind(asks)
+    assert [answer.status for answer in answers] == [200] * 16
+    assert max(answer.json["batch"]["size"] for answer in answers) == 5
+    for i, answer in enumerate(answers):
+        seen = reference.prepare(
+            images={"image": b64decode(picture(i))}, instruction="open the drawer", state=states[i], request_id=f"r{i}"
+        )
+        (chunk,) = reference.answers([reference.request(seen)])
+        assert np.abs(np.float32(answer.json["actions"]) - chunk.actions).max() <= BOUND
 
 
 @pytest.mark.parametrize("kind", ["staged", "whole"])
