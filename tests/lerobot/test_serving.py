@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,26 @@ def _nan(root: Path) -> None:
     save_file(weights, root / "model.safetensors")
 
 
+def _tensors(change: Any) -> Any:
+    """Change the stored weights."""
+
+    def changed(root: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(root / "model.safetensors")
+        change(weights)
+        save_file(weights, root / "model.safetensors")
+
+    return changed
+
+
+def _foreign_step(root: Path) -> None:
+    file = root / "policy_preprocessor.json"
+    told = json.loads(file.read_text())
+    told["steps"].insert(0, {"class": "os.path", "config": {}})
+    file.write_text(json.dumps(told))
+
+
 def _adapter(root: Path) -> None:
     (root / "adapter_config.json").write_text("{}")
 
@@ -215,7 +236,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no weights": (_without("model.safetensors"), "model.safetensors: not found: copy the whole directory"),
     "half of the weights": (_short, "its header says"),
     "no processors": (_without("policy_preprocessor.json"), "saved by LeRobot before 0.4. Convert it: python -m"),
-    "unknown type": (_config(type="nosuch"), "LeRobot cannot load it"),
+    "unknown type": (_config(type="nosuch"), "type nosuch is not known to keep nothing between calls"),
+    "streaming type": (_config(type="lingbot_va"), "it keeps a cache and the actions that were executed"),
+    "a tensor missing": (_tensors(lambda w: w.pop("model.action_head.weight")), "the file has no weights model.act"),
+    "foreign step": (_foreign_step, "names the class 'os.path'; only steps of LeRobot itself are run"),
     "tdmpc": (_config(type="tdmpc"), "type tdmpc cannot be served: it plans from the plan before"),
     "two channels": (
         _config(input_features={"observation.images.top": {"type": "VISUAL", "shape": [2, 8, 8]}}),
@@ -240,6 +264,69 @@ def test_p14_a_wrong_checkpoint_is_one_line(checkpoints: dict[str, Path], tmp_pa
         read_source(f"lerobot:{root}").open(DeviceOptions())
     assert told in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_p14_weights_that_are_missing_or_of_another_shape_are_no_random_ones(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    """LeRobot itself goes on with random weights, after a line in the log."""
+    name = "model.action_out_proj.weight" if family == "smolvla" else "action_out_proj.weight"
+    changes = (lambda w: w.pop(_named(w, name)), lambda w: w.update({_named(w, name): torch.ones(3)}))
+    for i, change in enumerate(changes):
+        root = tmp_path / str(i)
+        shutil.copytree(checkpoints[family], root)
+        _tensors(change)(root)
+        with pytest.raises(ConfigError, match=r"action_out_proj|size mismatch"):
+            loaded(root)
+
+
+def _named(weights: dict[str, Any], end: str) -> str:
+    return next(name for name in weights if name.endswith(end.removeprefix("model.")))
+
+
+def test_p14_weights_that_the_checkpoint_has_are_not_asked_of_a_hub(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those of the backbone, and the 2 GB of SmolVLA's VLM, are what most users' checkpoints name."""
+    for family, named in (
+        ("act", {"pretrained_backbone_weights": "ResNet18_Weights.IMAGENET1K_V1"}),
+        ("smolvla", {"load_vlm_weights": True}),
+    ):
+        root = tmp_path / family
+        shutil.copytree(checkpoints[family], root)
+        _config(**named)(root)
+        assert loaded(root).spec.model_type == family
+
+
+@pytest.mark.skipif(OLD, reason="LeRobot 0.4 has no relative actions")
+def test_p10_relative_actions_are_relative_to_the_state_of_their_own_request(checkpoints: dict[str, Path]) -> None:
+    """Other requests are prepared on other threads while an answer is finished."""
+    policy = loaded(checkpoints["pi05-relative"])
+    reference = Reference(policy)
+    fields = asked(policy.spec, 0)
+    expected = reference.answer(fields)
+    seen = policy.prepare(**fields)
+    (chunk,) = policy.answers([policy.request(seen)])
+    assert np.abs(chunk.actions - expected).max() <= BOUND
+    x = np.zeros((1, 8, 32), np.float32)
+    first = policy.model.finish([seen], x)
+    other = asked(policy.spec, 1)
+    stop = threading.Event()
+
+    def prepare() -> None:
+        while not stop.is_set():
+            policy.prepare(**other)
+
+    threads = [threading.Thread(target=prepare) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert all(np.array_equal(policy.model.finish([seen], x), first) for _ in range(2000))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_p14_options_without_effect_are_refused(checkpoints: dict[str, Path]) -> None:

@@ -23,13 +23,12 @@ from reflex_runtime.policies.export.directory import check_directory, from_hub
 from reflex_runtime.policies.export.embodiment import Embodiment, read_embodiment
 from reflex_runtime.policies.export.model_files import model_bytes, model_hash
 from reflex_runtime.policies.export.wires import WireMap
-from reflex_runtime.policies.lerobot.features import Features
+from reflex_runtime.policies.lerobot.features import WEIGHTS, WHOLE, Features
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel, WholeModel
 from reflex_runtime.policies.policy.spec import LEROBOT, DeviceOptions
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 CONFIG_FILE: Final = "config.json"
-WEIGHTS: Final = "model.safetensors"
 PROCESSORS: Final = ("policy_preprocessor.json", "policy_postprocessor.json")
 STAGED: Final = ("smolvla", "pi0", "pi05")
 """Types whose prefix and steps are calls of their own."""
@@ -38,6 +37,8 @@ HISTORY: Final = ("diffusion", "vqbet")
 """Types that see several observations; LeRobot keeps them in the policy object, Reflex by episode."""
 
 REFUSED: Final = {
+    "lingbot_va": "it keeps a cache and the actions that were executed in the policy object, for all callers",
+    "multi_task_dit": "it keeps observations in queues of the policy object, for all callers",
     "tdmpc": "it plans from the plan before, which it keeps in the policy object for all callers",
     "gaussian_actor": "it is a policy for training with rewards and has no chunk to predict",
     "sac": "it is a policy for training with rewards and has no chunk to predict",
@@ -135,13 +136,19 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     config: _Config = table.read(_Config)
     if config.type in REFUSED:
         raise ConfigError(f"{table.file}: type {config.type} cannot be served: {REFUSED[config.type]}")
+    if config.type not in (*STAGED, *WHOLE):
+        raise ConfigError(
+            f"{table.file}: type {config.type} is not known to keep nothing between calls, and robots could get each "
+            f"other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as python:module:make"
+        )
     action = config.output_features.get("action")
     if action is None or len(action.shape) != 1:
         table.wrong("output_features", "a feature action with one size")
     cameras, sizes = _cameras(table, config)
     given = [name for name in (_STATE, _ENVIRONMENT) if name in config.input_features]
     states = tuple((name, _flat(table, config, name)) for name in given)
-    chunk, horizon, steps = _lengths(table, config)
+    chunk, horizon, denoising = _lengths(table, config)
+    steps = [_steps(root / name) for name in PROCESSORS]
     dim = action.shape[0]
     names = _names(config, dim)
     robot = _embodiment(root, sum(size for _, size in states), dim)
@@ -156,13 +163,13 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         features=Features(root, cameras, states),
         takes_state=bool(states),
         state_dim=sum(size for _, size in states),
-        takes_text=_takes_text(root),
-        takes_noise=config.type not in ("act",),
+        takes_text=any("tokenizer" in step for step in steps[0]),
+        takes_noise=config.type not in ("act", "pi0_fast"),
         action_dim=dim,
         chunk_size=chunk,
         horizon=horizon,
         x_dim=config.max_action_dim or dim,
-        num_denoising_steps=steps,
+        num_denoising_steps=denoising,
         observation_steps=config.n_obs_steps if config.type in HISTORY else 1,
         prefix_takes_state=config.type in ("smolvla", "pi05"),
         embodiment=robot or Embodiment(action_names=names),
@@ -219,14 +226,20 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
     return chunk, horizon or chunk, min(int(steps or 1), 1000)
 
 
-def _takes_text(root: Path) -> bool:
-    """Whether the preprocessor makes tokens of the task."""
-    file = root / PROCESSORS[0]
+def _steps(file: Path) -> list[str]:
+    """The names of a processor's steps; none where there is no file. ConfigError for a step that is not LeRobot's own.
+
+    LeRobot imports the class that a step names, whatever module that is in.
+    """
     try:
         steps = json.loads(file.read_bytes())["steps"] if file.is_file() else []
-        return any("tokenizer" in str(step.get("registry_name", step.get("class", ""))) for step in steps)
+        names = [str(step.get("registry_name") or step.get("class")) for step in steps]
+        foreign = [step["class"] for step in steps if not str(step.get("class") or "lerobot.").startswith("lerobot.")]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`") from None
+    if foreign:
+        raise ConfigError(f"{file}: names the class {foreign[0]!r}; only steps of LeRobot itself are run")
+    return names
 
 
 def _names(config: _Config, dim: int) -> tuple[str, ...] | None:

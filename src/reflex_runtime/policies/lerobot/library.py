@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import queue
+import threading
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stdout
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.lerobot.features import Features
+from reflex_runtime.policies.lerobot.features import WEIGHTS, Features
 from reflex_runtime.policies.models.torch_models import taken, torch_device
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
@@ -41,16 +42,17 @@ class LoadedPolicy:
         self.spec, self.features, self.device = spec, features, torch_device(device)
         torch.set_num_threads(device.threads)
         try:
-            self.config, self.policy, pre, self._post = _opened(features.path, device, self.device)
+            self.config, self.policy, self._first, post = _opened(features.path, device, self.device)
         except ConfigError:
             raise
         except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
             raise ConfigError(f"{spec.source}: LeRobot cannot load it: {_told(error)}") from error
-        _check_finite(spec, self.policy)
-        self._first = pre
+        _check_weights(spec.source, features.path / WEIGHTS, self.policy)
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._free.put(pre)
-        self._relative = _relative_step(pre)
+        self._copying = threading.Lock()
+        # The postprocessor looks at a step of its preprocessor: they are copied together, for this thread alone.
+        own, self._post = copy.deepcopy((self._first, post))
+        self._relative = _relative_step(own)
 
     @property
     def half(self) -> bool:
@@ -93,7 +95,8 @@ class LoadedPolicy:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            return copy.deepcopy(self._first)
+            with self._copying:
+                return copy.deepcopy(self._first)
 
 
 def stacked_batch(batches: Sequence[Batch]) -> Batch:
@@ -133,7 +136,7 @@ def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any
         config.device = name
         if device.dtype != "stored" and hasattr(config, "dtype"):
             config.dtype = device.dtype
-        policy = get_policy_class(config.type).from_pretrained(str(path), config=config)
+        policy = _loaded(get_policy_class(config.type), config, path)
         policy.to(name)
         if device.dtype != "stored" and not hasattr(config, "dtype"):
             policy.to(getattr(torch, device.dtype))
@@ -145,16 +148,49 @@ def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any
     return config, policy, pre, post
 
 
+def _loaded(kind: Any, config: Any, path: Path) -> Any:
+    """The policy with its weights, without those of others that the checkpoint's own would replace at once."""
+    if hasattr(config, "pretrained_backbone_weights"):
+        config.pretrained_backbone_weights = None  # torchvision would download them
+    if config.type != "smolvla" or not config.load_vlm_weights:
+        return kind.from_pretrained(str(path), config=config)
+    config.load_vlm_weights = False  # 2 GB
+    policy = kind(config)
+    policy.model.vlm_with_expert.vlm.to(torch.bfloat16)  # as they would have come
+    return kind._load_as_safetensor(policy, str(path / WEIGHTS), config.device, False)
+
+
 def _relative_step(pipeline: Any) -> Any:
     """The step that keeps the state for relative actions, or None."""
     return next((step for step in pipeline.steps if hasattr(step, "get_cached_state")), None)
 
 
-def _check_finite(spec: PolicySpec, policy: Any) -> None:
-    for name, tensor in policy.named_parameters():
+def _check_weights(source: str, file: Path, policy: Any) -> None:
+    """That the policy has the weights of the file, all of them, and that they are finite.
+
+    LeRobot logs what is missing or has another shape, and goes on with random weights.
+    """
+    from safetensors import safe_open
+
+    own = policy.state_dict()
+    with safe_open(file, framework="pt") as stored:
+        names = set(stored.keys())
+        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in names}
+    if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # π0 and π0.5 of openpi have other names
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        fixed = policy._fix_pytorch_state_dict_keys(empty, policy.config)
+        shapes = {n if n.startswith("model.") else f"model.{n}": tuple(tensor.shape) for n, tensor in fixed.items()}
+    there = {own[name].data_ptr() for name in own if name in shapes}
+    again = "it was saved by another version of LeRobot, or config.json was changed"
+    for name, tensor in own.items():
+        if name not in shapes and tensor.data_ptr() not in there:  # tied weights are stored once
+            raise ConfigError(f"{source}: the file has no weights {name}: {again}")
+        if name in shapes and shapes[name] != tuple(tensor.shape):
+            found = f"{list(shapes[name])}, config.json wants {list(tensor.shape)}"
+            raise ConfigError(f"{source}: the weights {name} have the shape {found}: {again}")
         if not bool(torch.isfinite(tensor).all()):
             raise ConfigError(
-                f"{spec.source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
+                f"{source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
                 "damaged; use an earlier checkpoint"
             )
 

@@ -6,14 +6,12 @@ object, which all robots would share. Policies that see several observations are
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.lerobot.features import Features
+from reflex_runtime.policies.lerobot.features import SEEDED, Features
 from reflex_runtime.policies.lerobot.library import Batch, LoadedPolicy, Prepared, stacked_batch
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.model import WholeModel
@@ -25,13 +23,13 @@ _Call = Callable[[Batch, Any, Sequence[Observation]], Any]  # (batch, noise or N
 
 
 class LeRobotWhole(WholeModel):
-    """Any type of LeRobot policy that is not staged. ConfigError if it keeps observations that it shares."""
+    """A LeRobot policy of one of the types in `features.WHOLE`."""
 
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
         super().__init__(spec)
         self._loaded = LoadedPolicy(spec, features, device)
         self.provider, self.half = device.provider, self._loaded.half
-        self.batched = spec.model_type != "vqbet"
+        self.batched = spec.model_type not in SEEDED
         self._call = self._chosen()
 
     def prepare(self, observation: Observation) -> Prepared:
@@ -48,15 +46,13 @@ class LeRobotWhole(WholeModel):
 
     def _chosen(self) -> _Call:
         kind = self.spec.model_type
-        if kind in ("diffusion", "vqbet"):
-            return self._diffusion if kind == "diffusion" else self._vqbet
         predict = self._loaded.policy.predict_action_chunk
-        if "_queues" in inspect.getsource(type(self._loaded.policy).predict_action_chunk):
-            raise ConfigError(
-                f"{self.spec.source}: type {kind} cannot be served: its queue of observations would be shared"
-            )
-        if "noise" in inspect.signature(predict).parameters:
-            return lambda batch, noise, _: predict(batch, noise=noise)
+        if kind == "diffusion":
+            return self._diffusion
+        if kind == "vqbet":
+            return lambda batch, _, rows: self._by_row(self._vqbet, batch, rows)
+        if kind in SEEDED:
+            return lambda batch, _, rows: self._by_row(predict, batch, rows)
         return lambda batch, _noise, _rows: predict(batch)
 
     def _diffusion(self, batch: Batch, noise: Any, rows: Sequence[Observation]) -> Any:
@@ -70,15 +66,18 @@ class LeRobotWhole(WholeModel):
         first = config.n_obs_steps - 1
         return x[:, first : first + config.n_action_steps]
 
-    def _vqbet(self, batch: Batch, noise: Any, rows: Sequence[Observation]) -> Any:
-        """Row by row: it draws codes from torch's own generator, which is seeded for each."""
+    def _vqbet(self, batch: Batch) -> Any:
+        config = self._loaded.config
+        batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        return self._loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
+
+    def _by_row(self, call: Callable[[Batch], Any], batch: Batch, rows: Sequence[Observation]) -> Any:
+        """Row by row: it draws from torch's own generator, which is seeded for each."""
         if len(rows) > 1:
             self.notes["fanout"] = "sequential"
-        config, answers = self._loaded.config, []
-        batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
+        answers = []
         with torch.random.fork_rng():
             for i, row in enumerate(rows):
                 torch.manual_seed(row.seed % (1 << 63))
-                one = {name: tensor[i : i + 1] for name, tensor in batch.items()}
-                answers.append(self._loaded.policy.vqbet(one, rollout=True)[:, : config.action_chunk_size])
+                answers.append(call({name: tensor[i : i + 1] for name, tensor in batch.items()}))
         return torch.cat(answers)
