@@ -156,9 +156,8 @@ def test_e2_two_slots_keep_their_own_tails_and_a_moved_episode_begins_anew(file:
 
 @pytest.mark.parametrize("flag", ["--rtc", "--adaptive-steps"])
 def test_e2_e3_a_monolithic_export_is_refused_before_the_port_opens(flag: str, tiny: Path) -> None:
-    assert refusal(tiny, flag).endswith(
-        f"{flag}: {tiny} is monolithic; only decomposed policies denoise step by step"
-    )
+    why = "only decomposed policies denoise step by step"
+    assert refusal(tiny, flag).endswith(f"{flag}: {tiny} is monolithic, and {why}; leave {flag} out")
 
 
 def test_e2_options_out_of_range_are_one_line(tiny: Path) -> None:

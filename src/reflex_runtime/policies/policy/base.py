@@ -156,8 +156,12 @@ class Policy(BaseProcessor):
 
     def _all_found(self, images: Mapping[str, Sent]) -> dict[str, tuple[Sent, str]]:
         """`_found` of every camera, without those that were left out and may be."""
-        found = {name: self._found(name, images) for name in self.spec.images}
-        return {name: (sent, field) for name, (sent, field) in found.items() if sent is not None}
+        found = {}
+        for name in self.spec.images:
+            sent, field = self._found(name, images)
+            if sent is not None:
+                found[name] = sent, field
+        return found
 
     def _found(self, name: str, images: Mapping[str, Sent]) -> tuple[Sent | None, str]:
         """The image sent for one of its cameras, None where it may be left out, and the field name for errors."""
