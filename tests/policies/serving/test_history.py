@@ -101,6 +101,14 @@ def test_p22_a_refused_request_leaves_nothing_behind(server: Server) -> None:
     assert act(server, 3.0, episode_id="refused") == 2.0
 
 
+def test_p23_an_episode_whose_outcome_is_reported_is_forgotten(server: Server) -> None:
+    assert [act(server, n, episode_id="over") for n in (1.0, 3.0)] == [1.0, 2.0]
+    for _ in range(2):  # a report may be repeated, also while the next one runs under the same name
+        assert server.ask("POST", "/episodes/over/outcome", b'{"success": true}').status == 200
+        assert act(server, 5.0, episode_id="over", request_id="next") == 5.0
+    assert act(server, 7.0, episode_id="over") == 6.0
+
+
 def test_p23_another_version_begins_anew(tmp_path: Path, export: Path) -> None:
     with Server(export) as server:
         assert [act(server, n, episode_id="e") for n in (1.0, 3.0)] == [1.0, 2.0]

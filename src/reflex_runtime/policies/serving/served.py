@@ -180,12 +180,14 @@ class ServedPolicy:
         return self.rollout.place(episode_id, request_id, time.monotonic())
 
     def ended(self, episode_id: str, success: bool, **fields: object) -> dict[str, Any]:
-        """An episode has ended: count it, and write it into every journal. Returns what came of it; 404 for one that is
-        not known."""
+        """An episode has ended: count it, forget what it carried on, and write it into every journal. Returns what came
+        of it; 404 for one that is not known."""
         told = self.rollout.outcome(episode_id, success)
         if told["counted"]:
             self._server.metrics.ended(self.group(told["slot"]), success)
         if not told["repeated"]:
+            for slot in self.slots.values():
+                slot.policy.forget(episode_id)
             self.note("outcome", **told, **fields)
         return told
 
