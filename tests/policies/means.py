@@ -46,10 +46,10 @@ def write_means(file: Path, inputs: Ports, width: int, output: str = "chunk") ->
     file.write_bytes(model.SerializeToString())
 
 
-def write_export(root: Path, inputs: Ports, width: int, **keys: Any) -> Path:
-    """A monolithic export; every input is a role, under its own name with `/` for `__`."""
+def write_export(root: Path, ports: Ports, width: int, /, **keys: Any) -> Path:
+    """A monolithic export; every port is a role, under its own name with `/` for `__`."""
     root.mkdir(parents=True, exist_ok=True)
-    write_means(root / "model.onnx", inputs, width)
+    write_means(root / "model.onnx", ports, width)
     settings: dict[str, Any] = {
         "model_id": "means",
         "model_type": "means",
@@ -58,7 +58,7 @@ def write_export(root: Path, inputs: Ports, width: int, **keys: Any) -> Path:
         "action_dim": width,
         "chunk_size": CHUNK,
         "num_denoising_steps": 1,
-        "inputs": {name.replace("__", "/"): name for name in inputs},
+        "inputs": {name.replace("__", "/"): name for name in ports},
         "outputs": {"actions": "chunk"},
     }
     (root / "reflex_config.json").write_text(json.dumps(settings | keys))

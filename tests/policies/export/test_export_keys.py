@@ -340,3 +340,72 @@ def test_old_exports_are_read_as_before(tmp_path: Path) -> None:
     value = np.random.default_rng(0).standard_normal((5, 2)).astype(np.float32)
     old = (value * np.float32(norm["std"]) + np.float32(norm["mean"])).astype(np.float32)
     assert export.action_norm.denormalise(value).tobytes() == old.tobytes()
+
+
+# -- everything at once, decomposed ------------------------------------------------------------------------------------
+
+
+def everything(root: Path) -> Path:
+    """A prefix that reads two cameras of two observations, masks, text and state, and an expert whose x is wider than
+    an action and ends at the means of all that."""
+    from onnx import TensorProto, helper
+
+    images = {"front": SIZE, "wrist": SIZE}
+    ports: Any = {
+        "front": ("u", [2, *SIZE, 3]), "wrist": ("u", [2, *SIZE, 3]), "tokens": ("i", [6]), "state": ("f", [2, 2]),
+        "token_mask": ("b", [6]), "image_masks": ("f", [2, 2]), "image_mask__wrist": ("i", [2]),
+    }  # fmt: skip
+    means.write_export(
+        root, ports, 8, images=images, optional_images=["wrist"], observation_steps=2, x_dim=8, action_dim=7,
+        export_kind="decomposed", num_denoising_steps=2, tokenizer={"go": 1, "128": 5}, max_tokens=6,
+        prompt="{prompt} {state_bins}", state_norm={"q01": [-1, -1], "q99": [1, 1]},
+        inputs={name.replace("__", "/"): name for name in ports} | {"noise": "x", "time": "t"},
+        decomposed={
+            "vlm_prefix_onnx": "prefix.onnx", "expert_denoise_onnx": "expert.onnx",
+            "past_kv_tensor_names": ["kv"], "expert_takes_state": False,
+        },
+    )  # fmt: skip
+    means.write_means(root / "prefix.onnx", ports, 8, "kv")
+    (root / "model.onnx").unlink()
+    nodes = [  # at t = 0 half of the way, at t = 1/2 all of it: x + (kv − x) · (t + 1/2)
+        helper.make_node("Sub", ["kv", "x"], ["way"]),
+        helper.make_node("Add", ["t", "half"], ["share"]),
+        helper.make_node("Unsqueeze", ["share", "one_two"], ["share_term"]),
+        helper.make_node("Mul", ["way", "share_term"], ["moved"]),
+        helper.make_node("Add", ["x", "moved"], ["chunk"]),
+    ]
+    wide = [means.CHUNK, 8]
+    inputs = [("x", wide), ("t", []), ("kv", wide)]
+    graph = helper.make_graph(
+        nodes,
+        "expert",
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *dims]) for name, dims in inputs],
+        [helper.make_tensor_value_info("chunk", TensorProto.FLOAT, ["batch", *wide])],
+        [tiny._constant("half", 0.5), tiny._constant("one_two", [1, 2], np.int64)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", means.OPSET)], ir_version=means.IR)
+    (root / "expert.onnx").write_bytes(model.SerializeToString())
+    return root
+
+
+def test_p25_a_decomposed_export_with_all_of_it_batches_and_caches(tmp_path: Path) -> None:
+    bench = Bench(policy := load_policy(everything(tmp_path)))
+
+    def ask(i: int, robot: int, *cameras: str, **more: Any) -> Any:
+        pictures = {name: picture(10 * robot + i) for name in cameras}
+        fields = {"images": pictures, "instruction": "go", "state": [0.0, 0.25 * i], "received": float(i)}
+        return policy.request(policy.prepare(**fields, episode_id=f"e{robot}", request_id=f"{robot}-{i}", **more))
+
+    for robot in (1, 2):
+        bench.answer(ask(1, robot, "front"))
+    tickets = [bench.submit(ask(2, robot, "front", "wrist")) for robot in (1, 2)]
+    bench.drain()
+    assert max(len(batch) for batch in bench.batches) == 2
+    for robot, ticket in zip((1, 2), tickets, strict=True):
+        before, now = picture(10 * robot + 1).mean(), picture(10 * robot + 2).mean()
+        tokens = [1, 5, 0, 0, 0, 0]  # 0.5 is bin 192, which is no word here
+        assert tiny.value(ticket).actions[0] == pytest.approx(
+            [(before + now) / 2, now / 2, np.mean(tokens), np.mean([0.0, 0.25, 0.0, 0.5]), 0.5, 0.75, 0.5], rel=1e-4
+        )
+    assert bench.answer(ask(3, 1, "front")).cache == "miss"
+    assert bench.answer(ask(3, 1, "front")).cache == "hit"  # asked again: the same past, so the same prefix
