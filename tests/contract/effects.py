@@ -166,6 +166,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "policy": "test_max_batch_size_bounds_batches_of_rules_by_size",
         "compare": "test_compare_prints_its_tables_and_draws",
         "stages": "test_stages_prints_its_table",
+        "ratios": "test_the_table_by_ratios_has_eight_rows_for_each",
         "picture": "test_compare_prints_its_tables_and_draws",
     },
     BenchConfig: {
