@@ -206,6 +206,10 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
 }
 OF_VERBS: Final[dict[str, dict[str, str]]] = {
     "bench": {"--json": "test_x5_every_wire_is_measured"},
+    "export": {
+        "--opset": "test_p40_the_command_says_the_difference_and_exits_with_0_or_1",
+        "--force": "test_p42_an_export_is_replaced_by_one_that_is_the_same_and_only_if_asked",
+    },
     "replay": {
         "--model": "test_t5_the_command_exits_with_0_1_2_and_3",
         "--slot": "test_t5_the_command_exits_with_0_1_2_and_3",

@@ -32,6 +32,7 @@ VERBS = {
     "simulate": "run the scheduler on a simulated load and device, in virtual time",
     "replay": "replay a recording through a model or the scheduler",
     "report": "sum up recordings, and compare versions a and b",
+    "export": "write an export directory from a LeRobot checkpoint",
     "doctor": "check an export directory before serving it",
     "worker": "a runtime process: runs language models for a server in another process",
 }

@@ -51,6 +51,19 @@ def test_p25_noise_has_x_dim_and_actions_the_first_of_it(tmp_path: Path) -> None
     assert Export.load(root).action_dim == 2
 
 
+def test_p25_noise_may_have_more_rows_than_a_chunk(tmp_path: Path) -> None:
+    ports: Any = {"state": ("f", [2]), "noise": ("f", [CHUNK + 3, 2])}
+    root = means.write_export(tmp_path / "a", ports, 2, horizon=CHUNK + 3)
+    chunk = answer(load_policy(root), state=[1.0, 3.0], seed=7)
+    noise = np.random.default_rng(7).standard_normal((CHUNK + 3, 2), dtype=np.float32)
+    assert chunk.actions.shape == (CHUNK, 2)
+    assert chunk.actions[0] == pytest.approx([2.0, noise.mean()], rel=1e-5)
+    with pytest.raises(ConfigError, match=rf"input 'noise': found \[{CHUNK + 3}, 2\] .* expected \[{CHUNK}, 2\]"):
+        load_policy(means.write_export(tmp_path / "b", ports, 2))
+    tiny.write_export(tmp_path / "c", "decomposed", change=lambda c: c.update(horizon=9))
+    refused(tmp_path / "c", r"horizon: found 9, expected none in a decomposed export")
+
+
 def staged_export(root: Path, x_dim: int = 5) -> Path:
     """tiny's decomposed export with an expert whose x has more columns than an action: they move towards the state."""
     from onnx import helper

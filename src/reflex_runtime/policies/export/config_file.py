@@ -65,6 +65,7 @@ class ExportConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     optional_images: Names | None = None
     observation_steps: Annotated[int, whole(1, 64)] | None = None
     x_dim: Annotated[int, whole(1)] | None = None
+    horizon: Annotated[int, whole(1)] | None = None
     resize: Annotated[Resize, Meta(description=" or ".join(map(repr, get_args(Resize))))] | None = None
     wires: Any = None
     inputs: Any = None

@@ -140,6 +140,8 @@ def _load(root: Path) -> Export:
     x_dim = config.x_dim or config.action_dim
     if x_dim < config.action_dim:
         table.wrong("x_dim", f"at least action_dim, {config.action_dim}")
+    if config.horizon is not None and config.export_kind == "decomposed":
+        table.wrong("horizon", "none in a decomposed export: x has chunk_size rows")
     takes_state = any("state" in graph.inputs for graph in graphs.values())
     action_transforms = read_action_transforms(table, config.action_dim, config.state_dim)
     for key, reads in (
@@ -168,6 +170,7 @@ def _load(root: Path) -> Export:
         takes_text=any("tokens" in graph.inputs for graph in graphs.values()),
         takes_noise=any("noise" in graph.inputs for graph in graphs.values()),
         x_dim=x_dim,
+        horizon=config.horizon or config.chunk_size,
         optional_images=optional,
         observation_steps=config.observation_steps or 1,
         prompt=prompt,

@@ -54,7 +54,7 @@ class Roles:
             **{name: ("u", (*axis, *size, 3)) for name, size in images.items()},
             "tokens": ("i", (most if type(most) is int else None,)),
             "state": ("f", (*axis, config.state_dim)),
-            "noise": ("f", chunk),
+            "noise": ("f", (config.horizon or config.chunk_size, chunk[1])),
             "time": ("f", ()),
             "actions": ("f", chunk),
         }

@@ -42,7 +42,7 @@ class LoadedPolicy:
         self.spec, self.features, self.device = spec, features, torch_device(device)
         torch.set_num_threads(device.threads)
         try:
-            self.config, self.policy, self._first, post = _opened(features.path, device, self.device)
+            self.config, self.policy, self.pre, post = _opened(features.path, device, self.device)
         except ConfigError:
             raise
         except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
@@ -51,7 +51,7 @@ class LoadedPolicy:
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copying = threading.Lock()
         # The postprocessor looks at a step of its preprocessor: they are copied together, for this thread alone.
-        own, self._post = copy.deepcopy((self._first, post))
+        own, self.post = copy.deepcopy((self.pre, post))
         self._relative = _relative_step(own)
 
     @property
@@ -89,14 +89,14 @@ class LoadedPolicy:
         with torch.inference_mode():
             if self._relative is not None and rows[0].ready.anchor is not None:
                 self._relative._last_state = torch.cat([row.ready.anchor for row in rows])
-            return taken(self._post(actions))
+            return taken(self.post(actions))
 
     def _taken(self) -> Any:
         try:
             return self._free.get_nowait()
         except queue.Empty:
             with self._copying:
-                return copy.deepcopy(self._first)
+                return copy.deepcopy(self.pre)
 
 
 def stacked_batch(batches: Sequence[Batch]) -> Batch:
