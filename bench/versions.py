@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.rollout import Placement, Rollout
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import ACT, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.question import ActAnswer, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered, header_of
 from reflex_runtime.policies.serving.slots import Slot
+from reflex_runtime.policies.serving.wire_names import ACT
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 
 EPISODES = 32
@@ -150,8 +152,9 @@ class _Calls:
         self.policy: Policy = load_policy(Export.load(tiny), "a")
         config = ServeConfig()
         slots = {"a": Slot("a", config, self.policy, ())}
+        served: Any = SimpleNamespace(slots=slots, policy=self.policy, config=config)
         self.rollout = Rollout(("a", "b"), Breaker(("a", "b")), 50)
-        self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of(config, slots))
+        self.recorder = JournalWriter(Recording(directory), capacity=1_000_000, header=header_of([served]))
         self._body = json.dumps(STATE | {"episode_id": "episode-7"}).encode()
         self._ask = self._asked(slots["a"].version)
         actions = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)

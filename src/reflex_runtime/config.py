@@ -9,6 +9,8 @@ from itertools import pairwise
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import again, flag, one_line, option, validate
 
+DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
+MAX_POLICIES = 32
 _ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 
 
@@ -85,6 +87,11 @@ class ServeConfig(ServerConfig):
     on_bad_action: str = option(
         "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",
         choices=("error", "hold"),
+    )
+    policy: tuple[str, ...] = option(
+        (), "a further policy: its name in requests, and its source; see docs/several-policies.md",
+        metavar="NAME=SOURCE", repeat=True,
+        group="several policies",
     )
     policy_a: str = option(
         "", "export of slot a; with --policy-b, two versions side by side", metavar="DIR",
@@ -259,6 +266,29 @@ class ServeConfig(ServerConfig):
     def captured_sizes(self) -> tuple[int, ...]:
         """What `cuda_graphs` names."""
         return _sizes(self.cuda_graphs) if self.cuda_graphs else ()
+
+
+OWN_SETTINGS = frozenset({
+    "provider", "threads", "dtype", "compile", "cuda_graphs", "on_bad_action",
+    "policy_a", "policy_b", "split", "shadow_policy", "shadow_sample",
+    "ramp", "ramp_every", "guard", "ramp_evidence", "ramp_margin",
+    "max_batch_cost_ms", "batch_timeout_ms", "max_batch_size", "cost_model",
+    "deadline_ms", "max_queue", "max_queue_s", "latest_only", "max_in_flight_per_client", "slo", "slo_mode",
+    "rtc", "rtc_per_episode", "rtc_schedule", "rtc_horizon", "adaptive_steps",
+    "prefix_cache_mb", "prefix_max_age_chunks", "max_consecutive_crashes", "probe_cooldown_s",
+})  # fmt: skip
+"""The settings that each of several policies may have to itself, in its table [policies.NAME]."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSettings:
+    """What a table [policies.NAME] may have beside `OWN_SETTINGS`."""
+
+    source: str = option("", "where the policy comes from, as SOURCE")
+    weight: float = option(1.0, "share of the device's time against the other policies", low=0.01, high=100)
+
+    def __post_init__(self) -> None:
+        validate(self, "policy")
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,19 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.config import OWN_SETTINGS, FeedsConfig, LLMServeConfig, OwnSettings, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, check_needs, convert, did_you_mean, flag, one_line
 
 log = logging.getLogger("reflex.config")
 
 C = TypeVar("C")
+
+POLICIES = "policies"  # the table of a file with a table for each of several policies
 
 
 def load(
@@ -70,6 +72,36 @@ def read(
     if values.get("api_key") and values.get("api_key_file"):
         raise ConfigError(f"{places['api_key']} and {places['api_key_file']}: give one of them", field="api_key_file")
     return kind(**values), places
+
+
+def own_settings(file: Path | None, name: str, table: Mapping[str, Any], config: C) -> tuple[OwnSettings, C, Places]:
+    """A table [policies.NAME], and the settings with its own in place of `config`'s."""
+    values: dict[str, dict[str, Any]] = {"own": {}, "settings": {}}
+    places: dict[str, str] = {}
+    own = {f.name for f in fields(OwnSettings)}
+    hints = get_type_hints(type(config)) | get_type_hints(OwnSettings)
+    where = f"{file}: [policies.{name}]"
+    for key, value in table.items():
+        setting = key.replace("-", "_")
+        if setting not in own | OWN_SETTINGS:
+            if setting in hints:
+                raise ConfigError(f"{where} {key}: is a setting of the whole server; it belongs into [serve]")
+            raise ConfigError(f"{where} {key}: no such setting{did_you_mean(setting, own | OWN_SETTINGS)}")
+        places[setting] = f"{where} {key}"
+        found = convert(value, hints[setting], places[setting])
+        values["own" if setting in own else "settings"][setting] = found
+    try:
+        return OwnSettings(**values["own"]), replace(config, **values["settings"]), places  # type: ignore[type-var]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+
+
+def policy_tables(file: Path | None) -> dict[str, dict[str, Any]]:
+    """The tables [policies.NAME] of a file, by name."""
+    found = {} if file is None else read_toml(file).get(POLICIES, {})
+    if not isinstance(found, dict) or not all(isinstance(table, dict) for table in found.values()):
+        raise ConfigError(f"{file}: [{POLICIES}]: must be tables [{POLICIES}.NAME], one for each policy")
+    return found
 
 
 OTHERS = frozenset({"SKIP_2POLICY_MEMORY_CHECK", "DISABLE_GENERATE_BATCHING"})  # not settings

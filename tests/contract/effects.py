@@ -69,6 +69,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "trace": "test_the_trace_of_a_run_is_whole",
         "oip_grpc": "test_w50_the_stock_client_gets_the_answer_of_act",
         "lerobot": "test_w44_a_key_is_metadata_and_without_one_it_is_loopback_alone",
+        "policy": "test_p30_a_policy_beside_source_and_source_is_the_default",
         "policy_a": "test_v1_two_policies_come_together_and_the_positional_agrees",
         "policy_b": "test_v5_each_slot_answers_as_its_export_does_by_itself",
         "split": "test_v2_an_episode_is_where_its_bucket_says",

@@ -7,21 +7,22 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
-from reflex_runtime.config import LLMServeConfig, ServeConfig
+from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
 from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, check_needs, one_line
-from reflex_runtime.sources import environment, read
+from reflex_runtime.options import Places, add_options, one_line
+from reflex_runtime.sources import POLICIES, environment, read
 
 if TYPE_CHECKING:
-    from reflex_runtime.policies import PolicySource
+    from reflex_runtime.policies.serving.served import PolicyPlan
     from reflex_runtime.web.supervisor import Parent
 
 _EPILOG = """\
@@ -72,15 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.web.supervisor import supervise
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
-    config, places = read(ServeConfig, "serve", args.config, environment(), vars(args))
-    sources = slots_of(config, args.source)
-    serve = partial(_serve, config, places, sources)
+    config, places = read(ServeConfig, "serve", args.config, environment(), vars(args), (POLICIES,))
+    asked = policies_of(config, args.source, args.config)
+    serve = partial(_serve, config, places, asked)
     if not config.supervise:
         return serve()
     try:
         sock = listen.bind(config.host, config.port)
     except ConfigError:
-        _checked(config, places, sources)  # what is wrong besides is said first: another port would not mend it
+        _checked(config, places, asked)  # what is wrong besides is said first: another port would not mend it
         raise
     told = ("reflex", "serve")
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), PLAIN)
@@ -88,26 +89,27 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(
     config: ServeConfig,
-    places: Mapping[str, str],
-    sources: Mapping[str, str],
+    places: Places,
+    asked: Sequence[PolicyAsked],
     sock: socket.socket | None = None,
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
     from reflex_runtime.policies.serving.app import serving
-    from reflex_runtime.policies.serving.served import DEFAULT, PolicyPlan
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    specs = _checked(config, places, sources)
+    plans = _checked(config, places, asked)
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
-    _announce(config, ", ".join(dict.fromkeys(spec.model_id for spec in specs.values())), address)
+    models = [spec.model_id for plan in plans for spec in plan.specs.values()]
+    _announce(config, asked, ", ".join(dict.fromkeys(models)), address)
+    sources = [source for policy in asked for source in policy.sources.values()]
     status, clean = serve(
-        serving(config, [PolicyPlan(DEFAULT, config, specs)]),
+        serving(config, plans),
         sock,
         config.drain_timeout_s,
-        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources.values())),
+        lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources)),
         lambda runtime: _ready(runtime, address),
         parent,
     )
@@ -119,125 +121,19 @@ def _serve(
     return status
 
 
-def slots_of(config: ServeConfig, source: str | None) -> dict[str, str]:
-    """The source of every slot, served ones first; ConfigError when the options contradict each other."""
-    from reflex_runtime.policies.source import directory_of
-
-    a, b, shadow = config.policy_a, config.policy_b, config.shadow_policy
-    if bool(a) != bool(b):
-        missing, given = ("--policy-b", "--policy-a") if a else ("--policy-a", "--policy-b")
-        raise ConfigError(f"{given} needs {missing}: two policies are served side by side, or one as SOURCE")
-    if b and shadow:
-        raise ConfigError("--shadow-policy does not go with --policy-b: serve a and b, or one policy and its shadow")
-    if not a and source is None:
-        raise ConfigError("SOURCE is missing: reflex serve DIR, or --policy-a DIR --policy-b DIR")
-    if a and source is not None and not _same(source, a):
-        raise ConfigError(f"SOURCE={source}: must be that of --policy-a={a}, or left out")
-    for flag, given in (("--policy-a", a), ("--policy-b", b), ("--shadow-policy", shadow)):
-        if given and not os.path.isdir(directory_of(given)):
-            raise ConfigError(f"{flag}={one_line(given)}: no such directory, expected an export (docs/exports.md)")
-    if b and config.rtc is None:
-        raise ConfigError(
-            "two policies need --no-rtc, or --rtc with --rtc-per-episode: a chunk carried over from one policy to the "
-            "other would be a jump"
-        )
-    if b and config.rtc and not config.rtc_per_episode:
-        raise ConfigError("--rtc with two policies needs --rtc-per-episode: nothing may be carried over between them")
-    found = {"a": a, "b": b} if b else {"prod": source or ""}
-    return found | ({"shadow": shadow} if shadow else {})
-
-
-def _same(one: str, other: str) -> bool:
-    """Whether two sources are the same, however their directory is written."""
-    from reflex_runtime.policies.source import directory_of
-
-    return one == other or directory_of(one).resolve() == directory_of(other).resolve()
-
-
-def _checked(config: ServeConfig, places: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, PolicySource]:
-    """What is served, by slot. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.policies import read_source
-    from reflex_runtime.policies.serving.slots import device_of
-
-    _check_memory(config, sources)
-    specs = {slot: read_source(source, device_of(config)) for slot, source in sources.items()}
-    check_needs(config, places, _missing(specs))
-    _check(config)
-    _check_specs(config, specs)
-    return specs
-
-
-def _missing(specs: Mapping[str, PolicySource]) -> dict[str, str]:
-    """The facts that settings need and that do not hold; see `check_needs`."""
-    from reflex_runtime.policies import Export
-
-    told = ", ".join(spec.source for spec in specs.values())
-    missing = {}
-    if not any(spec.staged for spec in specs.values()):
-        missing["a decomposed export"] = f"{told} is monolithic"
-    if all(isinstance(spec, Export) for spec in specs.values()):
-        missing["a model in PyTorch"] = f"{told} is an ONNX export"
-    return missing
-
-
-def _check_memory(config: ServeConfig, sources: Mapping[str, str]) -> None:
-    """Whether two policies fit, by the sizes of their files: nothing of them has been read yet."""
-    from reflex_runtime.policies.export.memory import check_two_policies
-    from reflex_runtime.policies.source import weight_of
-    from reflex_runtime.processors.onnx import PROVIDERS
-
-    if len(sources) > 1:
-        provider = PROVIDERS.get(config.provider, config.provider)
-        check_two_policies([weight_of(source) for source in sources.values()], environment(), provider)
-
-
-def _check_specs(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
-    """What the sources allow, before anything is loaded."""
-    from reflex_runtime.policies.serving.slots import check_alike, faults_of
-
-    faults_of(config.inject_fault, tuple(specs), "--inject-fault")
-    check_alike(specs)
-    for spec in specs.values():
-        spec.check()
-        for flag, given in (("--rtc", config.rtc), ("--adaptive-steps", config.adaptive_steps)):
-            if given and not spec.staged:
-                why = "only decomposed policies denoise step by step"
-                raise ConfigError(f"{flag}: {spec.source} is monolithic, and {why}; leave {flag} out")
-
-
-def _check(config: ServeConfig) -> None:
-    """What takes more than a range."""
-    from reflex_runtime.policies.rollout.comparison import Comparison
-    from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
-    from reflex_runtime.policies.rollout.slo import Objective
-    from reflex_runtime.processors.onnx import CUDA, PROVIDERS, check_provider
-
-    if config.slo:
-        Objective.parse(config.slo)
-    if config.guard:
-        RampGuard.parse(config.guard)
-    Ramp.every_of(config.ramp_every)
-    if config.ramp:
-        shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
-        Ramp(shares, every, None, Comparison(50) if config.ramp_evidence else None, 0.0)
+def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
+    """What is served. ConfigError for what can be found before anything is loaded."""
+    plans = plans_of(config, places, asked)
     if config.record:
         try:
             Path(config.record).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
-    provider = PROVIDERS.get(config.provider, config.provider)
-    try:
-        check_provider(provider)
-    except ConfigError as error:
-        raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
-    if config.cuda_graphs and provider != CUDA:
-        raise ConfigError(
-            f"--cuda-graphs={config.cuda_graphs}: {provider} has no graphs to capture; leave the option out"
-        )
     check_trace(config.trace)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
     _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
     _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")
+    return plans
 
 
 def _check_listener(name: str, address: str, key: str, module: str, package: str, extra: str) -> None:
@@ -253,9 +149,9 @@ def _check_listener(name: str, address: str, key: str, module: str, package: str
         raise ConfigError(f"--{name} needs {package}: in a clone, pip install '.[{extra}]'")
 
 
-def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
+def _announce(config: ServeConfig, asked: Sequence[PolicyAsked], model_id: str, address: Any) -> None:
     """The settings in force, and what deserves a warning."""
-    show_settings(config, model_id)
+    show_settings(config, model_id, _own(asked) if len(asked) > 1 else ())
     if config.max_batch > 1:
         budget = config.max_batch * DEFAULT_COST * 1e3
         logging.warning(
@@ -270,9 +166,19 @@ def _announce(config: ServeConfig, model_id: str, address: Any) -> None:
         logging.warning("FAULT INJECTION IS ON: --inject-latency-ms %g", config.inject_latency_ms)
 
 
+def _own(asked: Sequence[PolicyAsked]) -> Iterator[tuple[str, str]]:
+    """A row for each policy: its sources, its weight, and the settings of its own."""
+    for policy in asked:
+        told = [f"{slot} {source}" for slot, source in policy.sources.items()]
+        told += [f"weight {policy.weight:g}"]
+        told += [f"{name} {getattr(policy.config, name)}" for name in policy.places if name in OWN_SETTINGS]
+        yield f"policy {policy.name}", ", ".join(told)
+
+
 def _ready(runtime: Any, address: Any) -> None:
     where = url(address)
+    modes = ", ".join(dict.fromkeys(served.spec.inference_mode for served in runtime.policies.values()))
     if runtime.state == "ready":
-        logging.info("ready on %s (%s), page: %s/docs", where, runtime.first.spec.inference_mode, where)
+        logging.info("ready on %s (%s), page: %s/docs", where, modes, where)
     else:
         logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)

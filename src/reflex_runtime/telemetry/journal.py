@@ -62,13 +62,30 @@ class GroupInfo(msgspec.Struct, frozen=True):
     cost: dict[str, Any] | None = None
 
 
+class PolicyHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What the header of one of several policies' journals would say of it; see `Header`."""
+
+    model_hash: str = ""
+    config_hash: str = ""
+    export_dir: str = ""
+    model_type: str = ""
+    export_kind: str = ""
+    embodiment: str | None = ""
+    control_rate_hz: float | None = None
+    state_names: list[str] | None = None
+    action_names: list[str] | None = None
+    providers: list[str] = []
+    policies: list[PolicyInfo] | None = None
+    split: int | None = None
+
+
 class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_only=True):
     """First line. started_at: UTC wall clock at `origin`, the monotonic second from which `arrival` counts.
 
     payloads: whether request lines carry what was asked and answered. split: a's percent at the beginning. part: of its
     session, from 1; later parts continue with the same origin, ids and numbers. control_rate_hz, state_names,
     action_names: of the embodiment, where its file has them. What only a policy server knows is empty in other
-    journals.
+    journals. served: by name, where there are several policies; the rest is then the first's, and slots are NAME.SLOT.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -95,6 +112,7 @@ class Header(msgspec.Struct, frozen=True, tag_field="kind", tag="header", kw_onl
     notes: Any = ""
     policies: list[PolicyInfo] | None = None
     split: int | None = None
+    served: dict[str, PolicyHead] | msgspec.UnsetType = msgspec.UNSET
 
     def hash_of(self, slot: str) -> str:
         """The model hash of a slot."""

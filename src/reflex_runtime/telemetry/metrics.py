@@ -1,7 +1,7 @@
 """Prometheus metrics: a fold over the event stream, in a registry of its own.
 
-Every series carries `embodiment` and `policy_slot`. Gauges are read live at scrape time. The page `docs/metrics.md`
-lists them; a test fails on a series that it does not move.
+Every series carries `embodiment` and `policy_slot`, and `policy` where several are served. Gauges are read live at
+scrape time. The page `docs/metrics.md` lists them; a test fails on a series that it does not move.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from reflex_runtime.telemetry.series import Counter, CounterChild, Histogram
 OUTCOMES = ("ok", "cancelled", "rejected", "expired", "shed", "superseded", "drained", "failed", "client_error")
 WARNINGS = ("instruction_ignored", "instruction_unknown")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-_LABELS = ("embodiment", "policy_slot")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
@@ -34,78 +33,80 @@ class Metrics:
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool = False) -> None:
+        """several: whether there are several policies, whose name is a label then."""
         self.registry = CollectorRegistry()
         r = self.registry
+        labels = ("embodiment", "policy_slot", *(["policy"] if several else []))
         self._cost = Histogram(
-            "reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", _LABELS,
+            "reflex_batch_cost_per_flush_ms", "Estimated device ms of each flushed batch", labels,
             buckets=(10, 25, 50, 100, 200, 500, 1000, 2000, 5000), registry=r,
         )
         self._size = Histogram(
-            "reflex_batch_size_per_flush", "Requests per flush", _LABELS, buckets=(1, 2, 4, 8, 16, 32), registry=r
+            "reflex_batch_size_per_flush", "Requests per flush", labels, buckets=(1, 2, 4, 8, 16, 32), registry=r
         )
         self._flush = Counter(
-            "reflex_batch_flush_total", "Flushes by reason and finer cause", (*_LABELS, "reason", "cause"), registry=r
+            "reflex_batch_flush_total", "Flushes by reason and finer cause", (*labels, "reason", "cause"), registry=r
         )
         self._graph = Gauge(
-            "reflex_captured_graph_hit_rate", "Share of the last 100 flushes at a captured size", _LABELS, registry=r
+            "reflex_captured_graph_hit_rate", "Share of the last 100 flushes at a captured size", labels, registry=r
         )
-        self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", _LABELS, registry=r)
-        self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", _LABELS, registry=r)
-        self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", _LABELS, registry=r)
+        self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", labels, registry=r)
+        self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", labels, registry=r)
+        self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", labels, registry=r)
         self._wait = Histogram(
-            "reflex_queue_wait_seconds", "Ready to the first batch", _LABELS, buckets=_SECONDS, registry=r
+            "reflex_queue_wait_seconds", "Ready to the first batch", labels, buckets=_SECONDS, registry=r
         )
         self._prepare = Histogram(
-            "reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", _LABELS,
+            "reflex_prepare_seconds", "Arrival to pictures decoded, of requests that have any", labels,
             buckets=_SECONDS, registry=r,
         )
         self._latency = Histogram(
-            "reflex_request_latency_seconds", "Every answer, end to end", (*_LABELS, "outcome"), buckets=_SECONDS,
+            "reflex_request_latency_seconds", "Every answer, end to end", (*labels, "outcome"), buckets=_SECONDS,
             registry=r,
         )
         self._act = Histogram(
-            "reflex_act_latency_seconds", "Served answers, queue and model", _LABELS, buckets=_SECONDS, registry=r
+            "reflex_act_latency_seconds", "Served answers, queue and model", labels, buckets=_SECONDS, registry=r
         )
         self._requests = Counter(
-            "reflex_requests_total", "Answers by outcome and wire", (*_LABELS, "outcome", "wire"), registry=r
+            "reflex_requests_total", "Answers by outcome and wire", (*labels, "outcome", "wire"), registry=r
         )
         self._warnings = Counter(
-            "reflex_request_warnings_total", "Answers that warn of something in the request", (*_LABELS, "kind"),
+            "reflex_request_warnings_total", "Answers that warn of something in the request", (*labels, "kind"),
             registry=r,
         )
         self._error = Histogram(
-            "reflex_batch_cost_error_ratio", "Predicted over measured batch time", _LABELS,
+            "reflex_batch_cost_error_ratio", "Predicted over measured batch time", labels,
             buckets=(0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0), registry=r,
         )
-        self._hit = Counter("reflex_cache_hit_total", "Prefix cache hits", _LABELS, registry=r)
-        self._miss = Counter("reflex_cache_miss_total", "Prefix cache misses", _LABELS, registry=r)
-        self._steps = Counter("reflex_denoise_steps_total", "Denoise steps, summed over requests", _LABELS, registry=r)
+        self._hit = Counter("reflex_cache_hit_total", "Prefix cache hits", labels, registry=r)
+        self._miss = Counter("reflex_cache_miss_total", "Prefix cache misses", labels, registry=r)
+        self._steps = Counter("reflex_denoise_steps_total", "Denoise steps, summed over requests", labels, registry=r)
         self._spared = Counter(
-            "reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out", _LABELS, registry=r
+            "reflex_denoise_steps_spared_total", "Denoise steps that --adaptive-steps left out", labels, registry=r
         )
         self._guard = Counter(
-            "reflex_guard_total", "Chunks the action guard changed or refused", (*_LABELS, "result"), registry=r
+            "reflex_guard_total", "Chunks the action guard changed or refused", (*labels, "result"), registry=r
         )
-        self._rtc = Counter("reflex_rtc_total", "Chunks that continued their episode's last one", _LABELS, registry=r)
+        self._rtc = Counter("reflex_rtc_total", "Chunks that continued their episode's last one", labels, registry=r)
         self._injected = Counter(
-            "reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added", _LABELS, registry=r
+            "reflex_injected_latency_seconds_total", "Seconds that --inject-latency-ms added", labels, registry=r
         )
         self._unrecorded = Counter(
-            "reflex_recording_dropped_total", "Lines missing from the recording, of all slots", _LABELS, registry=r
+            "reflex_recording_dropped_total", "Lines missing from the recording, of all slots", labels, registry=r
         )
         self._stopped = Gauge(
-            "reflex_recording_failed", "1 when a disk error ended the recording, of all slots", _LABELS, registry=r
+            "reflex_recording_failed", "1 when a disk error ended the recording, of all slots", labels, registry=r
         )
         self._episodes = Counter(
-            "reflex_episode_outcomes_total", "Episodes by how they ended", (*_LABELS, "success"), registry=r
+            "reflex_episode_outcomes_total", "Episodes by how they ended", (*labels, "success"), registry=r
         )
         self._delay = Histogram(
             "reflex_shadow_delay_seconds", "What served requests waited for a shadow step that ran when they came",
-            _LABELS, buckets=_SECONDS, registry=r,
+            labels, buckets=_SECONDS, registry=r,
         )
         self._apart = Histogram(
-            "reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", _LABELS,
+            "reflex_shadow_divergence", "Mean absolute difference between served and shadow actions", labels,
             buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0), registry=r,
         )
         self._slots: dict[str, _Slot] = {}
@@ -118,9 +119,13 @@ class Metrics:
         queue_depth: Callable[[], float],
         in_flight: Callable[[], float],
         wires: Iterable[str] = ("",),
+        policy: str = "",
     ) -> None:
-        """Create the slot's series; the two callables are read at scrape time. wires: that its requests come on."""
-        labels = (embodiment, slot)
+        """Create the slot's series; the two callables are read at scrape time. wires: that its requests come on.
+
+        policy: its name where there are several; `slot` is NAME.SLOT then, as in events.
+        """
+        labels = (embodiment, slot.removeprefix(f"{policy}."), policy) if policy else (embodiment, slot)
         self._depth.labels(*labels).set_function(queue_depth)
         self._in_flight.labels(*labels).set_function(in_flight)
         if not self._slots:
@@ -176,7 +181,7 @@ class Metrics:
 class _Slot:
     """The children of one slot, looked up once: `labels()` costs more than the observation."""
 
-    def __init__(self, metrics: Metrics, labels: tuple[str, str], wires: Iterable[str]) -> None:
+    def __init__(self, metrics: Metrics, labels: tuple[str, ...], wires: Iterable[str]) -> None:
         self.labels = labels
         self.cost = metrics._cost.labels(*labels)
         self.size = metrics._size.labels(*labels)

@@ -55,7 +55,7 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each
-    exchange and its status.
+    exchange and its status. missing: what to say of a path that has no route.
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still arriving, or that are
     not queued yet. closing: refuse POSTs, and close connections after their next answer. listeners: other than that of
@@ -70,8 +70,10 @@ class App:
         form: ErrorForm,
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[Exchange, int], None] | None = None,
+        missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}",
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
+        self._missing = missing
         self.connections = connections_of(settings)
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
         self.scratch = memoryview(bytearray(SCRATCH))
@@ -106,7 +108,7 @@ class App:
                     raise Closed("the server is shutting down", retry_after=1.0)
                 return True
             if route is None:
-                raise NotFound(printable(f"no such path: {exchange.path[:200]}"))
+                raise NotFound(printable(self._missing(exchange.path)))
             if exchange.method != route.method and (exchange.method, route.method) != ("HEAD", "GET"):
                 raise MethodNotAllowed(printable(f"{exchange.path[:200]} takes {route.method}"), allow=route.method)
             if route.method == "POST":

@@ -11,10 +11,11 @@ import pytest
 
 from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.request import Priority
-from reflex_runtime.policies.serving.ask import ACT, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.wire_names import ACT
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft, ClientError, InvalidRequest, TooManyRequests
 from serving.exports import expected
@@ -69,7 +70,7 @@ def test_a_question_is_answered_counted_and_recorded_without_http(tiny: Path, tm
         assert isinstance(answer, ActAnswer)
         assert answer.request_id == "made-here"
         assert _counted(runtime, "ok") == 4.0
-        assert robot.asking.active == 0
+        assert robot.asking.runtime.active == 0
 
     with_app(tiny, check, record=str(tmp_path), record_no_gzip=True)
     (file,) = tmp_path.iterdir()
@@ -98,7 +99,7 @@ def test_what_is_wrong_with_a_question_is_said_when_it_is_made_or_settled_once(t
         assert (hidden.http_status, "secret" in hidden.message) == (500, False)
         assert _counted(runtime, "client_error") == 2.0
         assert _counted(runtime, "failed") == 1.0
-        assert runtime.batcher.scheduler.unsettled("prod") == robot.asking.active == 0
+        assert runtime.batcher.scheduler.unsettled("prod") == robot.asking.runtime.active == 0
 
     with_app(tiny, check)
 
@@ -126,7 +127,7 @@ def test_a_caller_that_leaves_takes_its_request_back_before_or_after_it_is_queue
         results = [await robot.results.get() for _ in range(2)]
         assert [type(result) is ActAnswer for result in results].count(True) == 1
         assert _counted(runtime, "cancelled") == 2.0
-        assert robot.asking.active == 0
+        assert robot.asking.runtime.active == 0
 
     with_app(tiny, check, inject_latency_ms=100.0)
 

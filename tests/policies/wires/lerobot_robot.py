@@ -121,11 +121,13 @@ class Robot:
         """The same without waiting for its end."""
         return self._channel.unary_unary(f"/transport.AsyncInference/{name}").future(data, metadata=self._metadata)
 
-    def start(self, policy_type: str = "act", steps: int = 50, **more: Any) -> None:
+    def start(
+        self, policy_type: str = "act", steps: int = 50, checkpoint: str = "lab/checkpoint", **more: Any
+    ) -> None:
         """What it does first."""
         self.call("Ready")
         own = more.pop("features", features())
-        setup = lerobot().RemotePolicyConfig(policy_type, "lab/checkpoint", own, steps, **more)
+        setup = lerobot().RemotePolicyConfig(policy_type, checkpoint, own, steps, **more)
         self.call("SendPolicyInstructions", message(pickle.dumps(setup)))
 
     def see(self, state: list[float], timestep: int = 0, must_go: bool = False, **more: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from reflex_runtime.policies.export.wires import WireMap
-from reflex_runtime.policies.serving.ask import JSON_NUMPY
+from reflex_runtime.policies.serving.wire_names import JSON_NUMPY
 from reflex_runtime.policies.wires.json_numpy import GrootJson, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError, InvalidRequest
 from serving.exports import CHUNK, expected, write_tiny

@@ -362,7 +362,7 @@ def test_w12_a_large_batch_is_asked_in_several_turns_of_the_loop(tiny: Path) -> 
         message = SocketMessage(msgpack_numpy.packb({"batch": [seen(i) for i in range(100)]}), 0, time.monotonic())
         message.id = "m"
         session.asked(message)
-        assert asking.active == 100
+        assert asking.runtime.active == 100
         assert sum(ask.question is not None for ask in session._asks) == ROWS
         runtime.drain()
         answers = msgpack_numpy.unpackb(await frames.get())["batch"]

@@ -15,7 +15,7 @@ from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.model_files import MODEL_PATTERNS
 from reflex_runtime.policies.export.norms import PAIRS
 from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
-from reflex_runtime.policies.serving.ask import OPENPI
+from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.processors.onnx import TensorSpec, kinds_of
 

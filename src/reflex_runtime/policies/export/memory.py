@@ -48,16 +48,17 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What `policies` models of `model_bytes` each need, and what there is; bytes."""
+    """What `policies` models of `model_bytes` each need, and others beside them, and what there is; bytes."""
 
     model_bytes: int
     total: int
     policies: int = 2
+    beside: int = 0
 
     @property
     def needed(self) -> int:
         """All of the models together."""
-        return self.policies * self.model_bytes
+        return self.policies * self.model_bytes + self.beside
 
     @property
     def available(self) -> float:
@@ -71,10 +72,14 @@ class Room:
     def refusal(self, provider: str = CPU) -> str:
         """What to say when they do not fit: the sizes, and the three ways out."""
         what, where = ("VRAM", "GPU") if provider == CUDA else ("of memory", "machine")
+        mode = f"{self.policies}-policy mode requires {in_gb(self.needed)} {what}"
+        fewer = "drop to single-policy mode"
+        if self.beside:
+            mode = f"all policies together require {in_gb(self.needed)} {what}, {in_gb(self.beside)} beside this one,"
+            fewer = "serve fewer policies"
         return (
-            f"{self.policies}-policy mode requires {in_gb(self.needed)} {what} but only {in_gb(self.available)} "
-            f"({SHARE:.0%} of {in_gb(self.total)}) is available. Either pick smaller models, run on a larger {where}, "
-            f"or drop to single-policy mode."
+            f"{mode} but only {in_gb(self.available)} ({SHARE:.0%} of {in_gb(self.total)}) is available. Either pick "
+            f"smaller models, run on a larger {where}, or {fewer}."
         )
 
 
@@ -84,13 +89,14 @@ def check_two_policies(
     provider: str = CPU,
     total: Callable[[str], int] | None = None,
     policies: int = 2,
+    beside: int = 0,
 ) -> None:
     """ConfigError when two policies of the larger export's size do not fit; to be called before either is loaded.
 
     exports: the two (or more) that would be loaded; a `Weight` says what it takes before anything of it is read.
-    policies: how many are in memory at a time, more than two while one is exchanged. environ: where
-    REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total: bytes of memory by provider,
-    default `total_memory`; where that cannot tell, its ConfigError says what is missing.
+    policies: how many are in memory at a time, more than two while one is exchanged. beside: bytes of the server's
+    other policies. environ: where REFLEX_SKIP_2POLICY_MEMORY_CHECK=1 skips the check, with a warning in the log. total:
+    bytes of memory by provider, default `total_memory`; where that cannot tell, its ConfigError says what is missing.
     """
     larger = max(exports, key=lambda export: export.model_bytes)
     if environ.get(SKIP) == "1":
@@ -99,7 +105,7 @@ def check_two_policies(
             in_gb(larger.model_bytes), larger.source,
         )
         return
-    room = Room(larger.model_bytes, (total or total_memory)(provider), policies)
+    room = Room(larger.model_bytes, (total or total_memory)(provider), policies, beside)
     if not room.fits:
         raise ConfigError(f"{larger.source}: {room.refusal(provider)}")
 

@@ -45,14 +45,17 @@ class Objective:
 
 
 class SloTracker:
-    """Follows one objective: a sink. violated: whether it is now. factor: what `degrade` scales the budget by."""
+    """Follows one objective: a sink. violated: whether it is now. factor: what `degrade` scales the budget by.
+
+    prefix: what the slots begin with whose answers count.
+    """
 
     events = frozenset({RequestAnswered})
 
     WINDOW, EVERY, PERIOD, CLEAR, CHECKS, ADMIT = 1000, 32, 1.0, 0.8, 3, 10
 
-    def __init__(self, objective: Objective, mode: str) -> None:
-        self.objective = objective
+    def __init__(self, objective: Objective, mode: str, prefix: str = "") -> None:
+        self.objective, self._prefix = objective, prefix
         self.mode = mode
         self.violated = False
         self.value = 0.0
@@ -65,7 +68,9 @@ class SloTracker:
 
     def __call__(self, event: Event) -> None:
         """Count a served answer."""
-        if isinstance(event, RequestAnswered) and event.status == 200 and event.served_in is not None:
+        if not (isinstance(event, RequestAnswered) and event.slot.startswith(self._prefix)):
+            return
+        if event.status == 200 and event.served_in is not None:
             self.served(event.served_in, event.at)
 
     def served(self, latency: float, now: float) -> None:

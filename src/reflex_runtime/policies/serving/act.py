@@ -7,12 +7,12 @@ from functools import partial
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.policies.serving import fields
-from reflex_runtime.policies.serving.ask import ACT, GROOT, JSON_NUMPY, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import ACT, JSON_NUMPY
 from reflex_runtime.policies.wires import json_numpy
 from reflex_runtime.policies.wires.json_numpy import GrootJson, JsonNumpy
-from reflex_runtime.policies.wires.observations import Readings
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.errors import InvalidRequest
 from reflex_runtime.web.exchange import Exchange, header_text
@@ -24,7 +24,6 @@ class Act:
 
     def __init__(self, asking: Asking) -> None:
         self.asking = asking
-        self._readings = {block: Readings(asking.served, block) for block in (JSON_NUMPY, GROOT)}
 
     def enter(self, exchange: Exchange) -> None:
         ask = self._begin(exchange)
@@ -55,7 +54,7 @@ class Act:
         ask: Ask = exchange.ask
         if not isinstance(asked, Question):
             ask.wire, ask.settle = JSON_NUMPY, partial(_settle, exchange, as_sent=asked)
-            asked = asked.question(self._readings[asked.block].now)
+            asked = asked.question(self.asking.of(asked.policy).reading(asked.block))
         self.asking.ask(ask, asked, exchange.received)
 
     def _decoded(self, exchange: Exchange, decoding: asyncio.Future[Question | JsonNumpy | GrootJson]) -> None:
@@ -95,12 +94,16 @@ def _settle(exchange: Exchange, result: ActAnswer | ReflexError, as_sent: JsonNu
 
 
 def _routed(ask: Ask) -> Headers | None:
-    """What the headers say of the version that answers; None with one policy, or before it is known."""
-    placement, version = ask.placement, ask.version
-    if placement is None or placement.routing is None or version is None:
+    """What the headers say of the policy and the version that answers; None with one of each, or before they are
+    known."""
+    placement, version, served = ask.placement, ask.version, ask.served
+    if placement is None or version is None or served is None:
         return None
+    headers = [] if served.alone else [(b"x-reflex-policy", served.name.encode())]
+    if placement.routing is None:
+        return headers or None
     routing = placement.routing
-    headers = [
+    headers += [
         (b"x-reflex-policy-slot", placement.slot.encode()),
         (b"x-reflex-model-version", header_text(version.name)),
         (b"x-reflex-routing-key", header_text(routing.key)),

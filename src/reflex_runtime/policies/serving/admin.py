@@ -19,6 +19,7 @@ import msgspec
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.policies.policy.spec import PYTHON
 from reflex_runtime.policies.serving import fields as wire
+from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW
 from reflex_runtime.policies.source import directory_of
@@ -72,10 +73,9 @@ class Outcome(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """Answers operators of one policy. Each method takes an exchange and its body, and answers it."""
 
-    def __init__(self, served: ServedPolicy) -> None:
-        self.served = served
+    def __init__(self, asking: Asking) -> None:
+        self._asking = asking
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loading = False
         self.changes: dict[str, Callable[[Exchange, bytes], None]] = {
             "/admin/split": self.split,
             "/admin/rollback": self.rollback,
@@ -83,6 +83,11 @@ class Admin:
             "/admin/load": self.load,
             "/admin/faults": self.faults,
         }
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy it is about; 422 where none is named."""
+        return self._asking.served
 
     def split(self, exchange: Exchange, body: bytes) -> None:
         """Another split for new episodes."""
@@ -132,22 +137,23 @@ class Admin:
             raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, or lerobot:DIR")
         if not os.path.isdir(directory_of(asked.path)):
             raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
-        if self._loading:
+        served, runtime = self.served, self._asking.runtime
+        if runtime.exchanges:
             raise Conflict("another policy is being loaded")
-        self._loading = True
-        task = asyncio.get_running_loop().create_task(self._load(exchange, asked))
+        runtime.exchanges = True
+        task = asyncio.get_running_loop().create_task(self._load(exchange, served, asked))
         self._tasks.add(task)
         task.add_done_callback(partial(self._loaded, exchange))
 
     def _loaded(self, exchange: Exchange, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._loading = False
+        self._asking.runtime.exchanges = False
         if task.cancelled():
             exchange.fail(Closed("the server is shutting down", retry_after=1.0))
 
-    async def _load(self, exchange: Exchange, asked: Load) -> None:
+    async def _load(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> None:
         try:
-            version = await self.served.exchange(asked.slot, asked.path)
+            version = await served.exchange(asked.slot, asked.path)
             path = version.policy.spec.source
             _answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
         except ConfigError as error:
@@ -167,7 +173,7 @@ class Admin:
 
     def outcome(self, exchange: Exchange, body: bytes) -> None:
         """How an episode ended: /episodes/{id}/outcome."""
-        episode = _episode_of(exchange.path)
+        episode = _episode_of(exchange.path.removeprefix(self._asking.prefix))
         asked = _decode(body, Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}
         told = self.served.ended(episode, asked.success, **fields)

@@ -24,6 +24,7 @@ from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
+from reflex_runtime.options import did_you_mean
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import Pictures, check_names
@@ -32,24 +33,84 @@ from reflex_runtime.policies.serving.preparing import Done as Made
 from reflex_runtime.policies.serving.question import ActAnswer, Question, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
+from reflex_runtime.policies.serving.served import ServedPolicy
+from reflex_runtime.policies.wires.observations import Reading, Readings
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import CallerLeft, TooManyRequests, known
+from reflex_runtime.web.fields import invalid
+from reflex_runtime.web.json import printable
 
 log = logging.getLogger("reflex.server")
 
 
 class Asking:
-    """Takes requests for one policy of a server. active: requests that have entered and are not settled."""
+    """Takes requests for one policy of a server, or for the one that each request names.
 
-    def __init__(self, runtime: PolicyRuntime) -> None:
-        self.runtime, self.config, self.served = runtime, runtime.config, runtime.first
-        self.active = 0
+    config: of the server; `served` has its own. prefix: of the paths that ask this policy, "" where no path names one.
+    """
+
+    def __init__(self, runtime: PolicyRuntime, policy: str | None = None, prefix: str = "") -> None:
+        """policy: the one that is asked, whatever a request says; None for the default where a request says nothing."""
+        self.runtime, self.config, self.prefix = runtime, runtime.config, prefix
+        self._fixed = policy is not None
+        self._served = runtime.default if policy is None else runtime.policies[policy]
+        self._named: dict[tuple[str, bool], Asking] = {}  # others, by policy and whether they are fixed to it
+        self._readings: dict[str, Readings] = {}
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
+
+    @property
+    def served(self) -> ServedPolicy:
+        """The policy that is asked; 422 where there are several, and none is named."""
+        if self._served is None:
+            names = ", ".join(self.runtime.policies)
+            path = f"/policies/{next(iter(self.runtime.policies))}/act"
+            raise invalid("policy", f"policy: missing, and several are served: {names}; name one, or ask {path}")
+        return self._served
+
+    @property
+    def unnamed(self) -> bool:
+        """Whether a request must name its policy."""
+        return self._served is None
+
+    def of(self, name: str | None) -> Asking:
+        """What takes requests for the policy of this name; itself where there is none. 422 for a wrong one."""
+        return self if name is None else self._at(name, self._fixed)
+
+    def one(self, name: str | None) -> Asking:
+        """The same for a robot that asks one policy from now on: what its requests name is checked against it."""
+        return self._at(self.served.name if name is None else name, True)
+
+    def _at(self, name: str, fixed: bool) -> Asking:
+        if self._fixed:
+            if name != self.served.name:
+                wrong = f"policy: {name[:100]!r} is named, and {self.served.name!r} by the path or the connection"
+                raise invalid("policy", printable(wrong))
+            return self
+        if name not in self.runtime.policies:
+            names = ", ".join(self.runtime.policies)
+            wrong = f"policy: {name[:100]!r} is not served, only {names}{did_you_mean(name, self.runtime.policies)}"
+            raise invalid("policy", printable(wrong))
+        found = self._named.get((name, fixed))
+        if found is None:
+            found = self._named[name, fixed] = Asking(self.runtime, name)
+            found._fixed = fixed
+        return found
+
+    def reading(self, wire: str) -> Reading:
+        """Reads the wire's observations for what the policy's slots have now."""
+        return self.readings(wire).now
+
+    def readings(self, wire: str) -> Readings:
+        """The same for whatever they will have."""
+        found = self._readings.get(wire)
+        if found is None:
+            found = self._readings[wire] = Readings(self.served, wire)
+        return found
 
     def enter(self, ask: Ask) -> bool:
         """The request begins to come. Whether it may enter; otherwise it is settled."""
         ask.entered = True
-        self.active += 1
+        self.runtime.active += 1
         try:
             self._check_open()
         except ReflexError as error:
@@ -65,7 +126,7 @@ class Asking:
         if question.request_id:
             ask.request_id = question.request_id
         try:
-            self._queue(ask, question)
+            self.of(question.policy)._queue(ask, question)
         except Exception as error:
             self.fail(ask, error)
 
@@ -97,13 +158,13 @@ class Asking:
             return
         error = known(failure, ask.request_id)
         self._publish(ask, error.outcome, error.http_status, time.monotonic(), error=error)
-        if ask.placement is not None:
-            self.served.rollout.untold(ask.placement)
+        if ask.placement is not None and ask.served is not None:
+            ask.served.rollout.untold(ask.placement)
         ask.settle(error)
         self._end(ask)
 
     def _check_open(self) -> None:
-        limit, others = self.config.max_concurrent, self.active - 1
+        limit, others = self.config.max_concurrent, self.runtime.active - 1
         if limit and others >= limit:
             raise TooManyRequests(
                 f"{others} requests are being answered, at most {limit} may be",
@@ -122,12 +183,13 @@ class Asking:
             ask.version = None
         if ask.entered:
             ask.entered = False
-            self.active -= 1
+            self.runtime.active -= 1
 
     # -- queueing ------------------------------------------------------------------------------------------------------
 
     def _queue(self, ask: Ask, question: Question) -> None:
         """Submit it: ready to run, or with its pictures to be decoded once it is admitted."""
+        ask.served = self.served
         placement = ask.placement = self.served.place(question.episode_id, ask.request_id)
         version = ask.version = self.served.slots[placement.slot].version
         version.users += 1
@@ -254,11 +316,12 @@ class Asking:
         error: ReflexError | None = None,
     ) -> None:
         runtime, placement = self.runtime, ask.placement
-        slot = self.served.group(self.served.served[0] if placement is None else placement.slot)
+        served = ask.served or self._served or runtime.first  # an error that names no policy counts somewhere
+        slot = served.group(served.served[0] if placement is None else placement.slot)
         detail = None
         if ask.question is not None and runtime.journals:
             try:
-                detail = asked_and_answered(ask, slot, now, answer, chunk, error, self.served.config.deadline_ms)
+                detail = asked_and_answered(ask, slot, now, answer, chunk, error, served.config.deadline_ms)
             except Exception:  # the caller gets the answer all the same
                 log.exception("request %s could not be recorded", ask.request_id)
         latency, served_in = now - ask.started, now - ask.received

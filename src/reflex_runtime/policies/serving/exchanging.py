@@ -99,7 +99,7 @@ class Exchanging:
     def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
         """ConfigError when a policy cannot take the place of what the slot has."""
         others = {name: held.policy.spec for name, held in self._slots.items()}
-        check_alike({**others, slot.name: spec})
+        check_alike({**others, f"{slot.name} (new)": spec})
         expected = slot.policy.spec.inference_mode
         if spec.inference_mode != expected:
             raise ConfigError(
@@ -110,9 +110,10 @@ class Exchanging:
     def _has_room(self, source: str) -> None:
         """ConfigError when the policy of this source does not fit the memory beside the others, by file sizes."""
         provider = PROVIDERS.get(self._config.provider, self._config.provider)
-        slots = self._in_memory()
-        loaded, count = [slot.policy.spec for slot in slots], sum(slot.loaded for slot in slots)
-        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1)
+        own = list(self._slots.values())
+        beside = sum(slot.loaded * slot.policy.spec.model_bytes for slot in self._in_memory() if slot not in own)
+        loaded, count = [slot.policy.spec for slot in own], sum(slot.loaded for slot in own)
+        check_two_policies([*loaded, weight_of(source)], environment(), provider, policies=count + 1, beside=beside)
 
     def _active(self, group: str) -> list[Hashable]:
         """Partitions of a slot's group that hold tickets; the device thread changes them."""

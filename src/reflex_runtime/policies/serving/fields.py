@@ -48,6 +48,7 @@ class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     executed: Annotated[
         Whole | None, _says("actions of the episode's last chunk executed when this was seen; for --rtc")
     ] = None
+    policy: Annotated[Text, _says("which of several policies is asked, by its name")] = None
 
 
 class ActJson(_Common, kw_only=True):
@@ -86,6 +87,7 @@ def decode(body: bytes, packed: bool) -> Question:
         executed=whole("executed", sent.executed),
         priority=PRIORITIES[sent.priority],
         deadline_ms=sent.deadline_ms,
+        policy=sent.policy,
     )
 
 

@@ -9,8 +9,10 @@ at most 256 bytes, which are up to 256 characters.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, get_args
 
+from reflex_runtime.config import DEFAULT_POLICY
 from reflex_runtime.policies import PolicySpec
 from reflex_runtime.policies.policy.faults import FaultKind
 from reflex_runtime.policies.serving import admin
@@ -61,11 +63,38 @@ _PICTURE = (  # a PNG of 8 x 8 pixels
 _IMAGE = {"type": "string", "format": "image", "contentEncoding": "base64"}
 
 
-def document(specs: Mapping[str, PolicySpec], key: bool) -> bytes:
-    """The OpenAPI 3.1 document. exports: by slot, of what is served. key: whether one is needed."""
+def document(specs: Mapping[str, PolicySpec], key: bool, policy: str = DEFAULT_POLICY, prefix: str = "") -> bytes:
+    """The OpenAPI 3.1 document of one policy. specs: by slot, of what is served. key: whether one is needed.
+
+    policy: its name. prefix: of its paths.
+    """
+    paths, components = _paths_of(specs, policy)
+    under = {prefix + path: methods for path, methods in paths.items()}
+    return finished("Reflex", under, components, [prefix + path for path in _OPEN] if key else None)
+
+
+def document_of_several(policies: Mapping[str, Mapping[str, PolicySpec]], key: bool) -> bytes:
+    """The document of a server with several policies: what is of the server, and every policy below its path."""
+    paths: dict[str, Any] = {}
+    components: dict[str, Any] = {}
+    for name, specs in policies.items():
+        of_policy, components = _paths_of(specs, name)
+        if not paths:
+            paths = {path: of_policy[path] for path in (*_OF_SERVER, *(p for p in of_policy if _MODEL in p))}
+            paths = deepcopy(paths)
+        paths |= {f"/policies/{name}{path}": methods for path, methods in of_policy.items()}
+    for path, methods in paths.items():
+        if path.startswith(_MODEL):
+            methods["parameters"][0]["schema"] = {"enum": list(policies)}
+    open = [*_OPEN, *(f"/policies/{name}{path}" for name in policies for path in _OPEN)]
+    return finished("Reflex", paths, components, open if key else None)
+
+
+def _paths_of(specs: Mapping[str, PolicySpec], policy: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The paths of one policy, and the schemas that they refer to."""
     served = [spec for slot, spec in specs.items() if slot != SHADOW]
     answer, components = act.answer_schema()
-    paths: dict[str, Any] = {"/act": {"post": _act(act_request(served), act_example(served), answer)}}
+    paths: dict[str, Any] = {"/act": {"post": _act(act_request(served, policy), act_example(served), answer)}}
     for path, (summary, codes, content) in _GETS.items():
         done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
         found = ("404",) if path == "/diagnostics/shadow" or _MODEL in path else ()
@@ -88,15 +117,16 @@ def document(specs: Mapping[str, PolicySpec], key: bool) -> bytes:
     paths["/episodes/{id}/outcome"]["parameters"] = [
         {"name": "id", "in": "path", "required": True, "schema": _ID | {"minLength": 1}}
     ]
-    return finished("Reflex", paths, {"Error": _ERROR} | components, _OPEN if key else None)
+    return paths, {"Error": _ERROR} | components
 
 
-def act_request(specs: Sequence[PolicySpec]) -> dict[str, Any]:
-    """The schema of a JSON body that every one of these policies takes."""
+def act_request(specs: Sequence[PolicySpec], policy: str = DEFAULT_POLICY) -> dict[str, Any]:
+    """The schema of a JSON body that every one of these versions takes. policy: their name."""
     schema = act.request_schema()
     fields = schema["properties"]
     for name in ("episode_id", "request_id", "robot_id"):
         fields[name] = _or_null(_ID, fields[name])
+    fields["policy"] = _or_null({"enum": [policy]}, fields["policy"])
     fields["seed"] = _or_null({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, fields["seed"])
     fields["executed"] = _or_null({"type": "integer", "minimum": 0, "maximum": 1_000_000}, fields["executed"])
     limit = {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000}
@@ -188,6 +218,7 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
 }  # fmt: skip
 _OPEN = ("/health", "/healthz", "/metrics", "/openapi.json", "/docs", "/v2/health/live", "/v2/health/ready")
+_OF_SERVER = (*_OPEN, "/config", "/v2")
 _TENSOR = {
     "type": "object",
     "required": ["name", "datatype", "shape"],

@@ -40,7 +40,8 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     images: (camera, field to name in errors, picture). state: in the robot's units. episode_id: what cached prefixes
     and held actions belong to. robot_id: whose fair share it takes; else the episode's, else the connection's. seed: of
     the noise; else the first 8 bytes of SHA-256 of the request's id. executed: actions of the episode's last chunk that
-    the robot has executed. deadline_ms: from when the request reached this machine.
+    the robot has executed. deadline_ms: from when the request reached this machine. policy: the name of the one that is
+    asked, where the request itself has it.
     """
 
     images: Sequence[tuple[str, str, Image]] = ()
@@ -53,6 +54,7 @@ class Question(msgspec.Struct, kw_only=True, gc=False):
     executed: int | None = None
     priority: Priority = Priority.DEFAULT
     deadline_ms: float | None = None
+    policy: str | None = None
 
     def __post_init__(self) -> None:
         if self.episode_id is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from reflex_runtime.policies.serving.images import pixels_in
 from reflex_runtime.policies.serving.question import ActAnswer, Array, Question, array_of
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.telemetry.answered import Answered, SentImage
+from reflex_runtime.telemetry.journal import PolicyHead
 from reflex_runtime.telemetry.journal_head import hardware
 
 
@@ -65,19 +67,31 @@ def asked_and_answered(
         found.error = (error.code, error.message)
     if placement is not None and placement.routing is not None:
         r = placement.routing
-        found.routing = {"slot": placement.slot, "routing_key": r.key, "degraded": r.degraded, "cached": r.cached}
+        found.routing = {"slot": slot, "routing_key": r.key, "degraded": r.degraded, "cached": r.cached}
     return found
 
 
-def header_of(served: ServedPolicy) -> dict[str, Any]:
-    """What a policy server adds to the first line of a journal."""
+def header_of(policies: Sequence[ServedPolicy]) -> dict[str, Any]:
+    """What a policy server adds to the first line of a journal: of several policies the first, and each by its name."""
+    first = _head_of(policies[0]) | {"hardware": hardware()}
+    if len(policies) == 1:
+        return first
+    slots = [dict(told, slot=f"{one.name}.{told['slot']}") for one in policies for told in _slots_of(one)]
+    served = {one.name: PolicyHead(**_head_of(one)) for one in policies}
+    return first | {"policies": slots, "split": None, "served": served}
+
+
+def _slots_of(served: ServedPolicy) -> list[dict[str, str]]:
+    return [
+        {"slot": name, "model_id": slot.policy.spec.model_id, "model_hash": slot.policy.spec.model_hash}
+        for name, slot in served.slots.items()
+    ]
+
+
+def _head_of(served: ServedPolicy) -> dict[str, Any]:
     slots, first = served.slots, served.policy
     spec = first.spec
     robot = spec.embodiment
-    policies = [
-        {"slot": name, "model_id": slot.policy.spec.model_id, "model_hash": slot.policy.spec.model_hash}
-        for name, slot in slots.items()
-    ]
     return {
         "model_hash": spec.model_hash,
         "config_hash": spec.config_hash,
@@ -88,9 +102,8 @@ def header_of(served: ServedPolicy) -> dict[str, Any]:
         "control_rate_hz": robot.control_rate_hz,
         "state_names": robot.state_names,
         "action_names": robot.action_names,
-        "hardware": hardware(),
         "providers": [first.describe()["provider"]],
-        "policies": policies if len(slots) > 1 else None,
+        "policies": _slots_of(served) if len(slots) > 1 else None,
         "split": served.config.split if "b" in slots else None,
     }
 

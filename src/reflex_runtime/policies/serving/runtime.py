@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.config import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.drivers.audience import Audience
@@ -39,7 +39,7 @@ TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unlo
 class PolicyRuntime:
     """The policies of one server. `start` returns when they are ready or have failed.
 
-    policies: by name, in the order of their plans.
+    policies: by name, in the order of their plans. active: requests that have entered and are not settled.
     """
 
     def __init__(
@@ -50,12 +50,14 @@ class PolicyRuntime:
         self.error = ""
         self.lives: Lives | None = None  # what its supervisor knows, where there is one
         self.unusable = False  # a source itself is wrong: there is nothing to wait for
-        self.metrics = Metrics()
+        self.metrics = Metrics(several=len(plans) > 1)
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.preparing = Preparing()
         self.audience = Audience([self.metrics, FailureLog()])  # answers come before there is a batcher
-        self.policies = {plan.name: ServedPolicy(plan, self) for plan in plans}
+        self.policies = {plan.name: ServedPolicy(plan, self, alone=len(plans) == 1) for plan in plans}
+        self.active = 0
+        self.exchanges = False  # a policy is being loaded into a slot
         self.on_drain: list[Callable[[], None]] = []
         self._on_fatal = on_fatal
         self._batcher: Batcher | None = None
@@ -69,6 +71,11 @@ class PolicyRuntime:
     def first(self) -> ServedPolicy:
         """The policy of the first plan."""
         return next(iter(self.policies.values()))
+
+    @property
+    def default(self) -> ServedPolicy | None:
+        """The policy that answers requests that name none: the only one, or the one of that name."""
+        return self.first if len(self.policies) == 1 else self.policies.get(DEFAULT_POLICY)
 
     @property
     def slots(self) -> list[Slot]:
@@ -225,7 +232,8 @@ class PolicyRuntime:
         def notes(event: BatchFinished) -> dict[str, str]:
             return of_group[event.batch.group].notes(event)
 
-        self._open_journals(partial(JournalWriter, groups=groups, header=header_of(self.first), notes=notes))
+        header = header_of(list(self.policies.values()))
+        self._open_journals(partial(JournalWriter, groups=groups, header=header, notes=notes))
         for served in self.policies.values():
             served.join(batcher)
         return batcher

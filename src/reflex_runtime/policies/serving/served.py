@@ -24,11 +24,11 @@ from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving.ask import WIRES
 from reflex_runtime.policies.serving.exchanging import Exchanging
 from reflex_runtime.policies.serving.images import cameras_of
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
+from reflex_runtime.policies.serving.wire_names import WIRES
 from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_head import warmed
 from reflex_runtime.telemetry.metrics import Metrics
@@ -36,19 +36,19 @@ from reflex_runtime.web.errors import SloViolated
 
 log = logging.getLogger("reflex.server")
 
-DEFAULT = "default"  # the name of the policy that is asked where none is named
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
     """What is to be served under one name.
 
     specs: by slot, served ones first: prod, or a and b, and perhaps shadow. config: with its own settings in force.
+    weight: its share of the device's time against other policies.
     """
 
     name: str
     config: ServeConfig
     specs: Mapping[str, PolicySource]
+    weight: float = 1.0
 
 
 class PolicyServer(Protocol):
@@ -75,17 +75,18 @@ class ServedPolicy:
     callers follow one by one. slots: empty before `build`.
     """
 
-    def __init__(self, plan: PolicyPlan, server: PolicyServer, prefix: str = "") -> None:
-        """prefix: before the names of its slots where groups, series and journals name them."""
-        self.name, self.config, self.specs = plan.name, plan.config, dict(plan.specs)
+    def __init__(self, plan: PolicyPlan, server: PolicyServer, alone: bool = True) -> None:
+        """alone: it is the only one of its server, where its slots are groups by their own names."""
+        self.name, self.config, self.specs, self.weight = plan.name, plan.config, dict(plan.specs), plan.weight
+        self.alone = alone
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
-        self.slo = SloTracker(Objective.parse(self.config.slo), self.config.slo_mode) if self.config.slo else None
+        self.slo = self._objective()
         self.cameras = cameras_of(plan.specs.values())
         self.rollout = self._rollout()
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self._server, self._prefix = server, prefix
-        self._verdict = VerdictSink(self.rollout, prefix)
+        self._server = server
+        self._verdict = VerdictSink(self.rollout, self.group(""))
         server.audience.add(self._verdict)
         if self.slo is not None:
             server.audience.add(self.slo)
@@ -110,7 +111,7 @@ class ServedPolicy:
 
     def group(self, slot: str) -> str:
         """The group of a slot: its name in the scheduler, metrics and journals."""
-        return self._prefix + slot
+        return slot if self.alone else f"{self.name}.{slot}"
 
     @property
     def health(self) -> str:
@@ -131,7 +132,8 @@ class ServedPolicy:
         faults = faults_of(config.inject_fault, tuple(policies), "--inject-fault")
         self.slots = {slot: Slot(slot, config, policy, faults[slot]) for slot, policy in policies.items()}
         slo = self.slo if config.slo_mode == "degrade" else None
-        return [group_of(config, slot, policy, slo) for slot, policy in policies.items()]
+        tenant = "" if self.alone else self.name
+        return [group_of(config, slot, policy, slo, self.weight, tenant) for slot, policy in policies.items()]
 
     def join(self, batcher: Batcher) -> None:
         """Its slots are groups of this batcher now."""
@@ -193,7 +195,7 @@ class ServedPolicy:
 
     def note(self, kind: str, **fields: object) -> None:
         """Write a note into every journal."""
-        self._server.note(kind, **fields)
+        self._server.note(kind, **fields, **({} if self.alone else {"policy": self.name}))
 
     def notes(self, event: BatchFinished) -> dict[str, str]:
         """The notes of a finished batch of its slots, for journals."""
@@ -221,6 +223,10 @@ class ServedPolicy:
         return version
 
     # -- pieces --------------------------------------------------------------------------------------------------------
+
+    def _objective(self) -> SloTracker | None:
+        config = self.config
+        return SloTracker(Objective.parse(config.slo), config.slo_mode, self.group("")) if config.slo else None
 
     def _rollout(self) -> Rollout:
         config = self.config
@@ -252,7 +258,8 @@ class ServedPolicy:
         def in_flight() -> float:
             return server.batcher.scheduler.unsettled(group) if server.has_batcher else 0.0
 
-        metrics.add_slot(group, embodiment, queued, in_flight, WIRES if slot in self.served else ("",))
+        wires, policy = WIRES if slot in self.served else ("",), "" if self.alone else self.name
+        metrics.add_slot(group, embodiment, queued, in_flight, wires, policy)
         if slot in self.served:
             metrics.add_verdict(group, partial(self._drained, slot))
 

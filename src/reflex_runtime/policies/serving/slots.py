@@ -162,10 +162,12 @@ class BudgetPlanner(Planner):
         return planned if factor >= 1.0 else replace(planned, max_batch_cost=planned.max_batch_cost * factor)
 
 
-def group_of(config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | None) -> GroupConfig:
+def group_of(
+    config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | None, weight: float = 1.0, tenant: str = ""
+) -> GroupConfig:
     """How the scheduler is to treat a slot. Served slots share the device's time evenly; a shadow gets what is left.
 
-    slo: scales the budget.
+    slo: scales the budget. weight, tenant: of the policy, where there are several.
     """
     cost = partial(TimeCost, policy.stages, config.cost_model == "affine", policy.captured_sizes)  # keeps no policy
     budget = config.max_batch_cost_ms / 1e3
@@ -180,6 +182,8 @@ def group_of(config: ServeConfig, slot: str, policy: Policy, slo: SloTracker | N
         capacity=config.max_queue,
         max_queued_seconds=config.max_queue_s or inf,
         max_in_flight_per_client=config.max_in_flight_per_client,
+        weight=weight,
+        tenant=tenant,
         latest_only=config.latest_only,
         cost=cost,
         controller=BudgetPlanner(slo),

@@ -16,13 +16,14 @@ from typing import Any, Final
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import GROOT, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import GROOT
 from reflex_runtime.policies.wires.groot_codec import decode, encode
 from reflex_runtime.policies.wires.groot_observation import MAX_ROWS, GrootObservation, modalities
 from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
-from reflex_runtime.policies.wires.observations import Reading, Readings, text_of
+from reflex_runtime.policies.wires.observations import Reading, text_of
 from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.web.errors import ClientError, NotFound, Unauthorized, describe_error
 from reflex_runtime.web.fields import check_id, invalid
@@ -51,7 +52,7 @@ class GrootClient:
 
     def reset(self, options: Mapping[str, Any]) -> None:
         """Begin new episodes, of the named environments or of all."""
-        said = {name: options[name] for name in ("robot_id", "episode_id") if options.get(name) is not None}
+        said = {name: options[name] for name in ("robot_id", "episode_id", "policy") if options.get(name) is not None}
         limits_of(said)
         for name, value in said.items():
             check_id(name, value)
@@ -67,7 +68,6 @@ class GrootSession:
 
     def __init__(self, asking: Asking, form: str) -> None:
         self._asking, self._form = asking, form
-        self._readings = Readings(asking.served, GROOT)
         self._clients: OrderedDict[bytes, GrootClient] = OrderedDict()
 
     def asked(self, message: ZmqMessage) -> None:
@@ -82,11 +82,12 @@ class GrootSession:
             message.answer(encode({}))
         elif endpoint == "ping":
             self._asking.runtime.need_policy()
-            expects = self._readings.now.describe()  # stock clients do not read the answer to ping
+            asking = self._asked_by(message)
+            expects = {} if asking.unnamed else asking.reading(GROOT).describe()  # stock clients do not read it
             message.answer(encode({"status": "ok", "message": "Server is running", "reflex": expects}))
         elif endpoint == "get_modality_config":
             self._asking.runtime.need_policy()
-            message.answer(encode(modalities(self._readings.now, self._form == "n1.5")))
+            message.answer(encode(modalities(self._asked_by(message).reading(GROOT), self._form == "n1.5")))
         elif endpoint == "kill":
             raise NotFound("kill is not served")
         else:
@@ -98,6 +99,11 @@ class GrootSession:
         name = message.id if client is None else client.name
         self._asking.fail(Ask(GROOT, message.id, name, lambda result: None, message.started), error)
         return _error(error, message.id)
+
+    def _asked_by(self, message: ZmqMessage, options: Mapping[str, Any] | None = None) -> Asking:
+        """What takes the requests of a client: for the policy that its options name, those of its last reset too."""
+        name = (self._client(message).said if options is None else options).get("policy")
+        return self._asking.of(limits_of({"policy": name}).policy)
 
     def _check_token(self, token: Any) -> None:
         key, token = self._asking.config.api_key, text_of(token)
@@ -115,17 +121,19 @@ class GrootSession:
         return client
 
     def _act(self, message: ZmqMessage, data: Mapping[str, Any]) -> None:
-        client, reading, nested = self._client(message), self._readings.now, "observation" in data
+        client, nested = self._client(message), "observation" in data
+        options = client.said | _options(data)
+        asking = self._asked_by(message, options)
+        reading = asking.reading(GROOT)
         seen = _map(data, "observation") if nested else {name: data[name] for name in data if name != "options"}
         observation = GrootObservation(seen)
-        options = client.said | _options(data)
         limits = limits_of({name: options[name] for name in _OPTIONS if options.get(name) is not None})
-        if limits.deadline_ms is None and not self._asking.served.config.deadline_ms:
+        if limits.deadline_ms is None and not asking.served.config.deadline_ms:
             limits.deadline_ms = DEADLINE_MS
         parts = _parts(options.get("env_id"), observation.size)
         rows = observation.rows(reading.wire)
         questions = [_question(reading, row, client, part, limits) for row, part in zip(rows, parts, strict=True)]
-        GrootCall(self._asking, message, observation, reading, nested).ask(client.name, questions)
+        GrootCall(asking, message, observation, reading, nested).ask(client.name, questions)
 
 
 class GrootCall:

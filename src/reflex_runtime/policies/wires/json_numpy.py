@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.serving.ask import GROOT, JSON_NUMPY
 from reflex_runtime.policies.serving.images import decoded_base64
 from reflex_runtime.policies.serving.question import Question
+from reflex_runtime.policies.serving.wire_names import GROOT, JSON_NUMPY
 from reflex_runtime.policies.wires.arrays import array_in
 from reflex_runtime.policies.wires.groot_observation import GROUPS, GrootObservation
 from reflex_runtime.policies.wires.limits import RequestLimits, SocketLimits, limits_of, question_of
@@ -39,7 +39,7 @@ FULL_IMAGE: Final = "full_image"
 OBSERVATION: Final = "observation"
 _MARKS: Final = (b'"__numpy__"', b'"encoded"', b'"observation"')
 _TYPES: Final = {np.dtype(code).name: np.dtype(code).str for code in "?bBhHiIlLefd"}
-_OWN: Final = RequestLimits.__struct_fields__
+_OWN: Final = frozenset(RequestLimits.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class JsonNumpy:
     observation: dict[str, Any]
     quoted: bool
     whole: bool
+
+    @property
+    def policy(self) -> str | None:
+        """Which policy is asked."""
+        return limits_of({name: self.observation[name] for name in _OWN & self.observation.keys()}).policy
 
     def question(self, reading: Reading) -> Question:
         """Build the question; 422 names what is missing or wrong."""
@@ -73,6 +78,11 @@ class GrootJson:
     def __init__(self, observation: dict[str, Any], said: dict[str, Any], arrays: bool) -> None:
         self.observation, self._said, self._arrays = GrootObservation(observation), said, arrays
         self._reading: Reading | None = None
+
+    @property
+    def policy(self) -> str | None:
+        """Which policy is asked."""
+        return limits_of({name: self._said[name] for name in _OWN & self._said.keys()}).policy
 
     def question(self, reading: Reading) -> Question:
         """Build the question; 422 names what is missing or wrong."""

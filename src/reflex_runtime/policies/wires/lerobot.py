@@ -21,11 +21,12 @@ import numpy as np
 
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.request import Priority
-from reflex_runtime.policies.serving.ask import LEROBOT, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import LEROBOT
 from reflex_runtime.policies.wires.lerobot_pickle import OBSERVATION, SETUP, PickledArray, read_pickle, write_actions
-from reflex_runtime.policies.wires.observations import Reading, Readings
+from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.policies.wires.openpi import Episodes
 from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
 from reflex_runtime.web.bodies import Bodies
@@ -57,6 +58,7 @@ class LerobotSetup:
         if not all(isinstance(name, str) for name in rename.values()):
             raise invalid("rename_map", "rename_map: must be texts")
         self.policy_type: str = _of(sent, "policy_type", str)
+        self.pretrained = sent.get("pretrained_name_or_path")
         self.steps: int = _of(sent, "actions_per_chunk", int)
         if self.steps < 1:
             raise invalid("actions_per_chunk", "actions_per_chunk: must be at least 1")
@@ -110,9 +112,10 @@ class LerobotSeen:
 class LerobotRobot:
     """One connection, with its newest observation that still waits for GetActions."""
 
-    def __init__(self, name: str, bodies: Bodies) -> None:
+    def __init__(self, name: str, bodies: Bodies, asking: Asking) -> None:
         self.name, self.episodes = name, Episodes(name)
         self.setup: LerobotSetup | None = None
+        self.asking = asking  # for the policy that its instructions name
         self._bodies = bodies
         self._seen: LerobotSeen | None = None
         self._came = asyncio.Event()
@@ -163,7 +166,6 @@ class LerobotService:
 
     def __init__(self, asking: Asking, bodies: Bodies) -> None:
         self._asking, self._bodies = asking, bodies
-        self._readings = Readings(asking.served, LEROBOT)
         self._robots: OrderedDict[str, LerobotRobot] = OrderedDict()
         self.methods = {
             "Ready": self.ready,
@@ -193,8 +195,11 @@ class LerobotService:
         setup = LerobotSetup(sent)
         await self._started()
         self._asking.runtime.need_policy()
-        setup.check(self._readings.now)
-        self._robot(call).setup = setup
+        named = setup.pretrained if setup.pretrained in self._asking.runtime.policies else None
+        asking = self._asking.one(named)
+        setup.check(asking.reading(LEROBOT))
+        robot = self._robot(call)
+        robot.setup, robot.asking = setup, asking
         return b""
 
     async def observe(self, call: GrpcCall, parts: AsyncIterator[bytes]) -> bytes:
@@ -218,13 +223,13 @@ class LerobotService:
             answer = await self._ask(call, robot, seen)
         finally:
             self._bodies.release(seen)
-        step = 1.0 / (self._readings.now.spec.embodiment.control_rate_hz or RATE_HZ)
+        step = 1.0 / (robot.asking.served.spec.embodiment.control_rate_hz or RATE_HZ)
         pickled = write_actions(answer.actions[: seen.steps], seen.timestamp, seen.timestep, step)
         return serialize({"data": pickled}, _BYTES)
 
     def _question(self, robot: LerobotRobot, setup: LerobotSetup, sent: Mapping[str, Any]) -> Question:
         seen = setup.observation(_of(sent, "observation", dict))
-        images, state, instruction = self._readings.now.read(seen)
+        images, state, instruction = robot.asking.reading(LEROBOT).read(seen)
         return Question(
             images=images,
             state=state,
@@ -237,12 +242,12 @@ class LerobotService:
     async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotSeen) -> ActAnswer:
         settled: asyncio.Future[ActAnswer | ReflexError] = asyncio.get_running_loop().create_future()
         ask = Ask(LEROBOT, call.id, robot.name, partial(settle, settled), seen.started)
-        if self._asking.enter(ask):
-            self._asking.ask(ask, seen.question)
+        if robot.asking.enter(ask):
+            robot.asking.ask(ask, seen.question)
         try:
             result = await settled
         except asyncio.CancelledError:
-            self._asking.leave(ask)
+            robot.asking.leave(ask)
             raise
         if isinstance(result, ReflexError):
             raise Reported(result, ask.request_id)
@@ -260,7 +265,7 @@ class LerobotService:
         """The robot of a connection. Named after its first call, because ports repeat."""
         robot = self._robots.get(call.peer)
         if robot is None:
-            robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies)
+            robot = self._robots[call.peer] = LerobotRobot(f"lerobot-{call.id}", self._bodies, self._asking)
             if len(self._robots) > MAX_ROBOTS:
                 self._robots.popitem(last=False)[1].drop()
         self._robots.move_to_end(call.peer)

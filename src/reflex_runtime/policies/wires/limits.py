@@ -26,6 +26,7 @@ class RequestLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     deadline_ms: float | None = None
     seed: int | None = None
     executed: int | None = None
+    policy: str | None = None
 
 
 class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -35,6 +36,7 @@ class SocketLimits(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     episode_id: str | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
+    policy: str | None = None
 
 
 def limits_of(said: Mapping[str, Any]) -> RequestLimits:
@@ -70,6 +72,7 @@ def question_of(
         executed=limits.executed,
         priority=PRIORITIES[limits.priority or said.priority or "default"],
         deadline_ms=said.deadline_ms if limits.deadline_ms is None else limits.deadline_ms,
+        policy=limits.policy,
     )
 
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.ask import OIP, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires.limits import limits_of
 from reflex_runtime.policies.wires.oip_tensors import Tensor
 from reflex_runtime.version import __version__
@@ -55,10 +56,30 @@ def model_name(spec: PolicySpec) -> str:
     return spec.model_id.rpartition("/")[2]
 
 
+def model_of(asking: Asking, name: str, version: str = "") -> tuple[Asking, str]:
+    """What takes requests for a model, and the name it answers with; 404 for a model that is not served.
+
+    Several policies are models by their own names. The only policy, or the one that the path names, is called as its
+    model is.
+    """
+    policies = asking.runtime.policies
+    if len(policies) == 1 or asking.prefix:
+        check_model(asking.served.spec, name, version)
+        return asking, model_name(asking.served.spec)
+    if name not in policies:
+        raise NotFound(printable(f"model {name[:200]!r} is not served; there are {', '.join(policies)}"))
+    _check_version(name, version)
+    return asking.one(name), name
+
+
 def check_model(spec: PolicySpec, name: str, version: str = "") -> None:
     """404 for a model that is not served."""
     if name not in (model_name(spec), spec.model_id):
         raise NotFound(printable(f"model {name[:200]!r} is not served; {model_name(spec)!r} is"))
+    _check_version(name, version)
+
+
+def _check_version(name: str, version: str) -> None:
     if version not in ("", VERSION):
         raise NotFound(printable(f"model {name[:200]!r} has version {VERSION}, not {version[:40]!r}"))
 
@@ -68,8 +89,8 @@ def server_metadata() -> dict[str, Any]:
     return {"name": "reflex", "version": __version__, "extensions": list(EXTENSIONS)}
 
 
-def model_metadata(spec: PolicySpec) -> dict[str, Any]:
-    """Inputs and outputs of the model; -1 is any size."""
+def model_metadata(spec: PolicySpec, name: str = "") -> dict[str, Any]:
+    """Inputs and outputs of the model; -1 is any size. name: where it is not called as its model."""
     inputs = [(camera, "UINT8", [-1, *size, 3]) for camera, size in spec.images.items()]
     if spec.takes_state:
         inputs.append((_STATE, "FP32", [-1, spec.state_dim]))
@@ -78,7 +99,7 @@ def model_metadata(spec: PolicySpec) -> dict[str, Any]:
     inputs.append((_SEED, "INT64", [-1, 1]))
     outputs = [(ACTIONS, "FP32", [-1, spec.chunk_size, spec.action_dim])]
     return {
-        "name": model_name(spec),
+        "name": name or model_name(spec),
         "versions": [VERSION],
         "platform": "reflex",
         "inputs": [{"name": name, "datatype": datatype, "shape": shape} for name, datatype, shape in inputs],

@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import OIP, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer
+from reflex_runtime.policies.serving.wire_names import OIP
 from reflex_runtime.policies.wires import oip
 from reflex_runtime.policies.wires.oip_tensors import Tensor, tensor_of_bytes, tensor_of_values
 from reflex_runtime.policies.wires.protobuf import Field, Message, parse, serialize
@@ -121,21 +122,20 @@ class OipService:
         return serialize(oip.server_metadata(), _SERVER)
 
     async def model_ready(self, call: GrpcCall, data: bytes) -> bytes:
-        self._check(data)
-        return await self.ready(call, data)
+        asking, _ = self._model_of(data)
+        return serialize({"ready": asking.served.health == "ready"}, _READY)
 
     async def model(self, call: GrpcCall, data: bytes) -> bytes:
-        self._check(data)
-        return serialize(oip.model_metadata(self._asking.served.spec), _MODEL)
+        asking, name = self._model_of(data)
+        return serialize(oip.model_metadata(asking.served.spec, name), _MODEL)
 
     async def infer(self, call: GrpcCall, data: bytes) -> bytes:
-        spec = self._asking.served.spec
         model, version, sent = decode(data)
-        oip.check_model(spec, model, version)
+        asking, name = oip.model_of(self._asking, model, version)
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
-        asked = oip.questions(spec, self._sequences, sent, most_ms)
+        asked = oip.questions(asking.served.spec, self._sequences, sent, most_ms)
         settled: asyncio.Future[list[ActAnswer] | ReflexError] = asyncio.get_running_loop().create_future()
-        infer = oip.Infer(self._asking, call.id, call.peer, partial(settle, settled), call.started)
+        infer = oip.Infer(asking, call.id, call.peer, partial(settle, settled), call.started)
         infer.ask(asked)
         try:
             result = await settled
@@ -144,8 +144,8 @@ class OipService:
             raise
         if isinstance(result, ReflexError):
             raise Reported(result, infer.request_id)
-        return encode(oip.model_name(spec), sent.id, result)
+        return encode(name, sent.id, result)
 
-    def _check(self, data: bytes) -> None:
+    def _model_of(self, data: bytes) -> tuple[Asking, str]:
         sent = parse(data, _NAMED)
-        oip.check_model(self._asking.served.spec, sent.get("name", ""), sent.get("version", ""))
+        return oip.model_of(self._asking, sent.get("name", ""), sent.get("version", ""))

@@ -183,27 +183,26 @@ class OipHttp:
 
     def ready(self, exchange: Exchange, _: bytes) -> None:
         """200 if requests can be answered, otherwise 503."""
-        ready = self._runtime.health == "ready"
-        exchange.answer(200 if ready else 503, encode({"ready": ready}))
+        _answer_ready(exchange, self._asking.served.health if self._asking.prefix else self._runtime.health)
 
     def model(self, exchange: Exchange, _: bytes) -> None:
         """Inputs and outputs of the model."""
-        self._check(exchange)
-        exchange.answer(200, encode(oip.model_metadata(self._asking.served.spec)))
+        asking, name = self._model_of(exchange)
+        exchange.answer(200, encode(oip.model_metadata(asking.served.spec, name)))
 
     def model_ready(self, exchange: Exchange, _: bytes) -> None:
         """Like `ready`, for one model."""
-        self._check(exchange)
-        self.ready(exchange, b"")
+        _answer_ready(exchange, self._model_of(exchange)[0].served.health)
 
-    def _check(self, exchange: Exchange) -> None:
-        oip.check_model(self._asking.served.spec, *_what(exchange.path)[:2])
+    def _model_of(self, exchange: Exchange) -> tuple[Asking, str]:
+        name, version, _ = _what(exchange.path.removeprefix(self._asking.prefix))
+        return oip.model_of(self._asking, name, version)
 
     # -- infer ---------------------------------------------------------------------------------------------------------
 
     def enter(self, exchange: Exchange) -> None:
         """The head of a request has arrived."""
-        self._check(exchange)
+        self._model_of(exchange)
         if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ClientError("compressed bodies are not read")
 
@@ -234,8 +233,8 @@ class OipHttp:
             self.fail(exchange, known(error, exchange.request_id))
 
     def _ask(self, exchange: Exchange, sent: OipBody) -> None:
-        spec = self._asking.served.spec
-        asked = oip.questions(spec, self._sequences, sent.asked)
+        asking, _ = self._model_of(exchange)
+        asked = oip.questions(asking.served.spec, self._sequences, sent.asked)
         infer = self._begin(exchange, sent)
         if exchange.left:
             raise CallerLeft("the caller left")
@@ -244,7 +243,8 @@ class OipHttp:
 
     def _begin(self, exchange: Exchange, sent: OipBody | None = None) -> oip.Infer:
         done = partial(self._settle, exchange, sent)
-        infer = exchange.ask = oip.Infer(self._asking, exchange.request_id, exchange.client, done, exchange.started)
+        asking = self._asking if sent is None else self._model_of(exchange)[0]
+        infer = exchange.ask = oip.Infer(asking, exchange.request_id, exchange.client, done, exchange.started)
         return infer
 
     def _settle(self, exchange: Exchange, sent: OipBody | None, result: list[ActAnswer] | ReflexError) -> None:
@@ -255,10 +255,15 @@ class OipHttp:
         else:
             assert sent is not None
             exchange.request_id = sent.asked.id or exchange.request_id
-            body, head = encode_answer(oip.model_name(self._asking.served.spec), sent, result)
+            body, head = encode_answer(self._model_of(exchange)[1], sent, result)
             more: Headers | None = None if head is None else [(HEAD, b"%d" % head)]
             exchange.answer(200, body, JSON if head is None else BINARY, more)
         exchange.ask = None  # break the reference cycle
+
+
+def _answer_ready(exchange: Exchange, health: str) -> None:
+    ready = health == "ready"
+    exchange.answer(200 if ready else 503, encode({"ready": ready}))
 
 
 def _what(path: str) -> tuple[str, str, str]:

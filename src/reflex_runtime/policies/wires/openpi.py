@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import OPENPI, Ask
+from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.wires.limits import limits_in, limits_of, question_of, socket_limits
-from reflex_runtime.policies.wires.observations import Readings, text_of
+from reflex_runtime.policies.wires.observations import text_of
 from reflex_runtime.policies.wires.openpi_codec import decode, encode
 from reflex_runtime.web.errors import ClientError, describe_error
 from reflex_runtime.web.fields import check_id
@@ -59,15 +60,15 @@ class OpenpiSession:
     """One websocket: its episodes, and the requests of the current message."""
 
     def __init__(self, asking: Asking, socket: WebSocket) -> None:
-        self._asking, self._socket = asking, socket
         self._said = socket_limits(socket.query)
+        self._asking, self._socket = asking.one(self._said.policy), socket
         self._robot = self._said.robot_id or f"ws-{socket.id}"
         self._episodes: dict[str, Episodes] = {}  # by position in a batch
         self._asks: list[Ask] = []
         self._results: list[dict[str, Any] | None] = []
         self._batched = False
         self._spent: float | None = None  # milliseconds until the last answer
-        self._readings = Readings(asking.served, OPENPI)
+        self._readings = self._asking.readings(OPENPI)
 
     # -- the websocket -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.wires.limits import socket_limits
-from reflex_runtime.policies.wires.observations import Readings
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.websocket import INTERNAL, UNSUPPORTED, SocketMessage, WebSocket
 
@@ -24,10 +23,10 @@ class TypedSession(ABC):
     """One websocket, which is one robot. robot: its name. said: fields of the URL's query."""
 
     def __init__(self, wire: str, asking: Asking, socket: WebSocket) -> None:
-        self.asking, self.socket = asking, socket
         self.said = socket_limits(socket.query)
+        self.asking, self.socket = asking.one(self.said.policy), socket
         self.robot = self.said.robot_id or f"ws-{socket.id}"
-        self.readings = Readings(asking.served, wire)
+        self.readings = self.asking.readings(wire)
         self._wire = wire
         self._ask: Ask | None = None
         self._read = ""  # id of the last decoded message

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.serving.ask import VLA_EVAL
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import VLA_EVAL
 from reflex_runtime.policies.wires.limits import limits_in, question_of
 from reflex_runtime.policies.wires.typed import TypedSession
 from reflex_runtime.policies.wires.vla_eval_codec import EvalMessage, decode, encode

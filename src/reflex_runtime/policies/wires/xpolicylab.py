@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.ask import XPOLICYLAB
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
+from reflex_runtime.policies.serving.wire_names import XPOLICYLAB
 from reflex_runtime.policies.wires.limits import limits_in, question_of
 from reflex_runtime.policies.wires.observations import Observed, Reading
 from reflex_runtime.policies.wires.typed import TypedSession
