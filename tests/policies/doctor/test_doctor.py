@@ -187,7 +187,7 @@ def test_t7_files_of_another_user(open_to_all: Path) -> None:
 
 # -- normalisation and configuration -----------------------------------------------------------------------------------
 
-RANGE = {"q01": [0.0, 0.0], "q99": [1.0, 1.0]}
+RANGE = {"q01": [1.0, 0.0], "q99": [2.0, 1.0]}
 NORMS: dict[str, tuple[Change, str, str]] = {
     "zero": (lambda c: c["state_norm"].update(std=[1.0, 0.0]), "fail", "state_norm.std[1] is 0"),
     "negative": (lambda c: c["action_norm"].update(std=[-1.0, 1.0]), "fail", "action_norm.std[0] is -1"),
@@ -201,11 +201,11 @@ NORMS: dict[str, tuple[Change, str, str]] = {
     "no mean": (lambda c: c["action_norm"].pop("mean"), "fail", "mean: expected a list"),
     "no object": (lambda c: c.update(action_norm=[1.0]), "fail", "action_norm: found list"),
     "range": (lambda c: c.update(state_norm=RANGE), "pass", "state_norm and action_norm"),
-    "no range": (lambda c: c.update(state_norm=RANGE | {"q99": [0, 1]}), "fail", "q99[0] − q01[0] is 0"),
-    "turned range": (lambda c: c.update(action_norm=RANGE | {"q99": [-1, 1]}), "fail", "q99[0] − q01[0] is -1"),
-    "tiny range": (lambda c: c.update(state_norm=RANGE | {"q99": [1e-9, 1]}), "fail", "q99[0] − q01[0] is 1e-09, tiny"),
+    "no range": (lambda c: c.update(state_norm=RANGE | {"q99": [1, 1]}), "fail", "q99[0] − q01[0] is 0"),
+    "turned range": (lambda c: c.update(action_norm=RANGE | {"q99": [0, 1]}), "fail", "q99[0] − q01[0] is -1"),
+    "tiny range": (lambda c: c.update(state_norm=RANGE | {"q99": [1 + 1e-9, 1]}), "fail", "is 1e-09, tiny"),
     "epsilon": (
-        lambda c: c.update(state_norm=RANGE | {"q99": [0, 1], "epsilon": 1e-6}), "warn", "this dimension never varied",
+        lambda c: c.update(state_norm=RANGE | {"q99": [1, 1], "epsilon": 1e-6}), "warn", "this dimension never varied",
     ),
     "two kinds": (lambda c: c["state_norm"].update(RANGE), "fail", "state_norm: mean/std and q01/q99"),
     "no state norm": (lambda c: c.pop("state_norm"), "warn", "no state_norm"),
@@ -251,9 +251,13 @@ def test_t7_optional_cameras(tmp_path: Path) -> None:
 def test_t7_the_prompt_counts_into_the_length_of_a_text(tmp_path: Path) -> None:
     words = {"open": 1, "door": 2, "now": 3}
     keys: Any = {"tokenizer": words, "max_tokens": 3, "prompt": "now {prompt} now"}
-    root = means.write_export(tmp_path, {"tokens": ("i", [3])}, 1, **keys)
+    root = means.write_export(tmp_path / "a", {"tokens": ("i", [3])}, 1, **keys)
     assert "'now open door now': over max_tokens=3" in failed(root, "tokenizer", "warn", instruction="open door").actual
     assert found(examine(root, instruction="open"), "tokenizer").status == "pass"
+    assert found(examine(root), "normalisation").actual == "no action_norm"
+    keys["prompt"] = "{prompt}{state_bins}"  # bins of what is not normalised would be 0 or 255
+    root = means.write_export(tmp_path / "b", {"tokens": ("i", [3])}, 1, **keys)
+    assert failed(root, "normalisation", "warn").actual == "no state_norm; no action_norm"
 
 
 def test_t7_ranges_are_compared_with_what_the_transforms_make(tmp_path: Path) -> None:

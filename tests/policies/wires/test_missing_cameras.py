@@ -18,6 +18,7 @@ from openpi_client.websocket_client_policy import WebsocketClientPolicy
 from policies import means
 from policies.tiny import picture
 from reflex_runtime.cli import main
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies import Export
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.wires.observations import Reading
@@ -116,3 +117,15 @@ def test_p20_oip_takes_an_inference_without_their_tensors(aloha: Path) -> None:
     assert [name for name, _, _ in question.images] == ["base_0_rgb"]
     with pytest.raises(InvalidRequest, match="base_0_rgb: missing"):
         questions(export, Sequences(), InferRequest((state,), {}, (), ""), None)
+
+
+def test_p20_a_camera_that_a_preset_does_not_know_may_be_optional(tmp_path: Path) -> None:
+    """openpi's models have three cameras, LIBERO two: the third is always missing."""
+    keys: Any = {"images": {name: [4, 6] for name in CAMERAS}, "state_dim": 14, "wires": "openpi/libero"}
+    export = Export.load(means.write_export(tmp_path / "a", PORTS, 5, optional_images=[CAMERAS[2]], **keys))
+    wire = export.wires["openpi"]
+    sent = {"observation/image": picture(0), "observation/wrist_image": picture(1), "observation/state": [0.0] * 14}
+    images = Reading(export, wire).read(sent | {"prompt": "go"})[0]
+    assert [name for name, _, _ in images] == list(CAMERAS[:2])
+    with pytest.raises(ConfigError, match="the preset does not know the camera 'right_wrist_0_rgb'"):
+        Export.load(means.write_export(tmp_path / "b", PORTS, 5, **keys))

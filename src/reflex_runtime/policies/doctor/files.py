@@ -15,6 +15,7 @@ from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.model_files import MODEL_PATTERNS
 from reflex_runtime.policies.export.norms import PAIRS
 from reflex_runtime.policies.export.onnx_file import Declared, NotOnnx, OnnxFile, read_onnx
+from reflex_runtime.policies.policy.prompt import STATE_BINS
 from reflex_runtime.policies.serving.wire_names import OPENPI
 from reflex_runtime.policies.wires.observations import Reading
 from reflex_runtime.processors.onnx import TensorSpec, kinds_of
@@ -109,7 +110,7 @@ def check_normalisation(patient: Patient) -> Finding:
             problems += [f"{where[0][0]}: {text}" for text in wrong]
             doubts += [f"{where[0][0]}: {text}" for text in doubtful]
             seen.append(key)
-        elif key == "action_norm" or (dim and "state" in (raw.get("inputs") or {})):
+        elif key == "action_norm" or (dim and ("state" in (raw.get("inputs") or {}) or STATE_BINS in str(raw))):
             doubts.append(f"no {key}")
     if problems:
         return failed(
