@@ -143,6 +143,15 @@ def test_b20_when_the_time_is_over_the_rest_is_answered(tiny: Path, seconds: str
         assert server.wait() == 0
 
 
+def test_b20_drain_timeout_s_is_how_long_what_runs_may_take(tiny: Path) -> None:
+    """The batch ends within the default, and not within this."""
+    with Server(tiny, "--drain-timeout-s", "0.3", "--inject-latency-ms", "8000") as server, busy(server) as plug:
+        server.process.send_signal(signal.SIGTERM)
+        (answer,) = plug.answers()
+        assert (answer.status, answer.code) == (503, "shutting_down")
+        assert server.wait() == 0
+
+
 def test_h14_a_request_that_is_never_completed_is_answered_at_the_end(tiny: Path) -> None:
     """It may not use up the time that others need to be finished."""
     with Server(tiny, "--drain-timeout-s", "600") as server, server.connect() as slow:

@@ -22,7 +22,8 @@ from serving.requests import busy, grey, marked, numbered, observe, queued, righ
 
 @pytest.mark.parametrize(("kind", "code"), [("hang", "processor_hung"), ("die", "processor_failed")])
 def test_b19_a_lost_device_thread_is_replaced_once_then_the_process_exits_1(kind: str, code: str, tiny: Path) -> None:
-    options = ("--watchdog-s", "0.5", "--inject-fault", f"prod:{kind}:1", "--max-consecutive-crashes", "0")
+    fault = {"hang": "prod:hang:1:9000", "die": "prod:die:1"}[kind]  # it ends before the default watchdog would end it
+    options = ("--watchdog-s", "0.5", "--inject-fault", fault, "--max-consecutive-crashes", "0")
     with Server(tiny, *options) as server:
         first = server.act()
         assert (first.status, first.code, first.json["retry_safe"]) == (500, code, False)
