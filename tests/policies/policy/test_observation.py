@@ -169,3 +169,40 @@ def test_a_policy_without_state_or_text_asks_for_neither(tmp_path: Path) -> None
 def test_the_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(InvalidRequest("state: missing", "state")))
     assert (str(error), error.details) == ("state: missing", {"field": "state"})
+
+
+def _as_pillow(data: bytes, size: tuple[int, int] | None) -> Any:
+    """The same picture by Pillow alone, stretched to the size."""
+    with PIL.Image.open(io.BytesIO(data)) as image:
+        if size is not None:
+            image.draft(None, size[::-1])
+        whole = image.convert("RGB")
+        if size is not None and whole.size != size[::-1]:
+            whole = whole.resize(size[::-1], PIL.Image.Resampling.BILINEAR)
+        return np.asarray(whole)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+def test_h4_a_jpeg_is_decoded_to_the_last_bit_as_pillow_does(subsampling: int, progressive: bool) -> None:
+    """Of any size, at its own size and at the fraction of it that is needed."""
+    rng = np.random.default_rng(subsampling)
+    for _ in range(20):
+        height, width = (int(n) for n in rng.integers(1, 260, 2))
+        slope = np.linspace(0, 200, width)[None, :, None]
+        pixels = (rng.integers(0, 40, (height, width, 3)) + slope).astype(np.uint8)
+        file = io.BytesIO()
+        options = {"quality": int(rng.integers(30, 95)), "subsampling": subsampling, "progressive": progressive}
+        PIL.Image.fromarray(pixels).save(file, "JPEG", **options)
+        for size in (None, (int(rng.integers(1, 90)), int(rng.integers(1, 90)))):
+            decoded = decode_image(file.getvalue(), "image", size)
+            assert np.array_equal(decoded, _as_pillow(file.getvalue(), size))
+
+
+def test_h4_half_a_jpeg_and_one_with_a_wrong_header_are_refused() -> None:
+    file = io.BytesIO()
+    PIL.Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(file, "JPEG")
+    data = file.getvalue()
+    for broken in (data[: len(data) // 2], data[:40], data[:3], data[:2] + b"\xff\xc0" + data[4:]):
+        with pytest.raises(InvalidRequest, match="not a readable PNG or JPEG"):
+            decode_image(broken)

@@ -26,6 +26,7 @@ MAX_REQUEST_PIXELS = 2 * MAX_IMAGE_PIXELS  # of all images of a request that the
 IMAGE_MASK = "image_mask/"  # the role of an image's mask is this and the image's name
 _SAMPLED: frozenset[Resize] = frozenset({"pad-lerobot", "pad-smolvla"})
 MAX_SCANS = 64  # of a progressive JPEG; encoders write about ten, and each is a pass over the whole picture
+JPEG_START = b"\xff\xd8\xff"
 JPEG_SCAN = b"\xff\xda"  # stands in front of every scan, and never within one
 
 
@@ -157,9 +158,10 @@ def pixels_of(sent: Any, field: str = "image") -> int:
     needed. InvalidRequest if it is none of these, broken, above 4096² pixels or of more than 64 scans.
     """
     if isinstance(sent, bytes | bytearray | memoryview):
-        with _opened(bytes(sent), field) as image:
-            pixels: int = image.width * image.height
-            scans = bytes(sent).count(JPEG_SCAN) if image.format == "JPEG" else 0
+        data = bytes(sent)
+        height, width = image_size(data, field)
+        pixels: int = height * width
+        scans = data.count(JPEG_SCAN) if data.startswith(JPEG_START) else 0
         if scans > MAX_SCANS:
             raise InvalidRequest(f"{field}: a JPEG of {scans} scans, at most {MAX_SCANS} are accepted", field)
         return pixels // 32 * scans if scans else pixels
@@ -183,6 +185,8 @@ def decode_image(
     import PIL.Image
 
     try:
+        if (fast := _jpeg(data, field, size, resize)) is not None:
+            return fast if size is None else resize_image(fast, *size, resize)
         with _opened(data, field) as image:
             if size is not None and image.format == "JPEG" and resize not in _SAMPLED:
                 image.draft(None, size[::-1])
@@ -201,8 +205,11 @@ def decode_image(
 
 def image_size(data: bytes, field: str = "image") -> tuple[int, int]:
     """(height, width) of a PNG or JPEG by its header alone; InvalidRequest when it is neither, or above 4096²."""
-    with _opened(data, field) as image:
-        return image.height, image.width
+    found = _jpeg_size(data)
+    if found is None:
+        with _opened(data, field) as image:
+            return image.height, image.width
+    return _checked_size(*found, field)
 
 
 def warm_decoders() -> None:
@@ -224,9 +231,47 @@ def _opened(data: bytes, field: str) -> Any:
         image = PIL.Image.open(io.BytesIO(data), formats=("PNG", "JPEG"))
     except Exception as error:
         raise InvalidRequest(f"{field}: not a readable PNG or JPEG image", field) from error
-    width, height = image.size
+    _checked_size(image.height, image.width, field)
+    return image
+
+
+def _checked_size(height: int, width: int, field: str) -> tuple[int, int]:
     if not 0 < width * height <= MAX_IMAGE_PIXELS:
         raise InvalidRequest(f"{field}: {width}×{height} pixels, at most 4096×4096 are accepted", field)
+    return height, width
+
+
+def _jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """(height, width) of an ordinary JPEG in colour; None for anything else, which Pillow reads."""
+    if not data.startswith(JPEG_START):
+        return None
+    import simplejpeg
+
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if colours == "YCbCr" else None
+
+
+def _jpeg(data: bytes, field: str, size: tuple[int, int] | None, resize: Resize) -> Image | None:
+    """An ordinary JPEG decoded as Pillow would, in little more than half of its time; None for anything else.
+
+    One that is at least twice as large as `size` has 1/2, 1/4 or 1/8 of its size.
+    """
+    found = _jpeg_size(data)
+    if found is None:
+        return None
+    import simplejpeg
+
+    height, width = _checked_size(*found, field)
+    less = 1
+    if size is not None and resize not in _SAMPLED:
+        less = next((n for n in (8, 4, 2) if min(height // size[0], width // size[1]) >= n), 1)
+    image: Image = simplejpeg.decode_jpeg(
+        data, "RGB", fastdct=False, fastupsample=False, min_height=-(-height // less), min_width=-(-width // less),
+        min_factor=1, strict=True,
+    )  # fmt: skip
     return image
 
 
