@@ -228,6 +228,7 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
         "--output": "test_t5_the_command_exits_with_0_1_2_and_3",
     },
     "report": {
+        "--policy": "test_p39_a_report_is_of_one_policy",
         "--format": "test_the_command_prints_text_or_json_and_draws",
         "--out": "test_the_command_prints_text_or_json_and_draws",
         "--margin": "test_the_command_prints_text_or_json_and_draws",

@@ -52,6 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add = parser.add_argument
     add("paths", type=Path, nargs="+", metavar="FILE|DIR", help="journals, or directories of them")
+    add("--policy", metavar="NAME", help="the policy to report, where several were served (docs/several-policies.md)")
     add("--format", default="text", metavar="text|json", help="form of the output (default text)")
     add("--out", type=Path, metavar="PREFIX", help="also draw PREFIX.svg and PREFIX.png")
     add(
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     _without_effect(args, ("frames", "fps"), "without --to-lerobot")
     _without_effect(args, ("episode",), "without --to-lerobot or --rerun")
     try:
-        found = report(args.paths, margin=margin / 100.0)
+        found = report(args.paths, margin=margin / 100.0, policy=args.policy)
     except JournalError as error:
         print(f"reflex report: {error.message}", file=sys.stderr)
         return 1
@@ -155,7 +156,8 @@ def _to_lerobot(args: argparse.Namespace) -> DatasetWritten:
     fps = None if args.fps is None else whole("--fps", args.fps, 1, MOST_FPS)
     need_packages()
     target = _empty(args.to_lerobot)
-    with RecordedEpisodes(args.paths, target, args.episode, ProgressLine("requests read")) as found:
+    progress = ProgressLine("requests read")
+    with RecordedEpisodes(args.paths, target, args.episode, progress, args.policy) as found:
         return write_lerobot(found, target, kind=kind, fps=fps, advance=ProgressLine("requests written"))
 
 
@@ -168,7 +170,8 @@ def _to_rerun(args: argparse.Namespace) -> RerunWritten:
     scratch = args.rerun.absolute().parent
     if not scratch.is_dir():
         raise ConfigError(f"--rerun={args.rerun}: no directory {scratch}")
-    with RecordedEpisodes(args.paths, scratch, args.episode or "", ProgressLine("requests read")) as found:
+    progress = ProgressLine("requests read")
+    with RecordedEpisodes(args.paths, scratch, args.episode or "", progress, args.policy) as found:
         return write_rerun(found, args.rerun, ProgressLine("requests written"))
 
 

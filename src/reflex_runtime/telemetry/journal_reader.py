@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.telemetry.journal import (
     KINDS,
     SCHEMA_VERSION,
@@ -103,15 +104,20 @@ class JournalReader:
         reader.header
         for line in reader: …
         reader.footer, reader.torn            # once the lines are read
+
+    policy: of several, only requests, batches and notes of this one, as if it had been alone. ConfigError where it is
+    not in the journal.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, policy: str | None = None) -> None:
         self.path = Path(path)
         self.footer: Footer | None = None
         self.torn = False
         self._number = self._torn_at = 0
         self._read = self._lines()
-        self.header = self._first()
+        self._policy = policy
+        header = self._first()
+        self.header = header if policy is None else _header_of(header, policy, self.path)
 
     def __iter__(self) -> Iterator[Line]:
         """The lines between header and footer."""
@@ -127,7 +133,7 @@ class JournalReader:
                 raise self._bad("a second header")
             if isinstance(found, Footer):
                 self.footer = found
-            else:
+            elif self._policy is None or _belongs(found, self._policy):
                 yield found
 
     def _whole(self) -> Iterator[tuple[bytes, bool]]:
@@ -181,6 +187,37 @@ class JournalReader:
         if number == 0:
             return JournalError(f"{self.path}: {what}", path=str(self.path))
         return JournalError(f"{self.path}, line {number}: {what}", path=str(self.path), line=number)
+
+
+def _header_of(header: Header, policy: str, path: Path) -> Header:
+    """The header that a journal of this policy alone would have."""
+    if not header.served or policy not in header.served:
+        there = f"only {', '.join(header.served)}" if header.served else "one policy without a name"
+        raise ConfigError(f"--policy={policy}: not in {path}, which has {there}")
+    own = {name: value for name, value in msgspec.structs.asdict(header.served[policy]).items() if value is not None}
+    groups = {
+        name.removeprefix(f"{policy}."): group
+        for name, group in header.groups.items()
+        if name.startswith(f"{policy}.")
+    }
+    told: dict[str, Any] = {"policies": None, "split": None, "served": msgspec.UNSET, "groups": groups}
+    return msgspec.structs.replace(header, **(told | own))
+
+
+def _belongs(line: Line, policy: str) -> bool:
+    """Whether a line is of this policy; what it says of a slot is then said as with one policy."""
+    if isinstance(line, Note):
+        return bool(line.fields.pop("policy", None) == policy)
+    prefix = f"{policy}."
+    if isinstance(line, RequestLine) and line.slot.startswith(prefix):
+        line.slot = line.slot.removeprefix(prefix)
+        if line.routing is not None:
+            line.routing["slot"] = line.slot
+        return True
+    if isinstance(line, BatchLine) and line.group.startswith(prefix):
+        line.group = line.group.removeprefix(prefix)
+        return True
+    return False
 
 
 class _AnyHeader(msgspec.Struct):

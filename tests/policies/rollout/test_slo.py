@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from serving.harness import STATE, Server
 from serving.requests import busy, numbered
@@ -45,6 +46,13 @@ def test_h9_it_is_cleared_after_three_checks_clearly_below() -> None:
     for _ in range(600):
         slo.served(0.05, 0.0)
     assert not slo.violated
+
+
+def test_p34_the_answers_of_another_policy_do_not_count() -> None:
+    slo = SloTracker(Objective(50.0, LIMIT), "log_only", "arm.")
+    for slot in ["hand.prod"] * 32 + ["arm.prod"]:
+        slo(RequestAnswered(2.0, slot, "ok", 200, 1.0, None, None, 1.0, "act"))
+        assert slo.violated == (slot == "arm.prod")
 
 
 def test_h9_the_window_is_the_last_1000_served() -> None:

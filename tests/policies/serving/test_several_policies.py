@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -15,11 +16,19 @@ from openpi_client import msgpack_numpy
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from policies.wires.callers import VlaEval, XPolicyLab
 from policies.wires.groot_clients import GrootRobot, port_of
+from reflex_runtime.cli import main
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.policies import Policy
+from reflex_runtime.policies.serving.slots import group_of
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import WEIGHTS, expected, write_tiny
 from serving.harness import STATE, Answer, Server, refusal
-from serving.pair import episodes, until
+from serving.pair import SLOW_LOAD, episodes, in_background, until
 
 HAND = np.array([[1.0, 0.0, 0.5, -1.0], [0.0, 1.0, 0.5, 0.25], [0.5, 0.5, 0.0, 1.0]], np.float32)
 TOUCH = [0.3, -0.1, 0.2]  # a state of the hand
@@ -206,6 +215,18 @@ def test_p32_a_websocket_without_a_policy_or_with_a_wrong_one_is_refused(server:
     assert json.loads(info.value.response.body or b"")["field"] == "policy"
 
 
+@pytest.mark.parametrize("path", ["/{wire}?policy=arm", "/policies/arm/{wire}"])
+@pytest.mark.parametrize("caller", [VlaEval, XPolicyLab])
+def test_p32_benchmarks_ask_by_path_or_query(
+    server: Server, caller: type[VlaEval | XPolicyLab], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller, "path", path.format(wire=caller.wire))
+    one = caller(server)
+    found = one.ask(STATE, seed=1)
+    assert np.allclose(found, expected(STATE, 1)[: len(found)], atol=1e-5)
+    one.leave()
+
+
 def test_p32_oip_has_a_model_for_each_policy(server: Server) -> None:
     told = server.get("/v2/models/hand").json
     assert (told["name"], told["inputs"][0]["shape"], told["outputs"][0]["shape"]) == ("hand", [-1, 3], [-1, 3, 4])
@@ -310,6 +331,28 @@ def test_p34_a_table_has_the_settings_of_one_policy(robots: Robots, tmp_path: Pa
 # -- P35: one device ---------------------------------------------------------------------------------------------------
 
 
+def test_p35_a_policy_with_deadlines_meets_them_beside_a_backlog_of_another() -> None:
+    """In virtual time: batches last 10 ms, the arm has 300 waiting, the hand asks every 40 ms and has 35 ms for it."""
+    config = ServeConfig(max_batch_size=1, max_queue_s=0)
+    groups = [
+        group_of(config, "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", stages=("",), captured_sizes=())),
+                 None, weight, name)
+        for name, weight in (("arm", 3.0), ("hand", 1.0))
+    ]  # fmt: skip
+    scheduler, now, asked = Scheduler(groups), 0.0, []
+    for _ in range(300):
+        scheduler.submit(Request(group="arm.prod"), now)
+    while now < 2.0:
+        if now >= 0.040 * len(asked):
+            asked.append(scheduler.submit(Request(group="hand.prod", time_limit=0.035), now))
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        now += 0.010
+        scheduler.complete(batch, [Done()] * len(batch), 0.010, now)
+    assert len(asked) == 50
+    assert {type(ticket.outcome) for ticket in asked[:-1]} == {Done}
+
+
 def test_p35_both_with_a_backlog_share_the_device_by_weight(robots: Robots, tmp_path: Path) -> None:
     """Each batch is one request and lasts about 20 ms: three of the arm for each of the hand."""
     config, trace = tmp_path / "reflex.toml", tmp_path / "trace.jsonl"
@@ -409,6 +452,15 @@ def test_p37_the_server_is_degraded_once_no_policy_answers(robots: Robots) -> No
         assert (server.get("/health").status, server.get("/health").json["state"]) == (503, "degraded")
 
 
+def test_p37_a_key_guards_every_policy_and_health_is_open(robots: Robots) -> None:
+    with both(robots, "--api-key", "secret") as server:
+        for path in ("/policies/arm/config", "/policies/leg/config", "/config"):
+            assert (server.get(path).status, server.get(path).code) == (401, "unauthorized")
+        assert ask_arm(server).status == 401
+        assert server.get("/policies/arm/health").status == server.get("/health").status == 200
+        assert server.get("/policies/arm/config", Authorization="Bearer secret").status == 200
+
+
 # -- P38: operators ----------------------------------------------------------------------------------------------------
 
 
@@ -423,6 +475,26 @@ def test_p38_a_load_names_policy_and_slot(robots: Robots) -> None:
         assert "state_dim: found 2" in wrong.json["message"]
         assert post(server, "/admin/load", slot="prod", path=str(robots.hand)).json["field"] == "policy"
         assert post(server, "/policies/hand/admin/load", slot="b", path=str(robots.hand)).status == 404
+
+
+def test_p38_one_load_at_a_time_whatever_the_policy(robots: Robots, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with both(robots, before=SLOW_LOAD.format(gate=str(gate))) as server:
+
+        def load(name: str, path: Path, while_status: int) -> Answer:
+            """The first answer with another status: the question whether another load may begin can come first."""
+            found: Answer = until(
+                lambda: (a := post(server, f"/policies/{name}/admin/load", slot="prod", path=str(path))).status
+                != while_status
+                and a
+            )
+            return found
+
+        gate.touch()
+        with in_background(lambda: load("hand", robots.hand2, 409)) as loading:
+            assert "another policy is being loaded" in load("arm", tmp_path, 422).json["message"]
+            gate.unlink()
+        assert loading[0].status == 200
 
 
 def test_p38_the_memory_of_all_policies_is_checked_before_any_is_loaded(robots: Robots) -> None:
@@ -442,7 +514,9 @@ def test_p39_metrics_and_journals_tell_the_policies_apart(robots: Robots, tmp_pa
         assert hand(ask_hand(server, episode_id="ep"))
         assert post(server, "/policies/hand/episodes/ep/outcome", success=True).status == 200
         assert server.act().status == 422
+        assert post(server, "/act", state=STATE, policy="hand").status == 422
         metrics = server.metrics()
+        assert metrics("reflex_requests_total", policy="hand", outcome="client_error") == 1
         assert metrics("reflex_requests_total", policy="arm", policy_slot="prod", outcome="ok") == 1
         assert metrics("reflex_requests_total", policy="hand", embodiment="hand", outcome="ok", wire="act") == 1
         assert metrics("reflex_requests_total", policy="arm", outcome="client_error") == 1  # the first one's
@@ -459,3 +533,37 @@ def test_p39_metrics_and_journals_tell_the_policies_apart(robots: Robots, tmp_pa
     (outcome,) = journal.noted("outcome")
     assert (outcome.fields["policy"], outcome.fields["slot"]) == ("hand", "prod")
     assert re.fullmatch("[0-9a-f]{16}", journal.header.hash_of("hand.prod"))
+
+
+def test_p39_a_report_is_of_one_policy(robots: Robots, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, recordings = tmp_path / "reflex.toml", tmp_path / "recordings"
+    config.write_text(
+        f"[policies.arm]\npolicy_a = '{robots.arm}'\npolicy_b = '{robots.arm2}'\nsplit = 30\nrtc = false\n"
+        f"[policies.hand]\nsource = '{robots.hand}'\n"
+    )
+    with Server(f"--config={config}", "--record", str(recordings)) as server:
+        for slot in ("a", "b"):
+            for episode in episodes(slot, 2, 30):
+                assert ask_arm(server, episode_id=episode).status == 200
+                assert post(server, f"/policies/arm/episodes/{episode}/outcome", success=slot == "b").status == 200
+        assert ask_hand(server, episode_id="ep").status == 200
+        assert post(server, "/policies/arm/admin/split", split=40).status == 200
+        assert server.stop() == 0
+    assert main(["report", str(recordings), "--policy", "arm", "--format", "json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {slot: part["requests"] for slot, part in told["slots"].items()} == {"a": 2, "b": 2}
+    assert {slot: part["episodes"]["successes"] for slot, part in told["slots"].items()} == {"a": 0, "b": 2}
+    assert told["slots"]["b"]["models"][0].startswith("arm-2@")
+    assert [event["action"] for event in told["timeline"]] == ["split"]
+    assert main(["report", str(recordings), "--policy", "hand"]) == 0
+    shown = capsys.readouterr().out
+    assert "prod" in shown
+    assert "arm" not in shown
+    assert main(["report", str(recordings)]) == 2
+    assert "has several policies: choose arm or hand with --policy NAME" in capsys.readouterr().err
+    assert main(["report", str(recordings), "--policy", "leg"]) == 2
+    assert "--policy=leg: not in " in capsys.readouterr().err
+    (file,) = recordings.iterdir()
+    assert main(["replay", str(file), "--model", str(robots.hand), "--slot", "hand.prod", "--fail-on", "actions"]) == 0
+    assert "hand.prod: 1 replayed" in capsys.readouterr().out
+    assert main(["replay", str(file), "--schedule"]) == 0

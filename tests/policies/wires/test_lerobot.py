@@ -22,7 +22,7 @@ from reflex_runtime.policies.policy.base import seed_of
 from reflex_runtime.policies.wires.lerobot import LerobotSetup
 from reflex_runtime.telemetry.journal import Asked
 from reflex_runtime.web.errors import InvalidRequest
-from serving.exports import CHUNK, expected, write_tiny
+from serving.exports import CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, Server
 from serving.requests import busy, loads_after, queued, recorded, traced
 
@@ -41,7 +41,7 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def serving(export: Path, *options: str, **more: Any) -> Iterator[tuple[Server, Callable[..., Robot]]]:
+def serving(export: Path | str, *options: str, **more: Any) -> Iterator[tuple[Server, Callable[..., Robot]]]:
     """A server, and what makes robots that are connected to it."""
     robots = []
     with Server(export, "--lerobot", "127.0.0.1:0", *options, **more) as server:
@@ -96,6 +96,25 @@ def right(asked: Asked) -> Any:
     """The answer to a request, computed the plain way: that of /act with the same id and state."""
     assert asked.request_id is not None
     return expected(list(asked.state), seed_of(asked.request_id))
+
+
+def test_p32_the_checkpoint_of_the_instructions_names_the_policy(tmp_path: Path) -> None:
+    exports = {
+        name: write_tiny(tmp_path / name, weights=weights, noise=False, model_type="act")
+        for name, weights in (("arm", WEIGHTS), ("other", -WEIGHTS))
+    }
+    first, second = (f"--policy={name}={export}" for name, export in exports.items())
+    with serving(first, second) as (server, robot):
+        for name, weights in (("other", -WEIGHTS), ("arm", WEIGHTS)):
+            one = robot(checkpoint=name)
+            one.see([0.3, -0.1])
+            (action, *_) = one.act()
+            want = np.tanh(np.float32([0.3, -0.1]) @ weights)
+            assert np.allclose(action.action, want, atol=1e-5)
+        assert server.metrics()("reflex_requests_total", policy="other", outcome="ok", wire="lerobot") == 1
+        with refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
+            robot(started=False).start()
+        assert "several are served: arm, other" in error["message"]
 
 
 def test_w41_the_instructions_are_checked_and_nothing_is_loaded(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from reflex_runtime.policies.wires.oip_grpc import decode
 from reflex_runtime.web.errors import ClientError, InvalidRequest
-from serving.exports import ACTIONS, CHUNK, expected, write_tiny
+from serving.exports import ACTIONS, CHUNK, WEIGHTS, expected, write_tiny
 from serving.harness import PATIENCE, STATE, Server
 from serving.requests import busy, queued, recorded
 
@@ -86,6 +86,19 @@ def test_w50_the_stock_client_gets_the_answer_of_act(tiny: Path) -> None:
         assert more["request_id"] == "mine"
         assert more["batch"]["size"] == 1
         assert server.metrics()("reflex_requests_total", outcome="ok", wire="oip") == 1
+
+
+def test_p32_the_model_names_the_policy(tiny: Path, tmp_path: Path) -> None:
+    other = write_tiny(tmp_path / "other", weights=-WEIGHTS)
+    with serving(tiny, "--policy", f"other={other}") as (_, client):
+        assert client.is_model_ready("other")
+        assert client.get_model_metadata("other", as_json=True)["name"] == "other"
+        for name, weights in (("other", -WEIGHTS), ("default", WEIGHTS)):
+            answer = client.infer(name, [state(), seed(3)])
+            assert np.allclose(answer.as_numpy("actions")[0], expected(STATE, 3, weights), atol=1e-5)
+            assert answer.get_response().model_name == name
+        with refused("NOT_FOUND"):
+            client.infer("tiny", [state(), seed(3)])
 
 
 def test_w50_pictures_come_as_arrays_and_as_files(tmp_path: Path) -> None:

@@ -34,13 +34,17 @@ Source = Literal["told", "assumed", "unknown"]
 _LENGTH = 8  # bytes before each frame in the temporary file
 
 
-def journals_in(paths: Iterable[Path]) -> dict[Path, Header]:
+def journals_in(paths: Iterable[Path], policy: str | None = None) -> dict[Path, Header]:
     """The journals among files and directories with their headers, in the order in which they were written.
 
+    policy: the one of several to read. ConfigError where it is not there, or where there are several and it is None.
     JournalError for a file that is no journal, or when there is none.
     """
     paths = list(paths)
-    headers = {path: JournalReader(path).header for path in _files(paths)}
+    headers = {path: JournalReader(path, policy).header for path in _files(paths)}
+    for path, header in headers.items():
+        if header.served:
+            raise ConfigError(f"{path}: has several policies: choose {' or '.join(header.served)} with --policy NAME")
     if not headers:
         raise JournalError(f"{', '.join(map(str, paths))}: no recordings (.jsonl, .jsonl.gz) there")
     return dict(sorted(headers.items(), key=lambda found: (found[1].started_at, found[1].session_id, found[1].part)))
@@ -161,13 +165,20 @@ class RecordedEpisodes:
     only: keep the episode with this id; "" keeps the first one, None all. left_out: requests by the reason why they are
     no frame. shape: the most frequent; frames of others are left out. longest: most actions in one of its chunks.
 
-    ConfigError when there is no frame, or none has its pictures; JournalError for a file that cannot be read.
+    policy: the one of several whose episodes these are. ConfigError when there is no frame, or none has its pictures;
+    JournalError for a file that cannot be read.
     """
 
     def __init__(
-        self, paths: Iterable[Path], scratch: Path, only: str | None = None, advance: Advance = lambda done: None
+        self,
+        paths: Iterable[Path],
+        scratch: Path,
+        only: str | None = None,
+        advance: Advance = lambda done: None,
+        policy: str | None = None,
     ) -> None:
-        self.journals = journals_in(paths)
+        self.journals = journals_in(paths, policy)
+        self._policy = policy
         self.left_out: Counter[str] = Counter()
         self.requests = 0
         self._only, self._advance = only, advance
@@ -237,7 +248,7 @@ class RecordedEpisodes:
             )
         if header.redaction.get("images") == "none":
             raise ConfigError(f"{path}: holds no pictures; record with --record-images full")
-        reader = JournalReader(path)
+        reader = JournalReader(path, self._policy)
         begun = _seconds(header.started_at)
         for line in reader:
             if isinstance(line, RequestLine):

@@ -220,17 +220,20 @@ class RolloutReport:
         return "\n".join(lines)
 
 
-def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> RolloutReport:
+def report(
+    paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05, policy: str | None = None
+) -> RolloutReport:
     """Sum up journals: files, or directories of them, in order of time.
 
-    alpha, margin: of the `Comparison`. Raises JournalError for a file that is no journal, or when there is none.
+    alpha, margin: of the `Comparison`. policy: the one of several to report. Raises JournalError for a file that is no
+    journal, or when there is none.
     """
-    headers = journals_in(paths)
+    headers = journals_in(paths, policy)
     files = list(headers)
     found = RolloutReport(files)
     notes: list[Note] = []
     for path in files:
-        notes += _read(path, found)
+        notes += _read(path, found, policy)
     _check_models(headers)
     _tell_models(found, headers.values())
     for slot in found.slots.values():
@@ -243,9 +246,9 @@ def report(paths: Sequence[Path], alpha: float = 1e-3, margin: float = 0.05) -> 
     return found
 
 
-def _read(path: Path, found: RolloutReport) -> list[Note]:
+def _read(path: Path, found: RolloutReport, policy: str | None) -> list[Note]:
     """Count a file's requests; returns its notes."""
-    reader = JournalReader(path)
+    reader = JournalReader(path, policy)
     notes = []
     begun = _seconds(reader.header.started_at)
     found.started = min(found.started or begun, begun)
