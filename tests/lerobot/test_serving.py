@@ -22,6 +22,7 @@ from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Policy, loa
 from reflex_runtime.policies.doctor.doctor import examine
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
 from reflex_runtime.policies.lerobot.staged import VlaPrefix
+from reflex_runtime.policies.policy.rtc import Rtc
 from serving.harness import Server
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
@@ -114,6 +115,41 @@ def test_p10_a_scheduler_that_adds_noise_answers_each_request_by_its_own_seed(ch
     assert np.abs(alone.actions - together[2].actions).max() <= BOUND
     (other,) = policy.answers([policy.request(policy.prepare(**fields[2], seed=5))])
     assert np.abs(alone.actions - other.actions).max() > 0.01
+
+
+@pytest.mark.parametrize("family", STAGED)
+def test_p10_a_chunk_continues_at_the_places_the_old_one_went_to(checkpoints: dict[str, Path], family: str) -> None:
+    """Real-time chunking, frozen wholly: also where actions are added to the state, and the state has moved."""
+    policy = loaded(checkpoints[family], rtc=Rtc("ONES", 8))
+    first, then = asked(policy.spec, 1), asked(policy.spec, 2)
+    (old,) = policy.answers([policy.request(policy.prepare(**first, episode_id="e"))])
+    (new,) = policy.answers([policy.request(policy.prepare(**then, episode_id="e", executed=3))])
+    assert new.rtc is not None
+    assert np.abs(new.actions[:5] - old.actions[3:]).max() <= BOUND
+    assert np.abs(new.actions[5:] - old.actions[:3]).max() > 0.01
+
+
+@pytest.mark.skipif(OLD, reason="LeRobot 0.4 has no relative actions")
+def test_p10_a_device_thread_that_was_given_up_changes_no_later_answer(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back in the middle of another's `finish`, to finish its own."""
+    from lerobot.processor import UnnormalizerProcessorStep
+
+    policy = loaded(checkpoints["pi05-relative"])
+    mine, others = (policy.prepare(**asked(policy.spec, i)) for i in (1, 2))
+    x = np.zeros((1, 8, 32), np.float32)
+    expected = policy.model.finish([mine], x)
+    unnormalise, late = UnnormalizerProcessorStep.__call__, [others]
+
+    def interrupted(step: Any, transition: Any) -> Any:
+        if late:
+            policy.model.finish([late.pop()], x)
+        return unnormalise(step, transition)
+
+    monkeypatch.setattr(UnnormalizerProcessorStep, "__call__", interrupted)
+    assert policy.model.finish([mine], x).tobytes() == expected.tobytes()
+    assert not late
 
 
 @pytest.mark.parametrize("family", STAGED)

@@ -7,8 +7,8 @@ import io
 import queue
 import threading
 import warnings
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,24 +35,24 @@ class Prepared(NamedTuple):
 class LoadedPolicy:
     """A policy of LeRobot on its device, with its processors.
 
-    Preprocessors keep state between their steps, so that each thread needs one of its own: they are copied as needed.
+    Processors keep what they work on between their steps, and the postprocessor reads a state that the preprocessor
+    kept: so each call takes a pair that no other thread uses, also one that was given up. Pairs are copied as needed,
+    from one that is never used.
     """
 
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
         self.spec, self.features, self.device = spec, features, torch_device(device)
         torch.set_num_threads(device.threads)
         try:
-            self.config, self.policy, self.pre, post = _opened(features.path, device, self.device)
+            self.config, self.policy, self.pre, self.post = _opened(features.path, device, self.device)
         except ConfigError:
             raise
         except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
             raise ConfigError(f"{spec.source}: LeRobot cannot load it: {_told(error)}") from error
         _check_weights(spec.source, features.path / WEIGHTS, self.policy)
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._copying = threading.Lock()
-        # The postprocessor looks at a step of its preprocessor: they are copied together, for this thread alone.
-        own, self.post = copy.deepcopy((self.pre, post))
-        self._relative = _relative_step(own)
+        self._relative = self._slopes()
 
     @property
     def half(self) -> bool:
@@ -71,14 +71,10 @@ class LoadedPolicy:
         batch["task"] = observation.instruction
         if self.spec.observation_steps > 1:  # the batch axis is added to single observations only
             batch = {name: [value] if name == "task" else value[None] for name, value in batch.items()}
-        pre = self._taken()
-        try:
-            with torch.inference_mode():
-                made = pre(batch)
+        with self._processors() as (pre, _), torch.inference_mode():
+            made = pre(batch)
             step = _relative_step(pre)
             return Prepared(made, None if step is None else step.get_cached_state())
-        finally:
-            self._free.put(pre)
 
     def on_device(self, batch: Batch) -> Batch:
         """The tensors of a batch on the policy's device."""
@@ -86,17 +82,48 @@ class LoadedPolicy:
 
     def finish(self, rows: Sequence[Observation], actions: Any) -> Floats:
         """Actions [n, chunk, dim] of the policy in the robot's units, by LeRobot's own postprocessor."""
-        with torch.inference_mode():
-            if self._relative is not None and rows[0].ready.anchor is not None:
-                self._relative._last_state = torch.cat([row.ready.anchor for row in rows])
-            return taken(self.post(actions))
+        anchors = [row.ready.anchor for row in rows]
+        return self._finished(actions, None if anchors[0] is None else torch.cat(anchors))
 
-    def _taken(self) -> Any:
+    def shift(self, moved: Floats) -> Floats | None:
+        """See `PolicyModel.shift`: as the postprocessor adds the state and scales."""
+        if self._relative is None:
+            return None
+        slope, added = self._relative
+        by = np.zeros_like(slope)
+        dims = min(len(by), self.features.states[0][1])
+        by[:dims] = added[:dims] * moved[:dims]
+        return -np.divide(by, slope, out=np.zeros_like(by), where=slope != 0.0)
+
+    def _slopes(self) -> tuple[Floats, Floats] | None:
+        """The postprocessor's factors of an action and of the state's number of that place, float32 [action_dim] each;
+        None if it adds no state. It is affine in both."""
+        if _relative_step(self.pre) is None:
+            return None
+        zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.features.states[0][1])
+        at_zero = self._finished(zero, state)
+        slope, added = self._finished(zero + 1.0, state) - at_zero, self._finished(zero, state + 1.0) - at_zero
+        return (slope[0, 0], added[0, 0]) if added.any() else None
+
+    def _finished(self, actions: Any, state: Any) -> Floats:
+        with self._processors() as (pre, post), torch.inference_mode():
+            step = _relative_step(pre)
+            if step is not None and state is not None:
+                step._last_state = state
+            return taken(post(actions))
+
+    @contextmanager
+    def _processors(self) -> Iterator[tuple[Any, Any]]:
+        """(preprocessor, postprocessor) for this call alone."""
         try:
-            return self._free.get_nowait()
+            pair = self._free.get_nowait()
         except queue.Empty:
             with self._copying:
-                return copy.deepcopy(self.pre)
+                pair = copy.deepcopy((self.pre, self.post))  # together: the steps of one look at those of the other
+        try:
+            yield pair
+        finally:
+            self._free.put(pair)
 
 
 def stacked_batch(batches: Sequence[Batch]) -> Batch:

@@ -202,6 +202,9 @@ class LeRobotStaged(StagedModel):
             actions = self._policy._pi_aloha_encode_actions(actions)
         return self._loaded.finish(rows, actions)
 
+    def shift(self, moved: Floats) -> Floats | None:
+        return self._loaded.shift(moved)
+
     def _put(self, tensor: Any) -> Any:
         return tensor.to(self._loaded.device)
 

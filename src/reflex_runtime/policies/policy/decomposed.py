@@ -24,7 +24,6 @@ from reflex_runtime.policies.policy.model import StagedModel, stacked
 from reflex_runtime.policies.policy.observation import ActionChunk, CacheUse, Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache, PrefixKey, digest
 from reflex_runtime.policies.policy.rtc import Anchor, ChunkTails, Rtc
-from reflex_runtime.policies.policy.units import shift_of
 
 PREFIX, DENOISE = "prefix", "denoise"
 CACHE_BYTES = 256 << 20
@@ -110,12 +109,11 @@ class DecomposedPolicy(Policy):
         anchor = tails.anchor(observation.episode_id, observation.executed)
         if anchor is None or anchor.state is None or observation.robot_state is None:
             return anchor
-        spec, moved = self.spec, observation.robot_state - anchor.state
-        shift = shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
+        shift = self.model.shift(observation.robot_state - anchor.state)
         if shift is None:
             return anchor
         target = anchor.target.copy()
-        target[:, : spec.action_dim] += shift
+        target[:, : len(shift)] += shift
         return replace(anchor, target=target)
 
     def _at_best(self, episode: bool) -> tuple[CacheUse, str, float]:

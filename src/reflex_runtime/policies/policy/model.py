@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.prefix_cache import Prefix
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
-from reflex_runtime.policies.policy.units import Floats, transformed
+from reflex_runtime.policies.policy.units import Floats, shift_of, transformed
 from reflex_runtime.processors.onnx import CPU
 
 
@@ -63,8 +63,15 @@ class PolicyModel:
             states = [row.robot_state for row in rows if row.robot_state is not None]
             return transformed(actions, spec.action_transforms, np.stack(states)[:, None] if states else None)
 
+    def shift(self, moved: Floats) -> Floats | None:
+        """What to add to actions in the model's units, so that they stay where they are although the state that they
+        are changes of moved by `moved` (robot's units): float32 [action_dim]; None where they are no changes of it."""
+        spec = self.spec
+        return shift_of(spec.action_norm, spec.action_transforms, moved, spec.action_dim)
+
     def start(self) -> None:
         """Called on a new device thread before its first call."""
+
 
 class StagedModel(PolicyModel):
     """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated."""
