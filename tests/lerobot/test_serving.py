@@ -260,8 +260,23 @@ def _tensors(change: Any) -> Any:
 def _foreign_step(root: Path) -> None:
     file = root / "policy_preprocessor.json"
     told = json.loads(file.read_text())
-    told["steps"].insert(0, {"class": "os.path", "config": {}})
+    told["steps"].insert(0, {"class": "subprocess.Popen", "config": {"args": ["touch", str(root / "ran")]}})
     file.write_text(json.dumps(told))
+
+
+def _own_function(root: Path) -> None:
+    """LeRobot's, but no step: it would be called as well."""
+    file = root / "policy_postprocessor.json"
+    told = json.loads(file.read_text())
+    told["steps"].insert(0, {"class": "lerobot.processor.pipeline.hf_hub_download", "config": {"repo_id": "a/b"}})
+    file.write_text(json.dumps(told))
+
+
+def _action_tokens(root: Path) -> None:
+    file = root / "policy_preprocessor.json"
+    told = json.loads(file.read_text())
+    step = {"registry_name": "action_tokenizer_processor", "config": {"action_tokenizer_name": "some/body"}}
+    file.write_text(json.dumps(told | {"steps": [*told["steps"], step]}))
 
 
 def _adapter(root: Path) -> None:
@@ -275,7 +290,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "unknown type": (_config(type="nosuch"), "type nosuch is not known to keep nothing between calls"),
     "streaming type": (_config(type="lingbot_va"), "it keeps a cache and the actions that were executed"),
     "a tensor missing": (_tensors(lambda w: w.pop("model.action_head.weight")), "the file has no weights model.act"),
-    "foreign step": (_foreign_step, "names the class 'os.path'; only steps of LeRobot itself are run"),
+    "foreign step": (_foreign_step, "names the class 'subprocess.Popen'; only steps of LeRobot itself are run"),
+    "no step": (_own_function, "names the class 'lerobot.processor.pipeline.hf_hub_download'; only steps"),
+    "code for tokens": (_action_tokens, 'config.action_tokenizer_name: found "some/body", expected lerobot/fast-'),
+    "code for text": (_config(text_tokenizer_name="a/b"), 'config.json: text_tokenizer_name: found "a/b", expected'),
+    "code for a model": (_config(type="groot"), "type groot cannot be served: LeRobot runs the code of any"),
     "tdmpc": (_config(type="tdmpc"), "type tdmpc cannot be served: it plans from the plan before"),
     "two channels": (
         _config(input_features={"observation.images.top": {"type": "VISUAL", "shape": [2, 8, 8]}}),
@@ -300,6 +319,7 @@ def test_p14_a_wrong_checkpoint_is_one_line(checkpoints: dict[str, Path], tmp_pa
         read_source(f"lerobot:{root}").open(DeviceOptions())
     assert told in error.value.message
     assert "\n" not in error.value.message
+    assert not (root / "ran").exists()
 
 
 @pytest.mark.parametrize("family", STAGED)
@@ -315,6 +335,33 @@ def test_p14_weights_that_are_missing_or_of_another_shape_are_no_random_ones(
         _tensors(change)(root)
         with pytest.raises(ConfigError, match=r"action_out_proj|size mismatch"):
             loaded(root)
+
+
+@pytest.mark.parametrize("family", [name for name in STAGED if name.startswith("pi")])
+def test_p14_weights_that_lerobot_failed_to_read_are_no_random_ones(
+    checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It prints the error, and returns the policy as it was made."""
+    def fails(*args: Any, **options: Any) -> None:
+        raise OSError("Cannot allocate memory")
+
+    monkeypatch.setattr("safetensors.torch.load_file", fails)
+    with pytest.raises(ConfigError, match="LeRobot could not read the weights model"):
+        loaded(checkpoints[family])
+
+
+def test_p10_a_call_row_by_row_has_all_that_the_preprocessor_made(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some types read the task, or what a step of their own made, whose names do not begin with observation."""
+    policy = loaded(checkpoints["vqbet"])
+    called: list[Any] = []
+    whole = policy.model._vqbet
+    monkeypatch.setattr(policy.model, "_vqbet", lambda batch: (called.append(dict(batch)), whole(batch))[1])
+    policy.model._call = policy.model._chosen()
+    seen = [policy.prepare(**asked(policy.spec, i) | {"instruction": f"task {i}"}) for i in range(2)]
+    policy.answers([policy.request(one) for one in seen])
+    assert [batch["task"] for batch in called] == [["task 0"], ["task 1"]]
 
 
 def _named(weights: dict[str, Any], end: str) -> str:

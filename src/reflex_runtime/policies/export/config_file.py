@@ -110,11 +110,12 @@ class ExportObject(JsonObject):
 def read_json(file: Path) -> Any:
     """The value in a JSON file; ConfigError naming what is wrong with it."""
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        for key in keys:
-            if keys.count(key) > 1:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
                 raise ConfigError(f"{file}: {key}: found twice, expected once")
-        return dict(pairs)
+            found[key] = value
+        return found
 
     def no_constant(name: str) -> NoReturn:
         raise ConfigError(f"{file}: found {name}, expected finite numbers only")

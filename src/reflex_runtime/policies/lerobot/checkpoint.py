@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from reflex_runtime.checked import CHECKPOINT_KEYS, JsonObject, json_keys
+from reflex_runtime.checked import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportObject, Size, read_json, whole
 from reflex_runtime.policies.export.directory import check_directory, from_hub
@@ -39,12 +39,20 @@ HISTORY: Final = ("diffusion", "vqbet")
 REFUSED: Final = {
     "lingbot_va": "it keeps a cache and the actions that were executed in the policy object, for all callers",
     "multi_task_dit": "it keeps observations in queues of the policy object, for all callers",
+    "groot": "LeRobot runs the code of any repository that its files name; serve it as python:module:make",
+    "wall_x": "LeRobot runs the code of any repository that its files name; serve it as python:module:make",
     "tdmpc": "it plans from the plan before, which it keeps in the policy object for all callers",
     "gaussian_actor": "it is a policy for training with rewards and has no chunk to predict",
     "sac": "it is a policy for training with rewards and has no chunk to predict",
     "reward_classifier": "it judges observations and has no actions",
 }
 """Types that cannot be served, with the reason."""
+
+RUN: Final = {
+    "action_tokenizer_name": ("lerobot/fast-action-tokenizer", "physical-intelligence/fast"),
+    "text_tokenizer_name": ("google/paligemma-3b-pt-224",),
+}
+"""Keys that name a repository of which LeRobot runs the code, with those that LeRobot's own configurations name."""
 
 NEEDS_06: Final = ("pi0", "pi05", "pi0_fast")
 """Types whose code in older versions needs a patched transformers that no registry has."""
@@ -141,6 +149,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
             f"{table.file}: type {config.type} is not known to keep nothing between calls, and robots could get each "
             f"other's actions; known are {', '.join((*STAGED, *WHOLE))}. Serve it as python:module:make"
         )
+    _check_code(table.file, "", table.values)
     action = config.output_features.get("action")
     if action is None or len(action.shape) != 1:
         table.wrong("output_features", "a feature action with one size")
@@ -229,17 +238,31 @@ def _lengths(table: JsonObject, config: _Config) -> tuple[int, int, int]:
 def _steps(file: Path) -> list[str]:
     """The names of a processor's steps; none where there is no file. ConfigError for a step that is not LeRobot's own.
 
-    LeRobot imports the class that a step names, whatever module that is in.
+    LeRobot imports what the `class` of a step names, from any module, and calls it.
     """
-    try:
-        steps = json.loads(file.read_bytes())["steps"] if file.is_file() else []
-        names = [str(step.get("registry_name") or step.get("class")) for step in steps]
-        foreign = [step["class"] for step in steps if not str(step.get("class") or "lerobot.").startswith("lerobot.")]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`") from None
-    if foreign:
-        raise ConfigError(f"{file}: names the class {foreign[0]!r}; only steps of LeRobot itself are run")
-    return names
+    if not file.is_file():
+        return []
+    table = read_json(file)
+    steps = table.get("steps") if isinstance(table, dict) else None
+    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ConfigError(f"{file}: is not what LeRobot writes: expected a JSON object with `steps`")
+    for i, step in enumerate(steps):
+        if not isinstance(step.get("registry_name"), str):
+            named = shorten(repr(step.get("class")))
+            raise ConfigError(f"{file}: steps[{i}]: names the class {named}; only steps of LeRobot itself are run")
+        _check_code(file, f"steps[{i}].config.", step.get("config"))
+    return [step["registry_name"] for step in steps]
+
+
+def _check_code(file: Path, within: str, config: Any) -> None:
+    """That no key names a repository of which LeRobot would run the code, other than those that it names itself."""
+    for key, known in RUN.items():
+        found = config.get(key) if isinstance(config, dict) else None
+        if found is not None and found not in known:
+            raise ConfigError(
+                f"{file}: {within}{key}: found {shorten(json.dumps(found))}, expected {' or '.join(known)}: LeRobot "
+                "runs the code of what it names; if you trust that, serve it as python:module:make"
+            )
 
 
 def _names(config: _Config, dim: int) -> tuple[str, ...] | None:

@@ -9,7 +9,7 @@ from typing import Final
 
 WEIGHTS: Final = "model.safetensors"
 
-SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "wall_x", "eo1", "evo1", "fastwam", "molmoact2", "groot")
+SEEDED: Final = ("vqbet", "xvla", "vla_jepa", "eo1", "evo1", "fastwam", "molmoact2")
 """Types that draw from torch's own generator: served row by row, so that each row has its own seed."""
 
 WHOLE: Final = ("act", "diffusion", "pi0_fast", *SEEDED)

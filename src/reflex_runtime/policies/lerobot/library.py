@@ -98,7 +98,7 @@ class LoadedPolicy:
     def _slopes(self) -> tuple[Floats, Floats] | None:
         """The postprocessor's factors of an action and of the state's number of that place, float32 [action_dim] each;
         None if it adds no state. It is affine in both."""
-        if _relative_step(self.pre) is None:
+        if _relative_step(self.pre) is None or not self.features.states:
             return None
         zero, state = torch.zeros(1, 1, self.spec.action_dim), torch.zeros(1, self.features.states[0][1])
         at_zero = self._finished(zero, state)
@@ -195,14 +195,31 @@ def _relative_step(pipeline: Any) -> Any:
 def _check_weights(source: str, file: Path, policy: Any) -> None:
     """That the policy has the weights of the file, all of them, and that they are finite.
 
-    LeRobot logs what is missing or has another shape, and goes on with random weights.
+    LeRobot logs what is missing, has another shape or cannot be read, and goes on with random weights.
     """
     from safetensors import safe_open
 
-    own = policy.state_dict()
     with safe_open(file, framework="pt") as stored:
-        names = set(stored.keys())
-        shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in names}
+        _check_shapes(source, policy, {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()})  # noqa: SIM118
+        for name, tensor in policy.state_dict().items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise ConfigError(
+                    f"{source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
+                    "damaged; use an earlier checkpoint"
+                )
+            for theirs in {name, name.removeprefix("model.")} & set(stored.keys()):
+                first = stored.get_slice(theirs)[:1] if tensor.ndim else stored.get_tensor(theirs)
+                mine = tensor[:1] if tensor.ndim else tensor
+                if not torch.allclose(mine.float().cpu(), first.float(), rtol=0.01, atol=1e-6):  # rounded by --dtype
+                    raise ConfigError(
+                        f"{source}: LeRobot could not read the weights {name}: load the checkpoint with LeRobot alone, "
+                        "which prints the reason"
+                    )
+
+
+def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """That all weights of a policy are stored, in its shapes. shapes: of what is stored, by name."""
+    own = policy.state_dict()
     if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # π0 and π0.5 of openpi have other names
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         fixed = policy._fix_pytorch_state_dict_keys(empty, policy.config)
@@ -215,11 +232,6 @@ def _check_weights(source: str, file: Path, policy: Any) -> None:
         if name in shapes and shapes[name] != tuple(tensor.shape):
             found = f"{list(shapes[name])}, config.json wants {list(tensor.shape)}"
             raise ConfigError(f"{source}: the weights {name} have the shape {found}: {again}")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ConfigError(
-                f"{source}: the weights {name} hold NaN or infinite values: the training diverged, or the file is "
-                "damaged; use an earlier checkpoint"
-            )
 
 
 def _told(error: Exception) -> str:

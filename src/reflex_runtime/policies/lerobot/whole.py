@@ -19,7 +19,7 @@ from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
 
-_Call = Callable[[Batch, Any, Sequence[Observation]], Any]  # (batch, noise or None, rows) → actions [n, chunk, dim]
+_Call = Callable[[Sequence[Observation], Any], Any]  # (rows, noise or None) → actions [n, chunk, dim]
 
 
 class LeRobotWhole(WholeModel):
@@ -37,9 +37,8 @@ class LeRobotWhole(WholeModel):
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         with torch.inference_mode():
-            batch = self._loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
             given = None if noise is None else torch.from_numpy(noise).to(self._loaded.device)
-            return taken(self._call(batch, given, rows))
+            return taken(self._call(rows, given))
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         return self._loaded.finish(rows, torch.from_numpy(x))
@@ -50,12 +49,16 @@ class LeRobotWhole(WholeModel):
         if kind == "diffusion":
             return self._diffusion
         if kind == "vqbet":
-            return lambda batch, _, rows: self._by_row(self._vqbet, batch, rows)
+            return lambda rows, _: self._by_row(self._vqbet, rows)
         if kind in SEEDED:
-            return lambda batch, _, rows: self._by_row(predict, batch, rows)
-        return lambda batch, _noise, _rows: predict(batch)
+            return lambda rows, _: self._by_row(predict, rows)
+        return lambda rows, _: predict(self._batch(rows))
 
-    def _diffusion(self, batch: Batch, noise: Any, rows: Sequence[Observation]) -> Any:
+    def _batch(self, rows: Sequence[Observation]) -> Batch:
+        return self._loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
+
+    def _diffusion(self, rows: Sequence[Observation], noise: Any) -> Any:
+        batch = self._batch(rows)
         model, config = self._loaded.policy.diffusion, self._loaded.config
         if config.image_features:
             batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
@@ -71,13 +74,13 @@ class LeRobotWhole(WholeModel):
         batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
         return self._loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
 
-    def _by_row(self, call: Callable[[Batch], Any], batch: Batch, rows: Sequence[Observation]) -> Any:
+    def _by_row(self, call: Callable[[Batch], Any], rows: Sequence[Observation]) -> Any:
         """Row by row: it draws from torch's own generator, which is seeded for each."""
         if len(rows) > 1:
             self.notes["fanout"] = "sequential"
         answers = []
         with torch.random.fork_rng():
-            for i, row in enumerate(rows):
+            for row in rows:
                 torch.manual_seed(row.seed % (1 << 63))
-                answers.append(call({name: tensor[i : i + 1] for name, tensor in batch.items()}))
+                answers.append(call(self._loaded.on_device(row.ready.batch)))
         return torch.cat(answers)
