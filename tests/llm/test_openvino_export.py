@@ -1,4 +1,4 @@
-"""A decoder exported to OpenVINO is served as it is, batched as a checkpoint is, or refused in one line."""
+"""A decoder an export to OpenVINO is served as it is, batched as a checkpoint is, or refused in one line."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_beside_an_export_is_what_is_served(tmp_path: Path) -> None
 def test_options_that_need_a_checkpoint_are_refused_by_name(
     gpt2: tuple[Path, Oracle], field: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{field}='{value}'.*exported to OpenVINO"):
+    with pytest.raises(ConfigError, match=f"{field}='{value}'.*an export to OpenVINO"):
         check(describe(gpt2[0]), **{field: value})
     monkeypatch.setattr("reflex_runtime.llm.load._sees_cuda", lambda: True)
     assert choose("auto", "auto", "auto", export=True) == ("cpu", "openvino")

@@ -393,7 +393,7 @@ def test_g13_reflex_status_asks_the_running_server(capsys: pytest.CaptureFixture
         assert max(map(len, shown.splitlines())) <= 80
         assert main(["status", url, "--api-key", "secret", "--json"]) == 0
         assert len(json.loads(capsys.readouterr().out)["lines"]) == 2
-    with pytest.raises(ReflexError, match="is the server running"):
+    with pytest.raises(ReflexError, match="nothing listens there; start one with reflex serve"):
         ask(url)
     with pytest.raises(ConfigError, match="URL="):
         ask("ftp://x")
