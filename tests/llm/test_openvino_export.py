@@ -1,4 +1,4 @@
-"""A decoder an export to OpenVINO is served as it is, batched as a checkpoint is, or refused in one line."""
+"""A decoder exported to OpenVINO is served as it is, batched as a checkpoint is, or refused in one line."""
 
 from __future__ import annotations
 

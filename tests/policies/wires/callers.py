@@ -280,6 +280,9 @@ class XPolicyLab(_Socket):
             assert self._hear()["message_type"] == "reset_result"
 
 
+LONG = {"deadline_ms": 60_000.0}  # GR00T's own default is 15 s: sixteen clients of a busy machine may take longer
+
+
 class Groot(Caller):
     """As clients of N1.6."""
 
@@ -294,7 +297,7 @@ class Groot(Caller):
     def send(self, state: list[float], **fields: Any) -> None:
         more = {"more": {"x": fields.pop("more", b"")}}
         self._robot.send(
-            "get_action", {"observation": {"state": {"all": np.array([[state]])}} | more, "options": fields}
+            "get_action", {"observation": {"state": {"all": np.array([[state]])}} | more, "options": LONG | fields}
         )
 
     def answer(self) -> Any:
