@@ -149,10 +149,24 @@ def _plain(told: Mapping[str, Any], console: Console) -> None:
     """A server without runtime processes: what it says of itself, name by name."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in told.items():
-        if name not in ("status", "state", "model", "running", "waiting", "error") and value is not None:
+        if name not in ("status", "state", "model", "running", "waiting", "error", "policies") and value is not None:
             shown = json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
             table.add_row(name.replace("_", " "), shown)
     console.print(table)
+    if told.get("policies"):
+        console.print(_policies(told["policies"]))
+
+
+def _policies(told: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each of several policies: its state, its slots with what their breaker says, and its source."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("policy", "state", "slots", "source"):
+        table.add_column(heading, no_wrap=heading != "source")
+    for name, policy in told.items():
+        slots = ", ".join(f"{slot} {found['verdict']}" for slot, found in policy["slots"].items())
+        state = str(policy["state"])
+        table.add_row(name, Text(state, _STYLES.get(state, "bold red")), slots, str(policy["export_dir"]))
+    return table
 
 
 def _abreast(lines: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Table:

@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 from policies.wires.callers import VlaEval, XPolicyLab
 from policies.wires.groot_clients import GrootRobot, port_of
 from reflex_runtime.cli import main
+from reflex_runtime.client import Client
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.request import Request
@@ -421,7 +422,9 @@ def test_p36_a_ramp_of_one_policy_leaves_the_other_alone(robots: Robots, tmp_pat
 # -- P37: failures -----------------------------------------------------------------------------------------------------
 
 
-def test_p37_a_policy_that_crashes_is_degraded_and_the_other_serves(robots: Robots) -> None:
+def test_p37_a_policy_that_crashes_is_degraded_and_the_other_serves(
+    robots: Robots, capsys: pytest.CaptureFixture[str]
+) -> None:
     with both(robots, "--inject-fault", "hand.prod:raise:1", "--max-consecutive-crashes", "2") as server:
         for _ in range(2):
             assert ask_hand(server).status == 500
@@ -438,6 +441,12 @@ def test_p37_a_policy_that_crashes_is_degraded_and_the_other_serves(robots: Robo
         assert server.get("/policies/hand/healthz").status == 503
         assert server.get("/v2/models/hand/ready").status == 503
         assert server.get("/healthz").status == server.get("/v2/health/ready").status == 200
+        assert main(["status", f"http://127.0.0.1:{server.port}"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(r"^arm +ready +prod ok ", shown, re.MULTILINE), shown
+        assert re.search(r"^hand +degraded +prod drained ", shown, re.MULTILINE), shown
+        assert main(["status", f"http://127.0.0.1:{server.port}/policies/hand"]) == 1
+        assert "degraded" in capsys.readouterr().out
         assert post(server, "/policies/hand/admin/faults", faults=[]).json == {"faults": []}
         assert post(server, "/policies/hand/admin/reset", slot="prod").json["verdict"] == "ok"
         assert hand(ask_hand(server))
@@ -567,3 +576,12 @@ def test_p39_a_report_is_of_one_policy(robots: Robots, tmp_path: Path, capsys: p
     assert main(["replay", str(file), "--model", str(robots.hand), "--slot", "hand.prod", "--fail-on", "actions"]) == 0
     assert "hand.prod: 1 replayed" in capsys.readouterr().out
     assert main(["replay", str(file), "--schedule"]) == 0
+
+
+def test_p33_our_client_asks_one_policy_by_its_url(server: Server) -> None:
+    with Client(f"http://127.0.0.1:{server.port}/policies/hand") as client:
+        with client.episode(robot_id="hand-1") as episode:
+            chunk = episode.act(state=TOUCH, seed=1)
+            episode.success = True
+        assert np.allclose(chunk.actions, expected(TOUCH, 1, HAND), atol=1e-5)
+        assert client.get("/diagnostics/rollout")["outcomes"]["prod"]["episodes"] >= 1
