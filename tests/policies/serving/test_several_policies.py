@@ -6,6 +6,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -20,12 +21,14 @@ from policies.wires.callers import VlaEval, XPolicyLab
 from policies.wires.groot_clients import GrootRobot, port_of
 from reflex_runtime.cli import main
 from reflex_runtime.client import Client
-from reflex_runtime.config import ServeConfig
+from reflex_runtime.config import OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.serving.slots import group_of
+from reflex_runtime.sources import own_settings
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.exports import WEIGHTS, expected, write_tiny
 from serving.harness import STATE, Answer, Server, refusal
@@ -187,6 +190,10 @@ def test_p32_a_wrong_name_or_none_is_refused_with_the_names(server: Server) -> N
     other = ask_arm(server, policy="hand")
     assert (other.status, other.json["field"]) == (422, "policy")
     assert "'hand' is named, and 'arm' by the path" in other.json["message"]
+    for name in ("", "\0", "ä" * 100_000, "Arm"):
+        assert (server.act(policy=name).status, server.act(policy=name).json["field"]) == (422, "policy")
+    for path in ("//act", "/%00/act", "/arm%2Fact%2F", "/arm/act/", "/arm//act", "/" + "x" * 3000):
+        assert post(server, "/policies" + path, state=STATE).status == 404, path
     lost = post(server, "/policies/leg/act", state=STATE)
     assert (lost.status, lost.code) == (404, "not_found")
     assert lost.json["message"] == "policy 'leg' is not served, only arm, hand"
@@ -585,3 +592,29 @@ def test_p33_our_client_asks_one_policy_by_its_url(server: Server) -> None:
             episode.success = True
         assert np.allclose(chunk.actions, expected(TOUCH, 1, HAND), atol=1e-5)
         assert client.get("/diagnostics/rollout")["outcomes"]["prod"]["episodes"] >= 1
+
+
+def test_p34_every_setting_of_a_policy_can_stand_in_its_table() -> None:
+    known = {field.name: field for field in fields(ServeConfig)}
+    assert known.keys() >= OWN_SETTINGS
+    texts = {"cuda_graphs": "1,2", "slo": "p99=1s", "guard": "p99=1s", "ramp": "5,100", "ramp_every": "1m"}
+    for name in OWN_SETTINGS:
+        meta, default = known[name].metadata, known[name].default
+        other = texts.get(name) or next((c for c in meta["choices"] if c != default), None)
+        if other is None and meta["low"] is not None:
+            other = meta["low"] if meta["low"] != default else meta["high"]
+        value = other if other is not None else (not default) if isinstance(default, bool | None) else "text"
+        _, config, places = own_settings(Path("reflex.toml"), "arm", {name.replace("_", "-"): value}, ServeConfig())
+        assert getattr(config, name) == value != default, name
+        assert places == {name: f"reflex.toml: [policies.arm] {name.replace('_', '-')}"}
+    for name in known.keys() - OWN_SETTINGS:
+        with pytest.raises(ConfigError, match="is a setting of the whole server"):
+            own_settings(Path("reflex.toml"), "arm", {name: 1}, ServeConfig())
+
+
+def test_p37_a_policy_that_fails_its_warm_up_ends_the_start_of_all(robots: Robots, tmp_path: Path) -> None:
+    broken = write_tiny(tmp_path / "broken", fails=True)
+    with Server(robots.arm, "--policy", f"broken={broken}", until="not serving on") as server:
+        assert server.get("/health").json["state"] == "warmup_failed"
+        assert server.get("/policies/default/health").status == 503
+        assert (server.act().status, server.act().code) == (503, "not_ready")

@@ -122,7 +122,7 @@ class Robot:
         return self._channel.unary_unary(f"/transport.AsyncInference/{name}").future(data, metadata=self._metadata)
 
     def start(
-        self, policy_type: str = "act", steps: int = 50, checkpoint: str = "lab/checkpoint", **more: Any
+        self, policy_type: str = "act", steps: int = 50, checkpoint: Any = "lab/checkpoint", **more: Any
     ) -> None:
         """What it does first."""
         self.call("Ready")

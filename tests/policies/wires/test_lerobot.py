@@ -112,9 +112,10 @@ def test_p32_the_checkpoint_of_the_instructions_names_the_policy(tmp_path: Path)
             want = np.tanh(np.float32([0.3, -0.1]) @ weights)
             assert np.allclose(action.action, want, atol=1e-5)
         assert server.metrics()("reflex_requests_total", policy="other", outcome="ok", wire="lerobot") == 1
-        with refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
-            robot(started=False).start()
-        assert "several are served: arm, other" in error["message"]
+        for wrong in ("lab/checkpoint", ["arm"], 7):
+            with refused(grpc.StatusCode.INVALID_ARGUMENT) as error:
+                robot(started=False).start(checkpoint=wrong)
+            assert "several are served: arm, other" in error["message"]
 
 
 def test_w41_the_instructions_are_checked_and_nothing_is_loaded(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
     name = path.removeprefix(POLICIES).partition("/")[0]
     if path.startswith(POLICIES) and name not in runtime.policies:
         names = ", ".join(runtime.policies)
-        return f"policy {name[:100]!r} is not served, only {names}{did_you_mean(name, runtime.policies)}"
+        return f"policy {name[:100]!r} is not served, only {names}{did_you_mean(name[:100], runtime.policies)}"
     return f"no such path: {path[:200]}"
 
 

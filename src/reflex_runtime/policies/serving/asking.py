@@ -88,7 +88,8 @@ class Asking:
             return self
         if name not in self.runtime.policies:
             names = ", ".join(self.runtime.policies)
-            wrong = f"policy: {name[:100]!r} is not served, only {names}{did_you_mean(name, self.runtime.policies)}"
+            near = did_you_mean(name[:100], self.runtime.policies)
+            wrong = f"policy: {name[:100]!r} is not served, only {names}{near}"
             raise invalid("policy", printable(wrong))
         found = self._named.get((name, fixed))
         if found is None:

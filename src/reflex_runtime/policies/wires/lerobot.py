@@ -58,7 +58,7 @@ class LerobotSetup:
         if not all(isinstance(name, str) for name in rename.values()):
             raise invalid("rename_map", "rename_map: must be texts")
         self.policy_type: str = _of(sent, "policy_type", str)
-        self.pretrained = sent.get("pretrained_name_or_path")
+        self.checkpoint = str(sent.get("pretrained_name_or_path"))[:MAX_NAME]  # may name a policy that is served
         self.steps: int = _of(sent, "actions_per_chunk", int)
         if self.steps < 1:
             raise invalid("actions_per_chunk", "actions_per_chunk: must be at least 1")
@@ -195,8 +195,7 @@ class LerobotService:
         setup = LerobotSetup(sent)
         await self._started()
         self._asking.runtime.need_policy()
-        named = setup.pretrained if setup.pretrained in self._asking.runtime.policies else None
-        asking = self._asking.one(named)
+        asking = self._asking.one(setup.checkpoint if setup.checkpoint in self._asking.runtime.policies else None)
         setup.check(asking.reading(LEROBOT))
         robot = self._robot(call)
         robot.setup, robot.asking = setup, asking
