@@ -25,8 +25,8 @@ _DESCRIPTION = """\
 Check an export directory, or another policy. First without loading it: its files and weights, normalisation,
 configuration, the graphs' inputs and batch axis, the robot's file, text, memory for two versions, the provider. Then
 load it as `reflex serve` does and run it: actions, determinism, a batch compared with its members alone, the needs of
---rtc. Last, the clocks of this machine. Of lerobot:DIR and python:package.module:make, the check `source` stands for
-those of files and graphs.
+--rtc. Last, the clocks of this machine. Of lerobot:DIR, openpi:DIR and python:package.module:make, the check
+`source` stands for those of files and graphs.
 
 A check passes, fails, warns, or is skipped because one that it needs failed. Below a failure or warning stands what was
 expected and what to do.
@@ -59,7 +59,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="export directory (docs/exports.md), lerobot:DIR or python:module:make")
+    add("source", metavar="SOURCE", help="export directory, lerobot:DIR, openpi:DIR or python:module:make")
     add("--format", choices=("text", "json"), default="text", help="a table (default), or one JSON object")
     add("--provider", default="cpu", help="as with serve: cpu (default), cuda or an ONNX Runtime provider name")
     add("--threads", default="1", metavar="N", help="as with serve: ONNX Runtime threads per call (default 1)")

@@ -50,11 +50,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write and compare; returns the exit code."""
     from reflex_runtime.policies.lerobot.exporting import BOUND, OPSETS, NotTheSame, export_checkpoint
-    from reflex_runtime.policies.policy.spec import PYTHON
+    from reflex_runtime.policies.policy.spec import OPENPI, PYTHON
     from reflex_runtime.policies.source import is_export
 
     opset = whole("--opset", args.opset, *OPSETS)
-    if args.source.startswith(PYTHON):
+    if args.source.startswith((OPENPI, PYTHON)):
         raise ConfigError(f"{args.source}: only LeRobot checkpoints are exported; serve it as it is")
     if is_export(args.source) and Path(args.source, "reflex_config.json").is_file():
         raise ConfigError(f"{args.source}: is an export already; serve it as it is")

@@ -32,6 +32,7 @@ examples:
   reflex serve ./my-export --max-batch-cost-ms 50 --batch-timeout-ms 2    smaller batches, shorter tail
   reflex serve ./my-export --trace batches.jsonl    then: reflex trace batches.jsonl
   reflex serve lerobot:./outputs/pretrained_model   a checkpoint of LeRobot
+  reflex serve openpi:./pi05_droid_pytorch          a PyTorch checkpoint of openpi
   reflex serve python:my_robot.policy:make          a model in PyTorch, or anything else that Python can call
 
 A directory with a config.json and no reflex_config.json is a language model: reflex serve MODEL_DIR serves it with the
@@ -57,8 +58,8 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         "source",
         nargs="?",
         metavar="SOURCE",
-        help="export directory (docs/exports.md), lerobot:DIR, or python:package.module:make for a policy of your own "
-        "in Python (docs/policies.md); may be left out with --policy-a",
+        help="export directory (docs/exports.md), lerobot:DIR, openpi:DIR, or python:package.module:make for a "
+        "policy of your own in Python (docs/policies.md); may be left out with --policy-a",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [serve]")
     add_options(parser, ServeConfig)

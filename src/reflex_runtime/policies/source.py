@@ -1,4 +1,4 @@
-"""Where a policy comes from: an export directory, a LeRobot checkpoint, or a factory in Python."""
+"""Where a policy comes from: an export directory, a checkpoint of LeRobot or openpi, or a factory in Python."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.memory import Weight
 from reflex_runtime.policies.export.model_files import model_bytes
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint, is_checkpoint
+from reflex_runtime.policies.lerobot.openpi import OpenpiCheckpoint
 from reflex_runtime.policies.policy.model import PolicySource
-from reflex_runtime.policies.policy.spec import LEROBOT, PYTHON, DeviceOptions
+from reflex_runtime.policies.policy.spec import LEROBOT, OPENPI, PYTHON, DeviceOptions
 
 
 def read_source(source: str | Path, device: DeviceOptions | None = None) -> PolicySource:
     """Read and check what a source says of its policy; the model itself is loaded by its `open`.
 
-    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint), or `python:module:make`.
+    source: an export directory, `lerobot:DIR` (or DIR alone, if it is a checkpoint),
+        `openpi:DIR`, or `python:module:make`.
     device: what a factory in Python is called with.
     ConfigError says what is wrong with it and what to do.
     """
@@ -25,6 +27,8 @@ def read_source(source: str | Path, device: DeviceOptions | None = None) -> Poli
         from reflex_runtime.policies.models.python import read_python
 
         return read_python(text, device or DeviceOptions())
+    if text.startswith(OPENPI):
+        return OpenpiCheckpoint.load(text)
     if text.startswith(LEROBOT) or _is_lerobot(text):
         return LeRobotCheckpoint.load(text)
     return Export.load(source)
@@ -37,12 +41,12 @@ def _is_lerobot(source: str) -> bool:
 
 def is_export(source: str) -> bool:
     """Whether a source is read as an export directory."""
-    return not source.startswith((LEROBOT, PYTHON)) and not _is_lerobot(source)
+    return not source.startswith((LEROBOT, OPENPI, PYTHON)) and not _is_lerobot(source)
 
 
 def directory_of(source: str) -> Path:
     """The directory that a source names; of `python:` the current one."""
-    return Path() if source.startswith(PYTHON) else Path(source.removeprefix(LEROBOT))
+    return Path() if source.startswith(PYTHON) else Path(source.removeprefix(LEROBOT).removeprefix(OPENPI))
 
 
 def weight_of(source: str) -> Weight:

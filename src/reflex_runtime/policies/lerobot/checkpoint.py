@@ -108,8 +108,8 @@ class LeRobotCheckpoint(PolicySource):
         return _load(source, root)
 
     def check(self) -> None:
-        _check_lerobot(self.source, self.model_type)
-        _check_weights(self.features.path / WEIGHTS)
+        check_lerobot(self.source, self.model_type)
+        check_weights(self.features.path / WEIGHTS)
         for name in PROCESSORS:
             if not (self.features.path / name).is_file():
                 raise ConfigError(
@@ -119,7 +119,7 @@ class LeRobotCheckpoint(PolicySource):
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         self.check()
-        _check_device(self, device)
+        check_device(device, "LeRobot checkpoints")
         if self.staged:
             from reflex_runtime.policies.lerobot.staged import LeRobotStaged
 
@@ -160,7 +160,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
     steps = [_steps(root / name) for name in PROCESSORS]
     dim = action.shape[0]
     names = _names(config, dim)
-    robot = _embodiment(root, sum(size for _, size in states), dim)
+    robot = read_robot(root, sum(size for _, size in states), dim)
     return LeRobotCheckpoint(
         source=source,
         model_id=config.repo_id or root.resolve().name,
@@ -272,7 +272,7 @@ def _names(config: _Config, dim: int) -> tuple[str, ...] | None:
     return None
 
 
-def _embodiment(root: Path, state_dim: int, action_dim: int) -> Embodiment | None:
+def read_robot(root: Path, state_dim: int, action_dim: int) -> Embodiment | None:
     """The robot, where an embodiment.json lies in the checkpoint: LeRobot's own files have no ranges and no rate."""
     if not (root / "embodiment.json").is_file():
         return None
@@ -287,7 +287,7 @@ def _embodiment(root: Path, state_dim: int, action_dim: int) -> Embodiment | Non
 # -- before anything is loaded -----------------------------------------------------------------------------------------
 
 
-def _check_lerobot(source: str, kind: str) -> None:
+def check_lerobot(source: str, kind: str) -> None:
     """That LeRobot is there, in a version with this type."""
     try:
         found = metadata.version("lerobot")
@@ -303,10 +303,10 @@ def _check_lerobot(source: str, kind: str) -> None:
         )
 
 
-def _check_weights(file: Path) -> None:
-    """That the weights are there and whole, by the outline of the file."""
+def check_weights(file: Path) -> list[str]:
+    """That the weights are there and whole, by the outline of the file. Returns their names."""
     if not file.is_file():
-        raise ConfigError(f"{file}: not found: copy the whole directory that save_pretrained wrote")
+        raise ConfigError(f"{file}: not found: copy the whole directory that it was saved in")
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -319,17 +319,19 @@ def _check_weights(file: Path) -> None:
             header = json.loads(stream.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
             needed = 8 + length + max(ends)
+            names = [name for name in header if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ConfigError(f"{file}: is no safetensors file; copy it again") from None
     if size < needed:
         raise ConfigError(f"{file}: has {size} bytes, its header says {needed}; copy it again")
+    return names
 
 
-def _check_device(spec: LeRobotCheckpoint, device: DeviceOptions) -> None:
-    """What the options ask for that a checkpoint of LeRobot cannot do."""
+def check_device(device: DeviceOptions, what: str) -> None:
+    """ConfigError for what the options ask for that checkpoints on LeRobot's code cannot do. what: their name."""
     if device.captured_sizes:
-        raise ConfigError("--cuda-graphs: is for ONNX exports; leave it out for LeRobot checkpoints")
+        raise ConfigError(f"--cuda-graphs: is for ONNX exports; leave it out for {what}")
     if device.compile:
-        raise ConfigError("--compile: is for python:module:make; leave it out for LeRobot checkpoints")
+        raise ConfigError(f"--compile: is for python:module:make; leave it out for {what}")
     if device.provider not in (CPU, CUDA):
-        raise ConfigError(f"--provider={device.provider}: LeRobot checkpoints run on cpu or cuda")
+        raise ConfigError(f"--provider={device.provider}: {what} run on cpu or cuda")

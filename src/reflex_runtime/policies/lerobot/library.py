@@ -32,7 +32,19 @@ class Prepared(NamedTuple):
     anchor: Any
 
 
-class LoadedPolicy:
+class LoadedModule:
+    """A policy of LeRobot on its device."""
+
+    def __init__(self, device: str, policy: Any) -> None:
+        self.device, self.policy, self.config = device, policy, policy.config
+
+    @property
+    def half(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return bool({p.dtype for p in self.policy.parameters()} & {torch.float16, torch.bfloat16})
+
+
+class LoadedPolicy(LoadedModule):
     """A policy of LeRobot on its device, with its processors.
 
     Processors keep what they work on between their steps, and the postprocessor reads a state that the preprocessor
@@ -41,23 +53,19 @@ class LoadedPolicy:
     """
 
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
-        self.spec, self.features, self.device = spec, features, torch_device(device)
+        self.spec, self.features, name = spec, features, torch_device(device)
         torch.set_num_threads(device.threads)
         try:
-            self.config, self.policy, self.pre, self.post = _opened(features.path, device, self.device)
+            policy, self.pre, self.post = _opened(features.path, device, name)
         except ConfigError:
             raise
         except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
-            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {_told(error)}") from error
-        _check_weights(spec.source, features.path / WEIGHTS, self.policy)
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {told(error)}") from error
+        check_loaded(spec.source, features.path / WEIGHTS, policy)
+        super().__init__(name, policy)
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         self._copying = threading.Lock()
         self._relative = self._slopes()
-
-    @property
-    def half(self) -> bool:
-        """Whether it computes in 16 bits."""
-        return bool({p.dtype for p in self.policy.parameters()} & {torch.float16, torch.bfloat16})
 
     def prepare(self, observation: Observation) -> Prepared:
         """The observation as LeRobot's own preprocessor makes it; on any thread."""
@@ -153,7 +161,7 @@ def _picture(image: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, -3).to(torch.float32) / 255
 
 
-def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any, Any]:
+def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:
     with warnings.catch_warnings(), redirect_stdout(io.StringIO()):  # LeRobot prints what it does
         warnings.simplefilter("ignore")
         from lerobot.configs.policies import PreTrainedConfig
@@ -172,7 +180,7 @@ def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any
         pre, post = make_pre_post_processors(
             config, pretrained_path=str(path), preprocessor_overrides=host, postprocessor_overrides=host
         )
-    return config, policy, pre, post
+    return policy, pre, post
 
 
 def _loaded(kind: Any, config: Any, path: Path) -> Any:
@@ -192,7 +200,7 @@ def _relative_step(pipeline: Any) -> Any:
     return next((step for step in pipeline.steps if hasattr(step, "get_cached_state")), None)
 
 
-def _check_weights(source: str, file: Path, policy: Any) -> None:
+def check_loaded(source: str, file: Path, policy: Any) -> None:
     """That the policy has the weights of the file, all of them, and that they are finite.
 
     LeRobot logs what is missing, has another shape or cannot be read, and goes on with random weights.
@@ -234,7 +242,7 @@ def _check_shapes(source: str, policy: Any, shapes: dict[str, tuple[int, ...]]) 
             raise ConfigError(f"{source}: the weights {name} have the shape {found}: {again}")
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:400]}"
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from reflex_runtime.policies.lerobot.features import Features
-from reflex_runtime.policies.lerobot.library import LoadedPolicy, padded
+from reflex_runtime.policies.lerobot.library import LoadedModule, LoadedPolicy, padded
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.model import StagedModel
 from reflex_runtime.policies.policy.observation import Observation
@@ -25,7 +25,7 @@ from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
 
 
-class _Ready(NamedTuple):
+class ReadyVla(NamedTuple):
     """A request as the model reads it, tensors [1, …]: what `predict_action_chunk` does before the model.
 
     anchor: see `Prepared`.
@@ -60,33 +60,16 @@ class VlaPrefix:
         return sum(t.numel() * t.element_size() for t in (self.pad, *self.keys, *self.values))
 
 
-class LeRobotStaged(StagedModel):
-    """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
+class StagedVla(StagedModel):
+    """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`."""
 
-    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+    def __init__(self, spec: PolicySpec, loaded: LoadedModule, device: DeviceOptions) -> None:
         super().__init__(spec)
-        self._loaded = LoadedPolicy(spec, features, device)
-        self.provider, self.half = device.provider, self._loaded.half
-        self._policy, self._model = self._loaded.policy, self._loaded.policy.model
+        self._device = loaded.device
+        self.provider, self.half = device.provider, loaded.half
+        self._policy, self._model = loaded.policy, loaded.policy.model
         self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
         self._smolvla = spec.model_type == "smolvla"
-
-    # -- worker threads ------------------------------------------------------------------------------------------------
-
-    def prepare(self, observation: Observation) -> _Ready:
-        batch, anchor = self._loaded.prepare(observation)
-        with torch.inference_mode():
-            if self._smolvla:
-                state = batch["observation.state"].clone()  # LeRobot flips joints in place
-                batch = self._policy._prepare_batch({**batch, "observation.state": state})
-                images, masks = self._policy.prepare_images(batch)
-            else:
-                images, masks = self._policy._preprocess_images(batch)
-            state = None if self.spec.model_type == "pi05" else self._policy.prepare_state(batch)
-        tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
-        return _Ready(images, masks, tokens, mask.bool(), state, anchor)
-
-    # -- device thread -------------------------------------------------------------------------------------------------
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[VlaPrefix]:
         kinds: dict[Any, list[int]] = {}
@@ -98,7 +81,7 @@ class LeRobotStaged(StagedModel):
                 made |= dict(zip(members, self._prefixes([rows[i].ready for i in members]), strict=True))
         return [made[i] for i in range(len(rows))]
 
-    def _prefixes(self, rows: Sequence[_Ready]) -> list[VlaPrefix]:
+    def _prefixes(self, rows: Sequence[ReadyVla]) -> list[VlaPrefix]:
         """Of rows of one kind, in one forward pass."""
         put = self._put
         images = [put(torch.cat(same)) for same in zip(*(row.images for row in rows), strict=True)]
@@ -167,9 +150,12 @@ class LeRobotStaged(StagedModel):
     def step(self, packed: SimpleNamespace, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
         with torch.inference_mode():
             moved = self._put(torch.from_numpy(x))
-            # As LeRobot computes it: time and its step are Python floats, x + dt · v is float32.
-            time = self._put(torch.tensor([1.0 + i * (-1.0 / n) for i in k.tolist()], dtype=torch.float32))
+            time = self._put(torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32))
             return taken(moved + (-1.0 / n) * self._velocity(packed, moved, time))
+
+    def _time(self, k: int, n: int) -> float:
+        """The flow time after k of n steps, as LeRobot computes it."""
+        return 1.0 + k * (-1.0 / n)
 
     def _velocity(self, packed: SimpleNamespace, x: Any, time: Any) -> Any:
         model = self._model
@@ -196,6 +182,30 @@ class LeRobotStaged(StagedModel):
         )
         return model.action_out_proj(out[:, -self.spec.chunk_size :].to(torch.float32))
 
+    def _put(self, tensor: Any) -> Any:
+        return tensor.to(self._device)
+
+
+class LeRobotStaged(StagedVla):
+    """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
+
+    def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
+        self._loaded = LoadedPolicy(spec, features, device)
+        super().__init__(spec, self._loaded, device)
+
+    def prepare(self, observation: Observation) -> ReadyVla:
+        batch, anchor = self._loaded.prepare(observation)
+        with torch.inference_mode():
+            if self._smolvla:
+                state = batch["observation.state"].clone()  # LeRobot flips joints in place
+                batch = self._policy._prepare_batch({**batch, "observation.state": state})
+                images, masks = self._policy.prepare_images(batch)
+            else:
+                images, masks = self._policy._preprocess_images(batch)
+            state = None if self.spec.model_type == "pi05" else self._policy.prepare_state(batch)
+        tokens, mask = batch["observation.language.tokens"], batch["observation.language.attention_mask"]
+        return ReadyVla(images, masks, tokens, mask.bool(), state, anchor)
+
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         actions = torch.from_numpy(np.ascontiguousarray(x[:, :, : self.spec.action_dim]))
         if self._smolvla and self._loaded.config.adapt_to_pi_aloha:
@@ -204,9 +214,6 @@ class LeRobotStaged(StagedModel):
 
     def shift(self, moved: Floats) -> Floats | None:
         return self._loaded.shift(moved)
-
-    def _put(self, tensor: Any) -> Any:
-        return tensor.to(self._loaded.device)
 
 
 class PackedCache:

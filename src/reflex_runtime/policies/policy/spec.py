@@ -33,6 +33,7 @@ class DeviceOptions:
 
 
 LEROBOT: Final = "lerobot:"
+OPENPI: Final = "openpi:"
 PYTHON: Final = "python:"
 """What a source begins with that is no export directory."""
 
@@ -49,7 +50,8 @@ _RANGES = (
 class PolicySpec:
     """What a policy expects, gives and is.
 
-    source: as errors and /health name it: a directory, `lerobot:DIR` or `python:module:make`. Whoever reads it sets it.
+    source: as errors and /health name it: a directory, `lerobot:DIR`, `openpi:DIR` or `python:module:make`.
+        Whoever reads it sets it.
     staged: it has a prefix and denoise steps as calls of their own ("decomposed" on the wire, else "monolithic").
     config: its configuration as JSON, for /config. model_hash, config_hash: first 16 hex digits of SHA-256; filled in
         where they are empty. model_bytes: size of its weights.

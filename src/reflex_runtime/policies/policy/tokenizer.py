@@ -87,6 +87,32 @@ class PackagedTokenizer(InstructionTokenizer):
         return any(i != unknown for i in self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
+class SentencePieceTokenizer(InstructionTokenizer):
+    """PaliGemma's tokenizer as openpi calls it: a beginning of text, and a newline at the end as tokens of its own."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def ids(self, text: str) -> Sequence[int]:
+        found: list[int] = self._processor.encode(text.removesuffix("\n"), add_bos=True)
+        return [*found, *self._processor.encode("\n")] if text.endswith("\n") else found
+
+    def knows(self, text: str) -> bool:
+        return any(i != self._processor.unk_id() for i in self._processor.encode(text))
+
+
+def read_sentencepiece(file: Path) -> SentencePieceTokenizer:
+    """A SentencePiece model. ConfigError without the package `sentencepiece`, or for another file."""
+    try:
+        package: Any = importlib.import_module("sentencepiece")
+    except ImportError:
+        raise ConfigError(f"{file}: needs sentencepiece: in a clone, pip install '.[lerobot]'") from None
+    try:
+        return SentencePieceTokenizer(package.SentencePieceProcessor(model_file=str(file)))
+    except Exception as error:  # the package raises RuntimeError, OSError and others
+        raise ConfigError(f"{file}: is no SentencePiece model; copy it again") from error
+
+
 class _NotSimple(Exception):
     """(key, found, expected) of what `_word_level` does not understand."""
 

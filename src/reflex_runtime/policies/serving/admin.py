@@ -134,7 +134,7 @@ class Admin:
         """Another policy in a slot."""
         asked = _decode(body, Load)
         if not asked.path or "\0" in asked.path or asked.path.startswith(PYTHON):
-            raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, or lerobot:DIR")
+            raise invalid("path", f"path={asked.path[:200]!r}: must be an export directory, lerobot:DIR or openpi:DIR")
         if not os.path.isdir(directory_of(asked.path)):
             raise NotFound(printable(f"path={asked.path[:200]!r}: there is no such directory"), field="path")
         served, runtime = self.served, self._asking.runtime
