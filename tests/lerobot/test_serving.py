@@ -153,6 +153,31 @@ def test_p10_a_device_thread_that_was_given_up_changes_no_later_answer(
 
 
 @pytest.mark.parametrize("family", STAGED)
+def test_p10_threads_have_processors_of_their_own_and_one_tokenizer(checkpoints: dict[str, Path], family: str) -> None:
+    """A copy of π0's tokenizer takes half a second and 360 MB."""
+    policy = loaded(checkpoints[family])
+    library = policy.model._loaded
+    with library._processors() as (one, _), library._processors() as (other, _):
+        steps = [(a, b) for a, b in zip(one.steps, other.steps, strict=True) if hasattr(a, "input_tokenizer")]
+        assert one is not other
+        assert [a is b for a, b in steps] == [False]
+        assert [a.input_tokenizer is b.input_tokenizer for a, b in steps] == [True]
+    fields = [asked(policy.spec, i) for i in range(4)]
+    alone = [policy.prepare(**f).ready.tokens for f in fields]
+    found: list[bool] = []
+
+    def prepare(number: int) -> None:
+        found.extend(torch.equal(policy.prepare(**fields[number]).ready.tokens, alone[number]) for _ in range(50))
+
+    threads = [threading.Thread(target=prepare, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 200
+
+
+@pytest.mark.parametrize("family", STAGED)
 def test_p11_steps_copy_no_prefix_and_prefixes_keep_no_neighbours(
     checkpoints: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
