@@ -18,10 +18,14 @@ pytest.importorskip("onnxscript", exc_type=ImportError)
 import torch
 from lerobot.configs.types import FeatureType, NormalizationMode, PolicyFeature
 from lerobot.policies.factory import get_policy_class, make_policy_config, make_pre_post_processors
+from tiny_checkpoints import OLD
 
 from reflex_runtime.cli import main
-from reflex_runtime.policies.lerobot.exporting import export_checkpoint
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies import load_policy
+from reflex_runtime.policies.lerobot.exporting import NotTheSame, export_checkpoint
 from reflex_runtime.policies.lerobot.graphs import TracedPolicy
+from reflex_runtime.policies.lerobot.graphs_smolvla import TracedSmolVla
 
 pytestmark = pytest.mark.filterwarnings("default")  # LeRobot's and its dependencies' are not ours
 
@@ -97,6 +101,32 @@ def test_p40_an_export_answers_as_lerobot_does(
     assert main(["doctor", str(out), "--format", "json"]) == 0
     counts = json.loads(capsys.readouterr().out)["counts"]
     assert counts["fail"] == 0
+
+
+@pytest.mark.skipif(OLD, reason="LeRobot 0.4 has another cache of keys and values")
+def test_p40_two_stages_of_smolvla_answer_as_lerobot_does(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    found = export_checkpoint(str(checkpoints["smolvla"]), out)
+    with capsys.disabled():
+        print(found)
+    assert found.compared == 24  # those at different steps, too
+    assert found.in_units <= 5e-5  # as large as the weights are random
+    assert main(["doctor", str(out)]) == 0
+    spec = load_policy(out).spec
+    assert (spec.staged, spec.x_dim, spec.action_dim) == (True, 32, 6)
+
+    monkeypatch.setattr(TracedSmolVla, "_step", lambda self, given: given["x"] * 0.9 + 0.0 * given["time"].sum())
+    with pytest.raises((NotTheSame, ConfigError)):
+        export_checkpoint(str(checkpoints["smolvla"]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif(not OLD, reason="newer versions are exported")
+def test_p41_smolvla_of_an_old_lerobot_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SmolVLA is exported with LeRobot"):
+        export_checkpoint(str(checkpoints["smolvla"]), tmp_path / "out")
 
 
 def test_p40_a_graph_with_another_normalisation_is_not_there(

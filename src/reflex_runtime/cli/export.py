@@ -13,12 +13,14 @@ from reflex_runtime.options import whole
 _DESCRIPTION = """\
 Write an export directory (ONNX, docs/exports.md) from a LeRobot checkpoint: it is served without PyTorch and LeRobot,
 by ONNX Runtime on any device. Exported are ACT, and Diffusion with DDIM, each as one graph from uint8 pictures and the
-robot's state to actions in the robot's units; LeRobot's own normalisation is in the graph. Other types, and processors
-that a graph cannot have, are refused with the reason: serve them as they are, with `reflex serve lerobot:DIR`.
+robot's state to actions in the robot's units, with LeRobot's own normalisation in it; and SmolVLA as two, in float32,
+so that robots join and leave between denoise steps. Other types, and processors that a graph cannot have, are refused
+with the reason: serve them as they are, with `reflex serve lerobot:DIR`.
 
-The export is compared before it is there: six made-up episodes, asked alone, in pairs and all together, against
-LeRobot's own preprocessor, policy and postprocessor. The largest difference is printed. Beyond the bound (1e-4 in the
-unit that a joint is normalised by, and 1e-6 of its largest action) nothing is written and the exit status is 1.
+The export is compared before it is there: six made-up episodes, asked alone, in pairs and all together (of SmolVLA also
+at different steps), against LeRobot's own preprocessor, policy and postprocessor. The largest difference is printed.
+Beyond the bound (1e-4 in the unit that a joint is normalised by, and 1e-6 of its largest action) nothing is written and
+the exit status is 1.
 """
 
 _EPILOG = """\

@@ -35,11 +35,14 @@ class StandIn:
         self.states = np.array([[-1.0, 3.0], [1.0, 4.0]], np.float32)
         self.off, self.fails, self.asked = off, fails, 0
 
-    def write(self, file: Path, opset: int) -> None:
+    def write(self, directory: Path, opset: int) -> dict[str, Any]:
+        file = directory / "model.onnx"
         file.write_bytes(b"half a graph")
         if self.fails is not None:
             raise self.fails
         write_graph(file, opset)
+        inputs = {"top": "top", "state": "state"}
+        return {"export_kind": "monolithic", "inputs": inputs, "outputs": {"actions": "actions"}}
 
     def answer(self, episode: MadeUpEpisode) -> Any:
         self.asked += 1
@@ -158,8 +161,8 @@ def test_p40_rows_that_depend_on_their_neighbours_are_found(
     """Alone it is the same, in a batch it is not."""
     answers = exporting._answers
 
-    def mixed(policy: Any, episodes: Any, name: str) -> Any:
-        return answers(policy, episodes, name) + (wrong if len(episodes) > 2 else 0.0)
+    def mixed(policy: Any, episodes: Any, *how: Any) -> Any:
+        return answers(policy, episodes, *how) + (wrong if len(episodes) > 2 else 0.0)
 
     monkeypatch.setattr(exporting, "_answers", mixed)
     with pytest.raises(NotTheSame, match="in a batch of 6"):
@@ -191,9 +194,8 @@ def test_p40_the_command_says_the_difference_and_exits_with_0_or_1(
     ("changed", "says"),
     [
         ({"type": "vqbet", "action_chunk_size": 3}, "type vqbet is not exported: it draws its codes from torch's"),
-        ({"type": "smolvla", "num_steps": 10}, "type smolvla is not exported: its two graphs are not proven"),
-        ({"type": "pi0", "num_inference_steps": 10}, "type pi0 is not exported: its two graphs are not proven"),
-        ({"type": "xvla"}, "type xvla is not exported: only act and diffusion are known"),
+        ({"type": "pi0", "num_inference_steps": 10}, "type pi0 is not exported: its graphs are not tried"),
+        ({"type": "xvla"}, "type xvla is not exported: only act, diffusion, smolvla are known"),
         ({"type": "tdmpc"}, "type tdmpc cannot be served: it plans from the plan before"),
         ({"type": "diffusion", "noise_scheduler_type": "DDPM"}, "noise_scheduler_type DDPM is not exported: it draws"),
     ],

@@ -34,15 +34,14 @@ BOUND: Final = 1e-4
 ROUNDING: Final = 1e-6
 """Beside that, a share of the joint's largest action: float32 has 24 bits."""
 
-EXPORTED: Final = ("act", "diffusion")
-"""Types of which there is a graph that computes the same."""
+EXPORTED: Final = ("act", "diffusion", "smolvla")
+"""Types of which there are graphs that compute the same."""
 
 REASONS: Final = {
     "vqbet": "it draws its codes from torch's random generator, and a graph would draw others",
     "pi0_fast": "it writes its actions as tokens, one call for each, and an answer ends where they end",
-    "smolvla": "its two graphs are not proven to compute the same",
-    "pi0": "its two graphs are not proven to compute the same",
-    "pi05": "its two graphs are not proven to compute the same",
+    "pi0": "its graphs are not tried: the weights are 13 GB in float32",
+    "pi05": "its graphs are not tried: the weights are 14 GB in float32",
 }
 """Why other types are refused."""
 
@@ -60,8 +59,8 @@ class Original(Protocol):
     unit: Floats
     states: Floats
 
-    def write(self, file: Path, opset: int) -> None:
-        """The whole policy as one graph."""
+    def write(self, directory: Path, opset: int) -> dict[str, Any]:
+        """Write the graphs, and return the keys of `reflex_config.json` that are about them."""
 
     def answer(self, episode: MadeUpEpisode) -> Floats:
         """[chunk_size, action_dim] for its last moment, by LeRobot alone, in the robot's units."""
@@ -98,25 +97,34 @@ def export_checkpoint(
     check_exported(spec)
     if load is None:
         spec.check()
-        from reflex_runtime.policies.lerobot.graphs import load_original
-
-        load = load_original
+        load = _loader(spec.model_type)
     told(f"loading {spec.model_id} ({spec.model_type}) with LeRobot")
     original = load(spec)
     with new_directory(out, force) as making:
         told(f"tracing it to ONNX, opset {opset}")
-        original.write(making / "model.onnx", opset)
-        (making / CONFIG_FILE).write_text(json.dumps(config_of(spec, opset), ensure_ascii=False, indent=2) + "\n")
+        config = config_of(spec, opset) | original.write(making, opset)
+        (making / CONFIG_FILE).write_text(json.dumps(config, ensure_ascii=False, indent=2) + "\n")
         _write_embodiment(spec, making)
         told("comparing the export with the checkpoint")
         return compared(load_policy(making), original)
+
+
+def _loader(kind: str) -> Callable[[LeRobotCheckpoint], Original]:
+    """What loads a type with LeRobot."""
+    if kind == "smolvla":
+        from reflex_runtime.policies.lerobot.graphs_smolvla import TracedSmolVla
+
+        return TracedSmolVla
+    from reflex_runtime.policies.lerobot.graphs import TracedPolicy
+
+    return TracedPolicy
 
 
 def check_exported(spec: LeRobotCheckpoint) -> None:
     """ConfigError for a type that cannot be exported."""
     kind = spec.model_type
     if kind not in EXPORTED:
-        reason = REASONS.get(kind, "only " + " and ".join(EXPORTED) + " are known to give one graph")
+        reason = REASONS.get(kind, "only " + ", ".join(EXPORTED) + " are known to give graphs that compute the same")
         raise ConfigError(f"{spec.source}: type {kind} is not exported: {reason}. Serve it as it is: {_serve(spec)}")
     if kind == "diffusion":
         scheduler = spec.config.get("noise_scheduler_type")
@@ -129,20 +137,16 @@ def check_exported(spec: LeRobotCheckpoint) -> None:
 
 
 def config_of(spec: LeRobotCheckpoint, opset: int) -> dict[str, Any]:
-    """`reflex_config.json` of a graph whose tensors have the names of their roles. Normalisation is in the graph."""
-    roles = [*spec.images, *(["state"] if spec.takes_state else []), *(["noise"] if spec.takes_noise else [])]
+    """`reflex_config.json`, without what is known once the graphs are written."""
     config: dict[str, Any] = {
         "model_id": spec.model_id,
         "model_type": spec.model_type,
-        "export_kind": "monolithic",
         "opset": opset,
         "state_dim": spec.state_dim,
         "action_dim": spec.action_dim,
         "chunk_size": spec.chunk_size,
         "num_denoising_steps": spec.num_denoising_steps,
         "images": {name: list(size) for name, size in spec.images.items()},
-        "inputs": {role: role for role in roles},
-        "outputs": {"actions": "actions"},
         "wires": {wire: {"execute": read.execute} for wire, read in spec.wires.items()},
         "metadata": {"exported_from": "lerobot", "checkpoint_hash": spec.model_hash},
     }
@@ -164,26 +168,27 @@ def compared(policy: Policy, original: Original) -> Verified:
         raise NotTheSame("the checkpoint itself answers NaN or infinite actions: use an earlier one")
     allowed = BOUND * original.unit + ROUNDING * np.abs(wanted).max(axis=(0, 1))
     largest, in_units, count = 0.0, 0.0, 0
-    for size in (1, 2, EPISODES):
-        for start in range(0, EPISODES, size):
-            rows = slice(start, start + size)
-            found = _answers(policy, episodes[rows], f"{size}-{start}")
-            differences = np.abs(found - wanted[rows])
-            if not (differences <= allowed).all():  # NaN is never within
-                joint = int(np.argmax((np.nan_to_num(differences, nan=np.inf) / allowed).max(axis=(0, 1))))
-                raise NotTheSame(
-                    f"the export answers something else than the checkpoint: joint {joint} differs by "
-                    f"{differences[..., joint].max():.3g} in a batch of {size}, at most {allowed[joint]:.3g} is "
-                    "allowed. It was removed; serve the checkpoint as it is"
-                )
-            largest = max(largest, float(differences.max()))
-            in_units = max(in_units, float((differences / np.maximum(original.unit, ROUNDING)).max()))
-            count += len(found)
+    ways = [(size, start, False) for size in (1, 2, EPISODES) for start in range(0, EPISODES, size)]
+    ways += [(EPISODES, 0, True)] if spec.staged else []
+    for size, start, apart in ways:
+        rows = slice(start, start + size)
+        found = _answers(policy, episodes[rows], f"{size}-{start}-{apart}", apart)
+        differences = np.abs(found - wanted[rows])
+        if not (differences <= allowed).all():  # NaN is never within
+            joint = int(np.argmax((np.nan_to_num(differences, nan=np.inf) / allowed).max(axis=(0, 1))))
+            raise NotTheSame(
+                f"the export answers something else than the checkpoint: joint {joint} differs by "
+                f"{differences[..., joint].max():.3g} in a batch of {size}, at most {allowed[joint]:.3g} is "
+                "allowed. It was removed; serve the checkpoint as it is"
+            )
+        largest = max(largest, float(differences.max()))
+        in_units = max(in_units, float((differences / np.maximum(original.unit, ROUNDING)).max()))
+        count += len(found)
     return Verified(largest, in_units, count)
 
 
-def _answers(policy: Policy, episodes: Sequence[MadeUpEpisode], name: str) -> Floats:
-    """The answers to the last moments, of episodes that go on side by side."""
+def _answers(policy: Policy, episodes: Sequence[MadeUpEpisode], name: str, apart: bool = False) -> Floats:
+    """The answers to the last moments, of episodes that go on side by side. apart: at different denoise steps."""
     chunks: list[Any] = []
     for step in range(len(episodes[0].moments)):
         requests = [
@@ -194,11 +199,12 @@ def _answers(policy: Policy, episodes: Sequence[MadeUpEpisode], name: str) -> Fl
                     episode_id=f"{name}-{i}",
                     request_id=f"{name}-{i}-{step}",
                     seed=episode.seed,
+                    instruction=episode.instruction if policy.spec.takes_text else None,
                 )
             )
             for i, episode in enumerate(episodes)
         ]
-        chunks = policy.answers(requests)
+        chunks = policy.answers(requests, range(len(requests)) if apart else ())
     return np.stack([chunk.actions for chunk in chunks])
 
 

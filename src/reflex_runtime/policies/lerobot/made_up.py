@@ -13,6 +13,7 @@ from reflex_runtime.policies.export.config_file import Size
 from reflex_runtime.policies.policy.units import Floats
 
 EPISODES: Final = 6
+_INSTRUCTIONS: Final = ("pick up the cube", "wipe", "open the drawer\n", "put the red block into the bowl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,11 @@ class MadeUpMoment:
 
 @dataclass(frozen=True, slots=True)
 class MadeUpEpisode:
-    """As many moments as the policy looks at, oldest first, and the seed of the last one's noise."""
+    """As many moments as the policy looks at, oldest first, the instruction, and the seed of the last one's noise."""
 
     moments: Sequence[MadeUpMoment]
     seed: int
+    instruction: str
 
 
 def made_up(images: Mapping[str, Size], states: Floats | None, steps: int) -> list[MadeUpEpisode]:
@@ -43,7 +45,7 @@ def made_up(images: Mapping[str, Size], states: Floats | None, steps: int) -> li
             )
             for _ in range(steps)
         ]
-        episodes.append(MadeUpEpisode(moments, seed=number))
+        episodes.append(MadeUpEpisode(moments, number, _INSTRUCTIONS[number % len(_INSTRUCTIONS)]))
     return episodes
 
 

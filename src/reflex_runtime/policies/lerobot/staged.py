@@ -89,8 +89,7 @@ class StagedVla(StagedModel):
         tokens = put(torch.cat(padded([row.tokens for row in rows], 1)))
         token_mask = put(torch.cat(padded([row.token_mask for row in rows], 1)))
         state = None if rows[0].state is None else put(torch.cat([row.state for row in rows]))
-        pad, cache = self._forward(images, masks, tokens, token_mask, state)
-        layers = _layers(cache)
+        pad, layers = self.scene(images, masks, tokens, token_mask, state)
         # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
         return [
             VlaPrefix(
@@ -100,6 +99,16 @@ class StagedVla(StagedModel):
             )
             for i in range(len(rows))
         ]
+
+    @property
+    def old(self) -> bool:
+        """SmolVLA of LeRobot 0.4."""
+        return _is_old(self._model)
+
+    def scene(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Sequence[Any]]:
+        """(which tokens count [n, P], keys and values of each layer) of a batch of prefixes."""
+        pad, cache = self._forward(images, masks, tokens, token_mask, state)
+        return pad, _layers(cache)
 
     def _forward(self, images: Any, masks: Any, tokens: Any, token_mask: Any, state: Any) -> tuple[Any, Any]:
         """(which tokens count, the cache of keys and values) of a batch of prefixes."""
@@ -190,11 +199,11 @@ class LeRobotStaged(StagedVla):
     """A VLA of LeRobot. Differences to `predict_action_chunk` are those of another order of sums."""
 
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
-        self._loaded = LoadedPolicy(spec, features, device)
-        super().__init__(spec, self._loaded, device)
+        self.loaded = LoadedPolicy(spec, features, device)
+        super().__init__(spec, self.loaded, device)
 
     def prepare(self, observation: Observation) -> ReadyVla:
-        batch, anchor = self._loaded.prepare(observation)
+        batch, anchor = self.loaded.prepare(observation)
         with torch.inference_mode():
             if self._smolvla:
                 state = batch["observation.state"].clone()  # LeRobot flips joints in place
@@ -208,12 +217,12 @@ class LeRobotStaged(StagedVla):
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         actions = torch.from_numpy(np.ascontiguousarray(x[:, :, : self.spec.action_dim]))
-        if self._smolvla and self._loaded.config.adapt_to_pi_aloha:
+        if self._smolvla and self.loaded.config.adapt_to_pi_aloha:
             actions = self._policy._pi_aloha_encode_actions(actions)
-        return self._loaded.finish(rows, actions)
+        return self.loaded.finish(rows, actions)
 
     def shift(self, moved: Floats) -> Floats | None:
-        return self._loaded.shift(moved)
+        return self.loaded.shift(moved)
 
 
 class PackedCache:
