@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +377,23 @@ def test_p14_weights_that_lerobot_failed_to_read_are_no_random_ones(
         loaded(checkpoints[family])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_p10_an_unloaded_policy_leaves_memory_without_the_collector(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    """A server never collects what it had when it was ready, and other cycles seldom."""
+    policy = loaded(checkpoints[family])
+    policy.answers([policy.request(policy.prepare(**asked(policy.spec, 1), episode_id="e"))])
+    gc.collect()
+    gc.disable()
+    try:
+        module = weakref.ref(policy.model._loaded.policy)
+        del policy
+        assert module() is None
+    finally:
+        gc.enable()
+
+
 def test_p10_a_call_row_by_row_has_all_that_the_preprocessor_made(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,7 +402,6 @@ def test_p10_a_call_row_by_row_has_all_that_the_preprocessor_made(
     called: list[Any] = []
     whole = policy.model._vqbet
     monkeypatch.setattr(policy.model, "_vqbet", lambda batch: (called.append(dict(batch)), whole(batch))[1])
-    policy.model._call = policy.model._chosen()
     seen = [policy.prepare(**asked(policy.spec, i) | {"instruction": f"task {i}"}) for i in range(2)]
     policy.answers([policy.request(one) for one in seen])
     assert [batch["task"] for batch in called] == [["task 0"], ["task 1"]]

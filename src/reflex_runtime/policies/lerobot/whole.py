@@ -19,8 +19,6 @@ from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
 
-_Call = Callable[[Sequence[Observation], Any], Any]  # (rows, noise or None) → actions [n, chunk, dim]
-
 
 class LeRobotWhole(WholeModel):
     """A LeRobot policy of one of the types in `features.WHOLE`."""
@@ -30,7 +28,6 @@ class LeRobotWhole(WholeModel):
         self._loaded = LoadedPolicy(spec, features, device)
         self.provider, self.half = device.provider, self._loaded.half
         self.batched = spec.model_type not in SEEDED
-        self._call = self._chosen()
 
     def prepare(self, observation: Observation) -> Prepared:
         return self._loaded.prepare(observation)
@@ -38,21 +35,20 @@ class LeRobotWhole(WholeModel):
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         with torch.inference_mode():
             given = None if noise is None else torch.from_numpy(noise).to(self._loaded.device)
-            return taken(self._call(rows, given))
+            return taken(self._called(rows, given))
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
         return self._loaded.finish(rows, torch.from_numpy(x))
 
-    def _chosen(self) -> _Call:
-        kind = self.spec.model_type
-        predict = self._loaded.policy.predict_action_chunk
+    def _called(self, rows: Sequence[Observation], noise: Any) -> Any:
+        """Actions [n, chunk, dim]. Chosen anew at each call: a bound method kept here would be a cycle, and an unloaded
+        policy would stay in memory."""
+        kind, predict = self.spec.model_type, self._loaded.policy.predict_action_chunk
         if kind == "diffusion":
-            return self._diffusion
-        if kind == "vqbet":
-            return lambda rows, _: self._by_row(self._vqbet, rows)
+            return self._diffusion(rows, noise)
         if kind in SEEDED:
-            return lambda rows, _: self._by_row(predict, rows)
-        return lambda rows, _: predict(self._batch(rows))
+            return self._by_row(self._vqbet if kind == "vqbet" else predict, rows)
+        return predict(self._batch(rows))
 
     def _batch(self, rows: Sequence[Observation]) -> Batch:
         return self._loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
