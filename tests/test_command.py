@@ -118,7 +118,8 @@ finally:
 
     assert imported("--version") == "[]"
     assert imported("simulate", "--help") == "['reflex_runtime.cli.simulate']"
-    assert imported("serve", "--help") == "['reflex_runtime.cli.serve', 'reflex_runtime.cli.serving']"
+    serving = ["serve", "serve_policies", "serving"]
+    assert imported("serve", "--help") == str([f"reflex_runtime.cli.{name}" for name in serving])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +197,7 @@ def test_reflex_alone_lists_its_verbs() -> None:
             "; did you mean CPUExecutionProvider?",
         ),
         ("serve {export} --no-supervise --port 0 --trace nodir/t.jsonl", "there is no directory nodir; make it first"),
-        ("serve . --config {serv}", "serv: no such table; there may be serve; did you mean serve?"),
+        ("serve . --config {serv}", "serv: no such table; there may be serve and policies; did you mean serve?"),
         ("trace --prompts hi --priority urgnt", "must be one of urgent, default, background; did you mean urgent?"),
         (
             "trace --prompts hi ho --priority urgnt",
