@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,7 @@ def test_p10_a_device_thread_that_was_given_up_changes_no_later_answer(
 def test_p10_threads_have_processors_of_their_own_and_one_tokenizer(checkpoints: dict[str, Path], family: str) -> None:
     """A copy of π0's tokenizer takes half a second and 360 MB."""
     policy = loaded(checkpoints[family])
-    library = policy.model._loaded
+    library = policy.model.loaded
     with library._processors() as (one, _), library._processors() as (other, _):
         steps = [(a, b) for a, b in zip(one.steps, other.steps, strict=True) if hasattr(a, "input_tokenizer")]
         assert one is not other
@@ -217,6 +218,23 @@ def test_p11_a_cached_prefix_answers_as_a_new_one(checkpoints: dict[str, Path], 
     assert third.cache == ("hit" if family == "pi0" else "miss")  # of the others the prefix reads the state
     (fresh,) = policy.answers([policy.request(policy.prepare(**{**moved, "episode_id": "other"}))])
     assert np.abs(third.actions - fresh.actions).max() <= BOUND
+
+
+def test_p10_pictures_that_may_not_be_written_to_are_no_warning(checkpoints: dict[str, Path]) -> None:
+    """As they come from a request: torch warns of each that it is given, once, on the server's terminal."""
+    policy = loaded(checkpoints["act"])
+    fields = asked(policy.spec, 1)
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before = policy.prepare(**fields).ready.batch
+            for image in fields["images"].values():
+                image.setflags(write=False)
+            after = policy.prepare(**fields).ready.batch
+    finally:
+        torch.set_warn_always(False)
+    assert all(torch.equal(before[name], after[name]) for name in policy.spec.features.cameras.values())
 
 
 def test_p12_history_is_kept_by_episode_and_not_in_the_policy(checkpoints: dict[str, Path]) -> None:
@@ -387,7 +405,7 @@ def test_p10_an_unloaded_policy_leaves_memory_without_the_collector(
     gc.collect()
     gc.disable()
     try:
-        module = weakref.ref(policy.model._loaded.policy)
+        module = weakref.ref(policy.model.loaded.policy)
         del policy
         assert module() is None
     finally:

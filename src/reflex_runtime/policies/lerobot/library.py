@@ -165,7 +165,7 @@ def _longer(tensor: Any, dim: int, length: int) -> Any:
 
 def _picture(image: Any) -> Any:
     """uint8 [… h, w, 3] as LeRobot has pictures: float [… 3, h, w] in [0, 1]."""
-    return torch.from_numpy(np.ascontiguousarray(image)).movedim(-1, -3).to(torch.float32) / 255
+    return torch.from_numpy(image.astype(np.float32)).movedim(-1, -3) / 255
 
 
 def _opened(path: Path, device: DeviceOptions, name: str) -> tuple[Any, Any, Any]:

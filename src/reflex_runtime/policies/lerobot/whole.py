@@ -25,25 +25,25 @@ class LeRobotWhole(WholeModel):
 
     def __init__(self, spec: PolicySpec, features: Features, device: DeviceOptions) -> None:
         super().__init__(spec)
-        self._loaded = LoadedPolicy(spec, features, device)
-        self.provider, self.half = device.provider, self._loaded.half
+        self.loaded = LoadedPolicy(spec, features, device)
+        self.provider, self.half = device.provider, self.loaded.half
         self.batched = spec.model_type not in SEEDED
 
     def prepare(self, observation: Observation) -> Prepared:
-        return self._loaded.prepare(observation)
+        return self.loaded.prepare(observation)
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
         with torch.inference_mode():
-            given = None if noise is None else torch.from_numpy(noise).to(self._loaded.device)
+            given = None if noise is None else torch.from_numpy(noise).to(self.loaded.device)
             return taken(self._called(rows, given))
 
     def finish(self, rows: Sequence[Observation], x: Floats) -> Floats:
-        return self._loaded.finish(rows, torch.from_numpy(x))
+        return self.loaded.finish(rows, torch.from_numpy(x))
 
     def _called(self, rows: Sequence[Observation], noise: Any) -> Any:
         """Actions [n, chunk, dim]. Chosen anew at each call: a bound method kept here would be a cycle, and an unloaded
         policy would stay in memory."""
-        kind, predict = self.spec.model_type, self._loaded.policy.predict_action_chunk
+        kind, predict = self.spec.model_type, self.loaded.policy.predict_action_chunk
         if kind == "diffusion":
             return self._diffusion(rows, noise)
         if kind in SEEDED:
@@ -51,11 +51,11 @@ class LeRobotWhole(WholeModel):
         return predict(self._batch(rows))
 
     def _batch(self, rows: Sequence[Observation]) -> Batch:
-        return self._loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
+        return self.loaded.on_device(stacked_batch([row.ready.batch for row in rows]))
 
     def _diffusion(self, rows: Sequence[Observation], noise: Any) -> Any:
         batch = self._batch(rows)
-        model, config = self._loaded.policy.diffusion, self._loaded.config
+        model, config = self.loaded.policy.diffusion, self.loaded.config
         if config.image_features:
             batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
         condition = model._prepare_global_conditioning(batch)
@@ -66,9 +66,9 @@ class LeRobotWhole(WholeModel):
         return x[:, first : first + config.n_action_steps]
 
     def _vqbet(self, batch: Batch) -> Any:
-        config = self._loaded.config
+        config = self.loaded.config
         batch["observation.images"] = torch.stack([batch[name] for name in config.image_features], dim=-4)
-        return self._loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
+        return self.loaded.policy.vqbet(batch, rollout=True)[:, : config.action_chunk_size]
 
     def _by_row(self, call: Callable[[Batch], Any], rows: Sequence[Observation]) -> Any:
         """Row by row: it draws from torch's own generator, which is seeded for each."""
@@ -78,5 +78,5 @@ class LeRobotWhole(WholeModel):
         with torch.random.fork_rng():
             for row in rows:
                 torch.manual_seed(row.seed % (1 << 63))
-                answers.append(call(self._loaded.on_device(row.ready.batch)))
+                answers.append(call(self.loaded.on_device(row.ready.batch)))
         return torch.cat(answers)
