@@ -179,10 +179,15 @@ class Server:
         os.write(self._gate, b".")
 
     def behind(self, bodies: Sequence[Any]) -> list[Answer]:
-        """Answers of requests that all waited behind the plug, which goes once the last of them does."""
+        """Answers of requests that all waited behind the plug, decoded, which goes once the last of them does."""
+        decoded = self.metrics()("reflex_prepare_seconds_count")
+        decoded += sum(isinstance(body, dict) and bool(body.keys() & {"image", "images"}) for body in bodies)
         with self.burst(bodies) as burst:
             burst.send()
-            self.reach(lambda m: m("reflex_policy_runtime_queue_depth") == len(bodies))
+            self.reach(
+                lambda m: m("reflex_policy_runtime_queue_depth") == len(bodies)
+                and m("reflex_prepare_seconds_count") >= decoded
+            )
             self.release()
             return burst.answers()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,13 +86,14 @@ def run(args: argparse.Namespace) -> int:
     horizon = None if args.rtc_horizon is None else whole("--rtc-horizon", args.rtc_horizon, 1, 10_000)
     if args.instruction is not None and not args.instruction.strip():
         raise ConfigError("--instruction=: is empty; give words, such as 'open the drawer', or leave it out")
-    diagnosis = examine(
-        args.source,
-        PROVIDERS.get(args.provider, args.provider),
-        threads,
-        instruction=args.instruction,
-        rtc_horizon=horizon,
-    )
+    with redirect_stdout(sys.stderr):  # what a model prints would break the JSON
+        diagnosis = examine(
+            args.source,
+            PROVIDERS.get(args.provider, args.provider),
+            threads,
+            instruction=args.instruction,
+            rtc_horizon=horizon,
+        )
     if args.format == "json":
         json.dump(diagnosis.as_dict(), sys.stdout, ensure_ascii=False, indent=2)
         print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from serving.requests import busy
 
 # A model in plain NumPy: a chunk that depends on state, picture and noise.
 MODEL = '''
+import sys
 import numpy as np
 from reflex_runtime.policies import DeviceOptions, PolicySpec, StagedModel, WholeModel
 
@@ -58,6 +60,14 @@ def refused(device):
     from reflex_runtime.core.errors import ConfigError
     raise ConfigError("weights.pt: not found")
 
+def leaves(device):
+    print("a word on standard output")
+    sys.exit()
+
+def talks(device):
+    print("a word on standard output")
+    return Mine(SPEC)
+
 def unsaid(device):
     class Unsaid(WholeModel):
         def __init__(self): pass
@@ -77,9 +87,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_policy.py").write_text(MODEL)
     (tmp_path / "needs_more.py").write_text("import no_such_package_anywhere\n")
     (tmp_path / "with_error.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit('no licence')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as for an installed command
-    for name in ("my_policy", "needs_more", "with_error"):
+    for name in ("my_policy", "needs_more", "with_error", "leaves"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
@@ -112,6 +123,8 @@ WRONG = {
     "python:with_error:make": "with_error cannot be imported: ZeroDivisionError: division by zero (with_error.py:1)",
     "python:my_policy:nowhere": "my_policy has no 'nowhere'; define `def nowhere(device): …` there",
     "python:my_policy:value": "my_policy has something that is no function as 'value'",
+    "python:leaves:make": "leaves cannot be imported: SystemExit: no licence (leaves.py:1)",
+    "python:my_policy:leaves": "the factory failed: SystemExit:  (my_policy.py:",
     "python:my_policy:nothing": "the factory failed: TypeError: nothing() takes 0 positional arguments but 1 was given",
     "python:my_policy:broken": "the factory failed: KeyError: 'weights' (my_policy.py:",
     "python:my_policy:wrong": "made a str, expected a StagedModel or a WholeModel",
@@ -150,6 +163,15 @@ def test_p5_a_spec_that_cannot_be_is_refused(here: Path, change: dict[str, objec
     with pytest.raises(ConfigError) as error:
         replace(spec, **change)  # type: ignore[arg-type]
     assert told in error.value.message
+
+
+def test_p6_the_doctor_tells_json_alone_however_much_a_model_prints(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "python:my_policy:talks", "--format", "json"]) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["checks"]
+    assert "a word on standard output" in err
 
 
 def test_p6_the_doctor_runs_what_a_factory_made(here: Path) -> None:

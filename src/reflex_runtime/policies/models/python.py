@@ -66,7 +66,7 @@ def _factory(source: str) -> Factory:
             "install it with pip"
         )
         raise ConfigError(f"{source}: there is no module {error.name!r}: {hint}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source}: {module} cannot be imported: {_told(error)}") from error
     if not callable(found):
         what = "has no" if found is None else "has something that is no function as"
@@ -80,7 +80,7 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         model = factory(device)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{source}: the factory failed: {_told(error)}") from error
     if not isinstance(model, StagedModel | WholeModel):
         raise ConfigError(f"{source}: made a {type(model).__name__}, expected a StagedModel or a WholeModel")
@@ -97,7 +97,7 @@ def _own(error: ModuleNotFoundError, module: str) -> bool:
     return error.name is not None and (module == error.name or module.startswith(f"{error.name}."))
 
 
-def _told(error: Exception) -> str:
+def _told(error: Exception | SystemExit) -> str:
     """An exception of foreign code in one line: its class, its text, and where it was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
