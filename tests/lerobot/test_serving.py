@@ -425,6 +425,26 @@ def test_p10_a_call_row_by_row_has_all_that_the_preprocessor_made(
     assert [batch["task"] for batch in called] == [["task 0"], ["task 1"]]
 
 
+@pytest.mark.parametrize("family", STAGED)
+def test_p14_what_is_missing_of_a_hub_is_named_with_the_command_to_get_it(
+    checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    root = tmp_path / "checkpoint"
+    shutil.copytree(checkpoints[family], root)
+    if family == "smolvla":
+        _config(vlm_model_name="nobody/nothing")(root)
+    file = root / "policy_preprocessor.json"
+    told = json.loads(file.read_text())
+    for step in told["steps"]:
+        if "tokenizer_name" in step["config"]:
+            step["config"]["tokenizer_name"] = "nobody/nothing"
+    file.write_text(json.dumps(told))
+    with pytest.raises(ConfigError) as error:
+        loaded(root)
+    assert "hf download nobody/nothing --exclude '*.safetensors'" in error.value.message
+    assert "\n" not in error.value.message
+
+
 def _named(weights: dict[str, Any], end: str) -> str:
     return next(name for name in weights if name.endswith(end.removeprefix("model.")))
 

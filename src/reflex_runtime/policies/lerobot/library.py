@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import queue
 import threading
 import warnings
@@ -60,7 +61,8 @@ class LoadedPolicy(LoadedModule):
         except ConfigError:
             raise
         except Exception as error:  # LeRobot, transformers and safetensors raise a dozen classes
-            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {told(error)}") from error
+            hint = _hub_hint(features.path, spec) if "huggingface.co" in str(error) else ""
+            raise ConfigError(f"{spec.source}: LeRobot cannot load it: {hint}{told(error)}") from error
         check_loaded(spec.source, features.path / WEIGHTS, policy)
         super().__init__(name, policy)
         self._free: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
@@ -206,6 +208,14 @@ def _tokenizers(pipeline: Any) -> dict[int, Any]:
     """The tokenizers of its steps by their id, as `copy.deepcopy` keeps what it is not to copy."""
     found = [value for step in pipeline.steps for value in vars(step).values() if hasattr(value, "pad_token_id")]
     return {id(tokenizer): tokenizer for tokenizer in found}
+
+
+def _hub_hint(path: Path, spec: PolicySpec) -> str:
+    """How to get what the checkpoint needs beside its directory."""
+    steps = json.loads((path / "policy_preprocessor.json").read_bytes())["steps"]
+    named = [spec.config.get("vlm_model_name"), *(step.get("config", {}).get("tokenizer_name") for step in steps)]
+    commands = [f"hf download {name} --exclude '*.safetensors'" for name in dict.fromkeys(filter(None, named))]
+    return f"where there is a network, run {' and '.join(commands)}, and copy the cache here; " if commands else ""
 
 
 def _relative_step(pipeline: Any) -> Any:
