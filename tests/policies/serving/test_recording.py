@@ -618,18 +618,22 @@ def stated(i: int, n: int) -> list[dict[str, Any]]:
 def test_t6_the_schedule_of_two_slots_with_holds_is_the_same_again(
     versions: tuple[Path, Path], there: Path, tmp_path: Path
 ) -> None:
-    # Seven robots of eight ask a: of two even groups one is back while the other runs, and nobody is waited for.
-    # Batches are shorter than the way back of a robot, and holds may be long: there are some on a busy machine too.
-    options = ("--split", "88", "--inject-latency-ms", "2", "--batch-timeout-ms", "50")
-    with two(versions, there, *options) as server:
-        answers = robots(server, [stated(i, 60) for i in range(8)])
-        assert {a.status for a in answers} == {200}
-        server.stop()
-    found = read_journal(only(there))
-    assert {b.group for b in found.batches} == {"a", "b"}
-    assert sum(len(b.looked) for b in found.batches) > 0  # it did hold
+    # Seven robots of eight ask a, and the eighth soon ends: while its batch runs they are back, and nobody is waited
+    # for. Whether the seven come back one by one is chance, and so there are some tries.
+    options = ("--split", "88", "--inject-latency-ms", "100", "--batch-timeout-ms", "200")
+    for attempt in range(6):
+        with two(versions, there / str(attempt), *options) as server:
+            answers = robots(server, [stated(i, 3 if i == 3 else 12) for i in range(8)])
+            assert {a.status for a in answers} == {200}
+            server.stop()
+        recording = only(there / str(attempt))
+        found = read_journal(recording)
+        assert {b.group for b in found.batches} == {"a", "b"}
+        if any(b.looked for b in found.batches):
+            break
+    assert any(b.looked for b in found.batches)  # it did hold
     out = tmp_path / "out.json"
-    done = reflex("replay", only(there), "--schedule", "--max-batch-cost-ms", "50", "--output", out)
+    done = reflex("replay", recording, "--schedule", "--max-batch-cost-ms", "50", "--output", out)
     assert done.returncode == 0, done
     told = json.loads(out.read_text())
     n = len(found.batches)
