@@ -19,6 +19,8 @@ from reflex_runtime.bench.figures import figures, generator, ratios
 from reflex_runtime.bench.load import OK, BenchSide, LoadJob, LoadRound, Sample, play, streams
 from reflex_runtime.bench.target import Target
 from reflex_runtime.cli import main
+from reflex_runtime.cli.bench import _played
+from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.policies.wires.openpi_codec import decode
 from serving.harness import Server
 from serving.requests import recorded
@@ -259,3 +261,14 @@ def test_the_same_seed_gives_the_same_times() -> None:
     assert np.allclose(times("constant"), [[0.0, 0.01, 0.02], [0.03, 0.04, 0.05]])  # robots share the times
     assert np.allclose(np.diff(times("paced")), 0.01)  # each has its own
     assert times("replay", arrivals=[0.0, 0.5], robots=1) == [[0.0, 0.5]]
+
+
+def test_x5_a_load_generator_that_ends_in_the_middle_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = tmp_path / "generator"
+    generator.write_text("#!/bin/sh\ncat > /dev/null\nprintf '{\"rounds\": [0.'\nexit 3\n")
+    generator.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(generator))
+    with pytest.raises(ReflexError, match=r"ended in the middle of its result \(status 3\); run it again"):
+        _played(LoadJob([BenchSide("http://127.0.0.1:1", "act-json")], "closed", robots=1, rounds=1, seconds=0.1))

@@ -230,6 +230,9 @@ def _played(job: LoadJob) -> list[LoadRound]:
             process.stdin.write(msgspec.json.encode(job))
             process.stdin.close()
             for text in process.stdout:
+                if not text.endswith(b"\n"):
+                    ended = f"status {process.wait()}"
+                    raise ReflexError(f"the load generator ended in the middle of its result ({ended}); run it again")
                 line = msgspec.json.decode(text, type=LoadLine)
                 _progress(line.told)
                 if line.error:
