@@ -270,5 +270,6 @@ def test_x5_a_load_generator_that_ends_in_the_middle_is_one_line(
     generator.write_text("#!/bin/sh\ncat > /dev/null\nprintf '{\"rounds\": [0.'\nexit 3\n")
     generator.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(generator))
+    side = BenchSide("http://127.0.0.1:1", "act-json")
     with pytest.raises(ReflexError, match=r"ended in the middle of its result \(status 3\); run it again"):
-        _played(LoadJob([BenchSide("http://127.0.0.1:1", "act-json")], "closed", robots=1, rounds=1, seconds=0.1))
+        _played(LoadJob([side], "closed", robots=1, rounds=1, seconds=0.1, warmup=0.0))
