@@ -67,6 +67,14 @@ _POSE = [
     helper.make_node("Unsqueeze", ["moved", "one"], ["pose_term"]),
 ]
 
+_SCENE_AND_TIME = [  # the prefix and the flow time → "kvt_term" [batch, 1, 1]
+    helper.make_node("ReduceMax", ["keys"], ["k"], axes=[1, 2], keepdims=0),
+    helper.make_node("ReduceSum", ["values", "one"], ["v"], keepdims=0),
+    helper.make_node("Add", ["k", "v"], ["kv"]),
+    helper.make_node("Add", ["kv", "t"], ["kvt"]),
+    helper.make_node("Unsqueeze", ["kvt", "one_two"], ["kvt_term"]),
+]
+
 
 def write_graph(
     file: Path, nodes: list[Any], inputs: list[str], outputs: list[str], batch: str | int = "batch"
@@ -111,11 +119,7 @@ def write_expert(file: Path, batch: str | int = "batch") -> None:
     """One Euler step: chunk = x + dt · (tanh(pose + Σ keys + Σ values + t) − x)."""
     nodes = [
         *_POSE,
-        helper.make_node("ReduceMax", ["keys"], ["k"], axes=[1, 2], keepdims=0),
-        helper.make_node("ReduceSum", ["values", "one"], ["v"], keepdims=0),
-        helper.make_node("Add", ["k", "v"], ["kv"]),
-        helper.make_node("Add", ["kv", "t"], ["kvt"]),
-        helper.make_node("Unsqueeze", ["kvt", "one_two"], ["kvt_term"]),
+        *_SCENE_AND_TIME,
         helper.make_node("Add", ["pose_term", "kvt_term"], ["drive"]),
         helper.make_node("Tanh", ["drive"], ["target"]),
         helper.make_node("Sub", ["target", "x"], ["velocity"]),

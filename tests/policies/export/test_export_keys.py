@@ -72,11 +72,7 @@ def staged_export(root: Path, x_dim: int = 5) -> Path:
     columns = tiny._constant("pose_weights", np.eye(2, x_dim))
     nodes = [
         *tiny._POSE,
-        helper.make_node("ReduceMax", ["keys"], ["k"], axes=[1, 2], keepdims=0),
-        helper.make_node("ReduceSum", ["values", "one"], ["v"], keepdims=0),
-        helper.make_node("Add", ["k", "v"], ["kv"]),
-        helper.make_node("Add", ["kv", "t"], ["kvt"]),
-        helper.make_node("Unsqueeze", ["kvt", "one_two"], ["kvt_term"]),
+        *tiny._SCENE_AND_TIME,
         helper.make_node("Mul", ["kvt_term", "dt"], ["kvt_small"]),
         helper.make_node("Sub", ["pose_term", "x"], ["velocity"]),
         helper.make_node("Mul", ["velocity", "dt"], ["moved_x"]),

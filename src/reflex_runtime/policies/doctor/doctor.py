@@ -126,6 +126,16 @@ def _looked(look: Callable[[Patient], Finding], patient: Patient) -> Finding:
 
 _Checks = tuple[tuple[str, tuple[str, ...], Callable[[Patient], Finding]], ...]
 
+_RUNS: Final[_Checks] = (
+    ("actions", ("model_load",), runs.check_actions),
+    ("cameras", ("actions",), runs.check_cameras),
+    ("determinism", ("actions",), runs.check_determinism),
+    ("batch_parity", ("actions",), runs.check_batch_parity),
+    ("rtc_boundary", ("actions",), runs.check_rtc_boundary),
+    ("clock", (), runs.check_clock),
+)
+"""Those of a loaded model, of any source."""
+
 _EXPORT: Final[_Checks] = (
     ("files", (), files.check_files),
     ("normalisation", ("files",), files.check_normalisation),
@@ -139,12 +149,7 @@ _EXPORT: Final[_Checks] = (
     ("memory", ("config",), runs.check_memory),
     ("provider", (), runs.check_provider),
     ("model_load", ("config", "inputs", "dynamic_batch", "provider"), runs.check_model_load),
-    ("actions", ("model_load",), runs.check_actions),
-    ("cameras", ("actions",), runs.check_cameras),
-    ("determinism", ("actions",), runs.check_determinism),
-    ("batch_parity", ("actions",), runs.check_batch_parity),
-    ("rtc_boundary", ("actions",), runs.check_rtc_boundary),
-    ("clock", (), runs.check_clock),
+    *_RUNS,
 )
 """Id, the checks whose findings it needs, and the check, in the order they are made."""
 
@@ -153,11 +158,6 @@ _OTHER: Final[_Checks] = (
     ("embodiment", ("source",), runs.check_embodiment),
     ("memory", ("source",), runs.check_memory),
     ("model_load", ("source",), runs.check_model_load),
-    ("actions", ("model_load",), runs.check_actions),
-    ("cameras", ("actions",), runs.check_cameras),
-    ("determinism", ("actions",), runs.check_determinism),
-    ("batch_parity", ("actions",), runs.check_batch_parity),
-    ("rtc_boundary", ("actions",), runs.check_rtc_boundary),
-    ("clock", (), runs.check_clock),
+    *_RUNS,
 )
 """The same for what is no export: its own reader checks its files."""

@@ -20,7 +20,7 @@ import torch
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
-from reflex_runtime.policies.lerobot.library import LoadedPolicy
+from reflex_runtime.policies.lerobot.loading import LoadedPolicy
 from reflex_runtime.policies.lerobot.made_up import MadeUpEpisode, MadeUpMoment
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.observation import noise_of

@@ -14,7 +14,7 @@ import torch
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.lerobot.features import WEIGHTS
-from reflex_runtime.policies.lerobot.library import LoadedModule, check_loaded, told
+from reflex_runtime.policies.lerobot.loading import LoadedModule, check_loaded, told
 from reflex_runtime.policies.lerobot.staged import ReadyVla, StagedVla
 from reflex_runtime.policies.models.torch_models import torch_device
 from reflex_runtime.policies.policy.observation import Observation

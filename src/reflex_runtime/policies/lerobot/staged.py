@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from reflex_runtime.policies.lerobot.features import Features
-from reflex_runtime.policies.lerobot.library import LoadedModule, LoadedPolicy, padded
+from reflex_runtime.policies.lerobot.loading import LoadedModule, LoadedPolicy, padded
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.model import StagedModel
 from reflex_runtime.policies.policy.observation import Observation

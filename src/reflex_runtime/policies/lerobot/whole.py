@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reflex_runtime.policies.lerobot.features import SEEDED, Features
-from reflex_runtime.policies.lerobot.library import Batch, LoadedPolicy, Prepared, stacked_batch
+from reflex_runtime.policies.lerobot.loading import Batch, LoadedPolicy, Prepared, stacked_batch
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.model import WholeModel
 from reflex_runtime.policies.policy.observation import Observation
