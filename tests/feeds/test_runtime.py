@@ -88,12 +88,15 @@ def test_f14_files_go_through_one_detector_whole_each_in_order() -> None:
 
 
 def test_f4_file_feeds_lose_nothing_to_a_tiny_queue_and_to_each_other() -> None:
-    runtime, sinks = Runtime(), [Collector() for _ in range(8)]
+    runtime, detector, sinks = Runtime(), Detector(is_open=False), [Collector() for _ in range(8)]
     config = BatchConfig(max_batch_size=2, max_latency=0.001, queue_capacity=2)
-    point = runtime.coordinator(Detector(), config)
+    point = runtime.coordinator(detector, config)
     for i, sink in enumerate(sinks):
         runtime.feed(f"cam{i}", Camera(*range(40), END, live=False), Pipeline(batch=point), [sink])
+    events = runtime.events()
     with runtime:
+        assert any(isinstance(event, BatchSubmissionRejected) for event in events)
+        detector.gate.set()
         assert runtime.wait(PATIENCE)
         snapshot = runtime.snapshot()
     assert [sink.sequences for sink in sinks] == [list(range(40))] * 8

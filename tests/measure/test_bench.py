@@ -72,22 +72,22 @@ def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.Cap
 
 
 def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One robot, 20 requests a second, and a server that takes 0.2 s for each: the last waits for all before it."""
-    with Server(tiny, "--inject-latency-ms", "200", "--max-queue-s", "0") as server:
+    """One robot, 20 requests a second, and a server that takes 0.1 s for each: the last waits for all before it."""
+    with Server(tiny, "--inject-latency-ms", "100", "--max-queue-s", "0") as server:
         words = "--robots", "1", "--arrivals", "constant", "--rate", "20", "--rounds", "1", "--warmup-s", "0"
         status, found = measured(capsys, url(server), *words, "--round-s", "1")
         (told,) = found["servers"]
         assert (status, told["answers"], told["requests"]) == (0, 20, 20)
-        assert told["latency_ms"]["max"] > 2_500.0  # 20 · 200 ms of work, of which 950 ms before the last was due
-        assert told["latency_ms"]["p50"] > 2 * told["service_ms"]["p50"] > 400.0
+        assert told["latency_ms"]["max"] > 1_000.0  # 20 · 100 ms of work, of which 950 ms before the last was due
+        assert told["latency_ms"]["p50"] > 2 * told["service_ms"]["p50"] > 200.0
         closed = *words[:2], "--rounds", "1", "--warmup-s", "0", "--round-s", "1"
         _, found = measured(capsys, url(server), *closed)
         told = found["servers"][0]
-        assert told["answers"] < 10
+        assert told["answers"] < 12
         assert told["latency_ms"]["p50"] == pytest.approx(told["service_ms"]["p50"], abs=50.0)
         _, found = measured(capsys, url(server), *closed, "--rate-hz", "20")  # a control rate is kept to as well
         assert found["servers"][0]["requests"] == 20
-        assert found["servers"][0]["latency_ms"]["max"] > 2_500.0
+        assert found["servers"][0]["latency_ms"]["max"] > 1_000.0
 
 
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
