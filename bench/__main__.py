@@ -33,8 +33,8 @@ from bench import (
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
-USUAL = CASES[:-7]  # the others are asked for by name
+CASES += ("closed-pictures", "arriving-pictures", "faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
+USUAL = CASES[:-9]  # the others are asked for by name
 
 
 def main() -> int:
@@ -64,6 +64,8 @@ def main() -> int:
             "alone": lambda: serving.alone(heavy, scale),
             "closed": lambda: serving.closed(heavy, scale),
             "arriving": lambda: serving.arriving(heavy, scale),
+            "closed-pictures": lambda: serving.closed_pictures(Path(root), scale),
+            "arriving-pictures": lambda: serving.arriving_pictures(Path(root), heavy, scale),
             "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),

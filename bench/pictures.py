@@ -57,11 +57,15 @@ def _beside(server: Server, robot: dict[str, Any], large: dict[str, Any]) -> tup
 
 
 def _request(form: str, size: tuple[int, int]) -> dict[str, Any]:
+    image = picture(form, size, plain=form == "PNG")
+    return {"state": [0.1, -0.2, 0.3, -0.4], "instruction": "push the button", "image": image}
+
+
+def picture(form: str, size: tuple[int, int], plain: bool = False) -> str:
+    """A picture in base64: soft noise, or one colour."""
     import PIL.Image
 
     data = io.BytesIO()
-    PIL.Image.effect_noise((16, 16), 60).convert("RGB").resize(size).save(data, form) if form == "JPEG" else (
-        PIL.Image.new("RGB", size, "teal").save(data, form)
-    )
-    image = base64.b64encode(data.getvalue()).decode()
-    return {"state": [0.1, -0.2, 0.3, -0.4], "instruction": "push the button", "image": image}
+    noise = PIL.Image.effect_noise((16, 16), 60).convert("RGB").resize(size)
+    (PIL.Image.new("RGB", size, "teal") if plain else noise).save(data, form)
+    return base64.b64encode(data.getvalue()).decode()

@@ -132,7 +132,9 @@ class Raw:
         self._process.wait()
 
 
-def reflex(export: Path, *flags: str, name: str = "reflex", ready: str | None = None) -> Server:
+def reflex(
+    export: Path, *flags: str, name: str = "reflex", ready: dict[str, Any] | str | None = None
+) -> Server:
     """`reflex serve` with its defaults, but for the supervisor: the process is the one whose times are taken."""
     command = ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", "--no-supervise", *flags]
     return Server(name, command, ready=ready)
@@ -142,27 +144,29 @@ def hello(export: Path) -> Server:
     return Server("bare ASGI hello", ["-m", "bench.apps.hello", str(export), "PORT"])
 
 
-def byhand(export: Path) -> Server:
-    return Server("batcher by hand", ["-m", "bench.apps.byhand", str(export), "PORT"])
+def byhand(export: Path, window: int = 0, **more: Any) -> Server:
+    """window: milliseconds that its batches wait for others."""
+    name = f"batcher by hand, {window} ms" if window else "batcher by hand"
+    return Server(name, ["-m", "bench.apps.byhand", str(export), "PORT", str(window)], **more)
 
 
 def plain_openpi(export: Path) -> Server:
     return Server("plain server", ["-m", "bench.apps.plain_openpi", str(export), "PORT"], "/", ready="/healthz")
 
 
-def mosec(export: Path) -> Server | None:
+def mosec(export: Path, **more: Any) -> Server | None:
     """None when it is not installed."""
     if installed("mosec") is None:
         return None
     command = ["-m", "bench.apps.with_mosec", str(export), "PORT"]
-    return Server("mosec", command, "/inference", {"BENCH_EXPORT": str(export)})
+    return Server("mosec", command, "/inference", {"BENCH_EXPORT": str(export)}, **more)
 
 
-def litserve(export: Path) -> Server | None:
+def litserve(export: Path, **more: Any) -> Server | None:
     """None when it is not installed."""
     if installed("litserve") is None:
         return None
-    return Server("LitServe", ["-m", "bench.apps.with_litserve", str(export), "PORT"])
+    return Server("LitServe", ["-m", "bench.apps.with_litserve", str(export), "PORT"], **more)
 
 
 @contextlib.contextmanager
@@ -176,12 +180,12 @@ def running(*servers: Server | None) -> Iterator[list[Server]]:
             server.stop()
 
 
-def rivals(export: Path) -> list[Server]:
+def rivals(export: Path, **more: Any) -> list[Server]:
     """The other batching servers that are installed and start here."""
     found: list[Server] = []
     for start in (mosec, litserve):
         try:
-            server = start(export)
+            server = start(export, **more)
         except RuntimeError as error:
             say(f"  left out: {error}")
             continue

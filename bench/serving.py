@@ -1,23 +1,29 @@
 """The whole server against ONNX Runtime alone, a bare ASGI hello, a batcher by hand, mosec and LitServe.
 
 Every case starts its servers once and asks them in turns; a row is the median over the rounds. The rivals answer the
-same requests with the same model on the same core.
+same requests with the same model on the same core. Requests have no pictures, but for the cases named `…-pictures`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
-from bench.load import Answered, quantile
+from bench.load import STATE, Answered, quantile
+from bench.models import SIDE, write_export
+from bench.pictures import picture
 from bench.report import Row, row, say
 from bench.servers import Raw, Server, byhand, hello, reflex, rivals, running
 
 CALLERS = 32
 REFLEX = "reflex"
+WINDOW = 3  # milliseconds, of the batcher by hand that has one
 BUDGET = ("--max-batch-cost-ms", "400")  # 128 rows fit, as they do with the rivals; the default of 100 ms takes half
 
 
@@ -26,14 +32,15 @@ def _rounds(scale: float, full: int) -> int:
 
 
 def _turns(
-    case: str, servers: list[Server], rounds: int, callers: int = CALLERS, seconds: float = 1.2
+    case: str, servers: list[Server], rounds: int, callers: int = CALLERS, seconds: float = 1.2, **job: Any
 ) -> dict[str, list[Answered]]:
     """Ask every server in every round; the order turns, so that none always follows the same one."""
     found: dict[str, list[Answered]] = defaultdict(list)
     for i in range(rounds):
         say(f"  {case}: round {i + 1} of {rounds}")
-        for server in servers[i % len(servers) :] + servers[: i % len(servers)]:
-            answered = server.load(callers=callers, seconds=seconds)
+        turned = servers[i % len(servers) :] + servers[: i % len(servers)]
+        for server in turned[:: -1 if i % 2 else 1]:  # both orders
+            answered = server.load(callers=callers, seconds=seconds, **job)
             if answered.failed or not answered.requests:
                 raise RuntimeError(f"{server.name}: {answered.failed} of {answered.requests} requests failed")
             found[server.name].append(answered)
@@ -137,6 +144,83 @@ def _closed(case: str, servers: list[Server], raw: Raw, callers: int, scale: flo
             gain = [mine / its for mine, its in zip(rates[REFLEX], rates[name], strict=True)]
             rows.append(row(case, f"answers a second of reflex over those of {name}", gain, "x"))
     return rows
+
+
+def closed_pictures(root: Path, scale: float, callers: Sequence[int] = (8, 32, 128)) -> list[Row]:
+    """The same loop with a picture in each request, on the path a user takes: default options, decoding included."""
+    rows: list[Row] = []
+    with _seeing(root) as servers:
+        for form, body in _bodies():
+            for n in callers:
+                case = f"closed loop, {n} callers, {form} of 224 x 224"
+                found = _turns(case, servers, _rounds(scale, 5), n, 1.5, warm=0.9, body=body)
+                rows += _against_the_best(case, found, n)
+    return rows
+
+
+@contextlib.contextmanager
+def _seeing(root: Path) -> Iterator[list[Server]]:
+    """Servers of the heavy policy with a camera: reflex, the hand loops without and with a window, the others."""
+    export = write_export(root / "heavy-seeing", heavy=True, cameras=("image",))
+    ready = next(_bodies())[1]
+    started = (reflex(export, ready=ready), byhand(export, ready=ready), byhand(export, WINDOW, ready=ready))
+    with running(*started, *rivals(export, ready=ready)) as servers:
+        yield servers
+
+
+def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    for form in ("PNG", "JPEG"):
+        yield form, STATE | {"image": picture(form, (SIDE, SIDE))}
+
+
+def _against_the_best(case: str, found: dict[str, list[Answered]], callers: int) -> list[Row]:
+    """Rates and tails of every server, and reflex's over the best of the others but LitServe, round by round."""
+    others = [found[name] for name in found if name not in (REFLEX, "LitServe")]
+    whole = {8: 7.5, 32: 28.0}.get(callers)
+    rows = [row(case, "mean batch, reflex", [a.mean_batch for a in found[REFLEX]], "", least=whole)]
+    gain = [mine.rate / max(a.rate for a in its) for mine, *its in zip(found[REFLEX], *others, strict=True)]
+    rows.append(row(case, "answers a second of reflex over the best of by hand and mosec", gain, "x", least=1.0))
+    tails = [
+        mine.quantile(0.99) / min(a.quantile(0.99) for a in its)
+        for mine, *its in zip(found[REFLEX], *others, strict=True)
+    ]
+    rows.append(row(case, "p99 of reflex over the least of theirs", tails, "x", most=1.15 if callers == 128 else None))
+    for name, answered in found.items():
+        rows.append(row(case, f"answers a second, {name}", [a.rate for a in answered], "/s"))
+        rows.append(row(case, f"p99, {name}", [a.quantile(0.99) * 1e3 for a in answered], "ms"))
+        if name != REFLEX:
+            rows.append(row(case, f"mean batch, {name}", [a.mean_batch for a in answered], ""))
+    return rows
+
+
+def arriving_pictures(root: Path, heavy: Path, scale: float) -> list[Row]:
+    """Requests that come by themselves at 90 % of what the model alone gets through in batches of 32, without pictures
+    and with them: the share answered within three times such a batch, by every server."""
+    raw = Raw(heavy)
+    rows: list[Row] = []
+    try:
+        with running(reflex(heavy), byhand(heavy), byhand(heavy, WINDOW), *rivals(heavy)) as servers:
+            rows += _in_time("open loop at 90 %", servers, raw, scale, {})
+        with _seeing(root) as servers:
+            for form, body in _bodies():
+                rows += _in_time(f"open loop at 90 %, {form} of 224 x 224", servers, raw, scale, {"body": body})
+    finally:
+        raw.stop()
+    return rows
+
+
+def _in_time(case: str, servers: list[Server], raw: Raw, scale: float, job: dict[str, Any]) -> list[Row]:
+    share: dict[str, list[float]] = defaultdict(list)
+    for i in range(_rounds(scale, 5)):
+        batch = raw.mean(CALLERS, 0.5)
+        asked = job | {"rate": 0.9 * CALLERS / batch, "seed": i}
+        found = _turns(f"{case}, part {i + 1}", servers[:: -1 if i % 2 else 1], 1, CALLERS, 3.0, **asked)
+        for name, (answered,) in found.items():
+            share[name].append(sum(latency <= 3.0 * batch for latency in answered.latencies) / answered.requests)
+    best = [max(of) for of in zip(*(share[n] for n in share if n not in (REFLEX, "LitServe")), strict=True)]
+    behind = [mine - its for mine, its in zip(share[REFLEX], best, strict=True)]
+    rows = [row(case, "within three batch times: reflex less the best of by hand and mosec", behind, "", least=0.0)]
+    return rows + [row(case, f"within three batch times, {name}", share[name], "") for name in share]
 
 
 def arriving(heavy: Path, scale: float) -> list[Row]:

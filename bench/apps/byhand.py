@@ -1,18 +1,20 @@
 """The simplest batcher one writes by hand: a queue, a task that empties it, and the model on an executor thread.
 
+`python -m bench.apps.byhand EXPORT PORT [WINDOW_MS]`. The task waits so many milliseconds from the first request for
+others; without them it takes what is there. Pictures are decoded where a request is read, on the event loop.
+
 No limits, no deadlines, no fairness, no metrics, no errors: what it costs is what batching costs at least.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from typing import Any
 
-import numpy as np
-
-from bench.apps.raw import open_session
+from bench.apps.raw import Model
 from bench.apps.uv import run
 
 MOST = 128
@@ -21,28 +23,39 @@ MOST = 128
 class ByHand:
     """The application."""
 
-    def __init__(self, export: str) -> None:
-        self.session = open_session(export)
-        self.queue: asyncio.Queue[tuple[list[float], asyncio.Future[Any]]] = asyncio.Queue()
+    def __init__(self, export: str, window: float = 0.0) -> None:
+        """window: seconds."""
+        self.model = Model(export)
+        self.window = window
+        self.queue: asyncio.Queue[tuple[dict[str, Any], asyncio.Future[Any]]] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
 
     async def batches(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self.queue.get()]
+            if self.window:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.window):
+                        while len(batch) < MOST:
+                            batch.append(await self.queue.get())
             while len(batch) < MOST and not self.queue.empty():
                 batch.append(self.queue.get_nowait())
-            states = np.array([state for state, _ in batch], np.float32)
-            actions = (await loop.run_in_executor(None, self.session.run, None, {"state": states}))[0].tolist()
+            feeds = self.model.feeds([row for row, _ in batch])
+            actions = await loop.run_in_executor(None, self.model.run, feeds)
             for (_, future), chunk in zip(batch, actions, strict=True):
                 future.set_result((chunk, len(batch)))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.task is None:
             self.task = asyncio.create_task(self.batches())
-        body = (await receive())["body"]
+        body = b""
+        more = True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
         future = asyncio.get_running_loop().create_future()
-        self.queue.put_nowait((json.loads(body)["state"], future))
+        self.queue.put_nowait((self.model.row(json.loads(body)), future))
         chunk, size = await future
         answer = json.dumps({"actions": chunk, "batch": {"size": size}}, separators=(",", ":")).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
@@ -51,4 +64,4 @@ class ByHand:
 
 
 if __name__ == "__main__":
-    run(ByHand(sys.argv[1]), int(sys.argv[2]))
+    run(ByHand(sys.argv[1], *(float(ms) / 1e3 for ms in sys.argv[3:])), int(sys.argv[2]))

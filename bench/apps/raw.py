@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,37 @@ def open_session(export: str) -> Any:
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 3
     return ort.InferenceSession(str(Path(export) / "model.onnx"), options, providers=["CPUExecutionProvider"])
+
+
+class Model:
+    """The model of an export behind a server: one row for a request, one call for many rows."""
+
+    def __init__(self, export: str) -> None:
+        self.session = open_session(export)
+        self.cameras = [found.name for found in self.session.get_inputs() if found.name != "state"]
+
+    def row(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's inputs. Its pictures are decoded by the libraries that `reflex serve` uses."""
+        return {"state": body["state"], **{name: _decoded(base64.b64decode(body[name])) for name in self.cameras}}
+
+    def feeds(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The inputs of one call."""
+        states = np.array([row["state"] for row in rows], np.float32)
+        return {"state": states, **{name: np.stack([row[name] for row in rows]) for name in self.cameras}}
+
+    def run(self, feeds: dict[str, Any]) -> Any:
+        """One chunk for each row, as lists."""
+        return self.session.run(None, feeds)[0].tolist()
+
+
+def _decoded(data: bytes) -> Any:
+    if data.startswith(b"\xff\xd8"):
+        import simplejpeg
+
+        return simplejpeg.decode_jpeg(data, "RGB")
+    import PIL.Image
+
+    return np.asarray(PIL.Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 def main() -> None:

@@ -6,14 +6,13 @@ import sys
 from typing import Any
 
 import litserve
-import numpy as np
 
-from bench.apps.raw import open_session
+from bench.apps.raw import Model
 
 MOST, WAIT = 128, 0.005
 
 
-class Model(litserve.LitAPI):
+class Batches(litserve.LitAPI):
     """A batch is a list of decoded bodies."""
 
     def __init__(self, export: str) -> None:
@@ -21,16 +20,16 @@ class Model(litserve.LitAPI):
         self.export = export
 
     def setup(self, device: Any) -> None:
-        self.session = open_session(self.export)
+        self.model = Model(self.export)
 
     def decode_request(self, request):  # type: ignore[no-untyped-def]  # an annotation would become a schema
-        return request["state"]
+        return self.model.row(request)
 
     def batch(self, inputs: list[Any]) -> Any:
-        return np.array(inputs, np.float32)
+        return self.model.feeds(inputs)
 
     def predict(self, x: Any, **kwargs: Any) -> Any:
-        return [(chunk, len(x)) for chunk in self.session.run(None, {"state": x})[0].tolist()]
+        return [(chunk, len(x["state"])) for chunk in self.model.run(x)]
 
     def unbatch(self, output: Any) -> Any:
         return output
@@ -40,6 +39,6 @@ class Model(litserve.LitAPI):
 
 
 if __name__ == "__main__":
-    server = litserve.LitServer(Model(sys.argv[1]), accelerator="cpu", workers_per_device=1)
+    server = litserve.LitServer(Batches(sys.argv[1]), accelerator="cpu", workers_per_device=1)
     port = int(sys.argv[2])
     server.run(host="127.0.0.1", port=port, num_api_servers=1, generate_client_file=False, log_level="error")
