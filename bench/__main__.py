@@ -20,6 +20,7 @@ from bench import (
     feeds,
     hostile,
     ipc,
+    library,
     llm,
     machine,
     models,
@@ -32,7 +33,7 @@ from bench import (
 )
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "scaling", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
+CASES = ("core", "scaling", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
 USUAL = CASES[:-9]  # the others are asked for by name
 
@@ -57,6 +58,7 @@ def main() -> int:
         cases: dict[str, Callable[[], list[Row]]] = {
             "core": lambda: core.core(scale),
             "scaling": lambda: core.scaling(scale),
+            "library": lambda: library.library(scale),
             "feeds": lambda: feeds.feeds(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "workers": lambda: ipc.workers(Path(root), scale),

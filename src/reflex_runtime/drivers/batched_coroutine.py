@@ -17,7 +17,7 @@ from reflex_runtime.core.errors import ConfigError, ProcessorHung
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.drivers.batched_item import Handle, forget_closed
+from reflex_runtime.drivers.batched_item import Handle, TaskClients, forget_closed
 from reflex_runtime.drivers.dispatcher import Dispatcher
 from reflex_runtime.processors.base import failure_of, outcomes_of
 from reflex_runtime.processors.function import checked_results, payloads_of
@@ -56,8 +56,8 @@ class BatchedCoroutine(Handle, Generic[Item, Result]):
         calls = self._of_this_loop()
         if (running := _inside.get()) is not None and running is calls.running:
             raise ConfigError("@batched: the function calls itself with a single item, and would wait for itself")
-        caller = id(asyncio.current_task())
-        request = Request(item, group=self._group, client=caller, priority=priority, time_limit=time_limit)
+        client = calls.clients.current()
+        request = Request(item, group=self._group, client=client, priority=priority, time_limit=time_limit)
         ticket = calls.dispatcher.submit(request)
         try:
             result: Result = await ticket.waiter
@@ -100,6 +100,7 @@ class _Calls:
         self.running: Batch | None = None
         self.dispatcher = Dispatcher([config], self._run, max_batches=1)
         self.dispatcher.start()
+        self.clients = TaskClients()
 
     async def _run(self, batch: Batch) -> Sequence[Outcome]:
         self.running = batch

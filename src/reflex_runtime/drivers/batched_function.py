@@ -21,8 +21,9 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import DEFAULT, Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink, resolve
-from reflex_runtime.drivers.batched_item import Handle, forget_closed
+from reflex_runtime.drivers.batched_item import Handle, TaskClients, forget_closed
 from reflex_runtime.drivers.device import Device
+from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.function import FunctionProcessor
 
 Item = TypeVar("Item")
@@ -85,17 +86,17 @@ class BatchedFunction(Handle, Generic[Item, Result]):
     async def aio(self, item: Item, /, *, priority: Priority = DEFAULT, time_limit: float | None = None) -> Result:
         """The result for one item, without blocking the loop; cancelling the task cancels the item."""
         driver, loop = self._driver, asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-        caller = id(asyncio.current_task())
-        request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
         inbox = driver.inbox(loop)
-        ticket = driver.submit(request, partial(inbox, future))
-        inbox.watch()
+        client = inbox.clients.current()
+        request = Request(item, group=driver.group, client=client, priority=priority, time_limit=time_limit)
+        future: asyncio.Future[Result] = loop.create_future()
+        ticket = driver.submit(request, partial(inbox.put, future), wake=False)
+        inbox.wake_soon()
         alarm = None if time_limit is None else loop.call_later(time_limit + _LATE, driver.look)
         try:
             return await future
         except asyncio.CancelledError:
-            driver.device.cancel(ticket)
+            inbox.cancels.add(ticket, loop)
             raise
         finally:
             if alarm is not None:
@@ -133,23 +134,29 @@ class _Driver:
         self.watchdog = watchdog or inf
         self.audience = Audience()
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
-        self.device = Device(Scheduler([config]), processors, self.delivery.deliver, name=name)
+        self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         self._starting = threading.Lock()
         self._started = False
 
-    def submit(self, request: Request, waiter: Callable[..., None]) -> Ticket:
-        """Admit an item. waiter: called with the settled ticket, on any thread."""
+    def submit(self, request: Request, waiter: Callable[..., None], wake: bool = True) -> Ticket:
+        """Admit an item. waiter: called with the settled ticket, on any thread. wake: see `Device.submit`."""
         if not self._started:
             with self._starting:
                 if not self._started:
                     self.device.start()
                     self._started = True
         try:
-            return self.device.submit(request, waiter)
+            return self.device.submit(request, waiter, wake)
         except Rejected:
-            self.delivery.deliver()
+            self.deliver()
             raise
+
+    def deliver(self) -> None:
+        """Deliver the new events and answers, then wake the loops that have answers: each once for all of them."""
+        self.delivery.deliver()
+        for inbox in tuple(self._inboxes.values()):
+            inbox.call()
 
     def wait(self, settled: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
         """Wait until the lock is free; returns whether it was within `timeout`. Handles deadlines and hanging calls."""
@@ -169,7 +176,7 @@ class _Driver:
         """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
         self.device.expire()
         at = self.device.check(self.watchdog)
-        self.delivery.deliver()
+        self.deliver()
         return self.device.clock() + self.watchdog if at is None else at
 
     def inbox(self, loop: asyncio.AbstractEventLoop) -> _Inbox:
@@ -182,27 +189,50 @@ class _Driver:
 
 
 class _Inbox:
-    """Answers for coroutines of a loop. One call into the loop takes all that are there, because each call wakes it."""
+    """The items of one loop's coroutines. Those of one turn wake the device once, and so do answers the loop.
+
+    clients: of its tasks. cancels: its cancelled items.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, driver: _Driver) -> None:
         self._loop, self._driver = loop, driver
-        self._watching = False
+        self.clients = TaskClients(driver.device.clock)
+        self.cancels = Cancels(driver.device.input)
+        self._wake_due = self._watching = self._called = False
         self._come: deque[Ticket] = deque()
-        self._called = False
 
-    def __call__(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
-        """Pass an answer to the loop; called on any thread."""
+    def wake_soon(self) -> None:
+        """Let the device look at what was submitted in this turn of the loop."""
+        if not self._wake_due:
+            self._wake_due = True
+            self._loop.call_soon(self._wake)
+
+    def _wake(self) -> None:
+        self._wake_due = False
+        self._driver.device.wake()
+        self._watch()
+
+    def put(self, future: asyncio.Future[Any], ticket: Ticket) -> None:
+        """Keep an answer for the loop until `call`; on any thread."""
         ticket.waiter = future
         self._come.append(ticket)
-        if not self._called:
+
+    def call(self) -> None:
+        """Let the loop take its answers, if there are any; on any thread."""
+        if self._come and not self._called:
             self._called = True
             try:
                 self._loop.call_soon_threadsafe(self._empty)
             except RuntimeError:  # the loop is closed: its coroutines are gone
                 self._come.clear()
 
-    def watch(self) -> None:
-        """Watch the running call for deadlines and hangs, as long as callers wait. On the loop."""
+    def _empty(self) -> None:
+        self._called = False  # first, so that later answers call again
+        while self._come:
+            resolve(self._come.popleft())
+
+    def _watch(self) -> None:
+        """Watch the running call for deadlines and hangs, as long as callers wait."""
         if not self._watching and self._driver.watchdog < inf:
             self._watching = True
             self._loop.call_later(self._driver.watchdog, self._look)
@@ -213,11 +243,6 @@ class _Inbox:
         self._watching = not driver.device.scheduler.idle
         if self._watching:
             self._loop.call_later(max(0.0, at - driver.device.clock()) + _LATE, self._look)
-
-    def _empty(self) -> None:
-        self._called = False  # first, so that later answers call again
-        while self._come:
-            resolve(self._come.popleft())
 
 
 # Devices whose objects were deleted. Stopping a device takes its lock, which the thread that collects garbage may hold.
