@@ -80,7 +80,8 @@ class ServeConfig(ServerConfig):
     )
     cuda_graphs: str = option(
         "",
-        "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to; without SIZES 1,2,4,8,16,32; GPU only",
+        "batch sizes, 1 to 4096, to capture as CUDA graphs and to pad to (in PyTorch the steps of staged policies); "
+        "without SIZES 1,2,4,8,16,32; GPU only",
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import ProcessorError
+from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.joining import StagedRequest, gain_over_loss, price
 from reflex_runtime.core.request import Request, Ticket
@@ -90,6 +90,34 @@ def test_b23_the_last_to_end_sets_the_horizon_whoever_joined_last() -> None:
         for i, wants in enumerate(all_wants):
             tally.add(Ticket(Request(stage="denoise", wants=wants), i, 0.0), 1.0)
         assert tally.cost == pytest.approx(5 * DENOISE[0] + 9 * DENOISE[1], rel=0.03)
+
+
+def padding_model(*padded_stages: str) -> TimeCost:
+    """A device that runs these stages at the next of 1, 4 and 8, and others as they are."""
+    made = TimeCost(STAGES, sizes=(1, 4, 8), padded_stages=padded_stages)
+    for n in (1, 2, 3, 4, 5, 8) * 20:
+        for stage, (fixed, marginal) in zip(STAGES, (PREFIX, DENOISE), strict=True):
+            size = made.padded(n) if stage in padded_stages else n
+            measure(made, [""] * n, fixed + marginal * size, stage=stage, wants=6.0)
+    return made
+
+
+@pytest.mark.parametrize("padded", [("denoise",), ("prefix",), STAGES, ()])
+def test_b24_each_stage_is_predicted_at_the_size_that_it_runs(padded: tuple[str, ...]) -> None:
+    made = padding_model(*padded)
+    assert made.padded_stages == padded
+    tally = made.tally()
+    for n in range(1, 9):
+        tally.add(Ticket(Request(stage="prefix", wants=6.0), n, 0.0), 1.0)
+        prefix, step = (made.padded(n) if stage in padded else n for stage in STAGES)
+        expected = PREFIX[0] + PREFIX[1] * prefix + 5 * (DENOISE[0] + DENOISE[1] * step)
+        assert tally.cost == pytest.approx(expected, rel=0.02)
+
+
+def test_b24_stages_that_pad_are_stages() -> None:
+    assert TimeCost(STAGES, sizes=(1,)).padded_stages == STAGES
+    with pytest.raises(ConfigError, match=r"TimeCost\.padded_stages: 'step' is none of the stages"):
+        TimeCost(STAGES, sizes=(1,), padded_stages=("step",))
 
 
 def test_b23_a_cache_hit_merely_skips_the_prefix() -> None:

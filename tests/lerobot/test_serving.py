@@ -497,7 +497,7 @@ def test_p14_options_without_effect_are_refused(checkpoints: dict[str, Path]) ->
     spec = read_source(f"lerobot:{checkpoints['act-state']}")
     for device, told in (
         (DeviceOptions(compile=True), "--compile: is for python:module:make"),
-        (DeviceOptions(captured_sizes=(1,)), "--cuda-graphs: is for ONNX exports"),
+        (DeviceOptions(captured_sizes=(1,)), "--cuda-graphs: captures the steps of smolvla, pi0, pi05"),
         (DeviceOptions(provider="CUDAExecutionProvider"), "PyTorch sees no GPU here"),
         (DeviceOptions(provider="OpenVINO"), "LeRobot checkpoints run on cpu or cuda"),
     ):

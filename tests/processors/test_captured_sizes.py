@@ -28,8 +28,8 @@ class Padding(BaseProcessor):
     def run(self, batch: Batch) -> Sequence[Any]:
         n = len(batch)
         size = next((s for s in self.captured_sizes if s >= n), None)
-        if size is not None:
-            batch.notes["captured"] = True
+        if self.captured_sizes:
+            batch.notes["captured"] = size is not None
         self.now += 0.001 + 0.002 * (size or n)
         return [None] * n
 

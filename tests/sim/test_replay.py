@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from policies.records.recorded import Served, serve
@@ -17,18 +19,22 @@ from reflex_runtime.cli import main
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import load_policy, parse_fault, served_by
 from reflex_runtime.policies.records.report import report
 from reflex_runtime.sim import Report
 from reflex_runtime.sim.replay import (
     Changes,
     MeasuredDevice,
+    _group,
     recorded_report,
     replay_measured,
     replay_schedule,
     side_by_side,
 )
-from reflex_runtime.telemetry.journal import BatchLine, Member
+from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, Member
+from reflex_runtime.telemetry.journal_head import info_of
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
 
 Robot = Callable[[Served], Awaitable[None]]
@@ -71,6 +77,16 @@ def recorded(
 
 
 # -- the same again ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [None, ("denoise",)])
+def test_b24_a_replay_pads_the_stages_that_the_server_padded(padded: tuple[str, ...] | None) -> None:
+    stages = ("prefix", "denoise")
+    cost = partial(TimeCost, stages, True, (1, 4), padded_stages=padded)
+    again = json.loads(msgspec.json.encode(info_of(GroupConfig("prod", FlushPolicy.window(0.1), cost=cost))))
+    model = _group("prod", msgspec.convert(again, GroupInfo), Changes()).cost()
+    assert isinstance(model, TimeCost)
+    assert (model.stages, model.sizes, model.padded_stages) == (stages, (1, 4), padded or stages)
 
 
 @pytest.mark.parametrize("kind", ["monolithic", "decomposed"])

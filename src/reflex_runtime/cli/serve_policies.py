@@ -199,16 +199,19 @@ def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     if config.ramp:
         shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
         Ramp(shares, every, None, Comparison(50) if config.ramp_evidence else None, 0.0)
-    _check_device(config)
+    _check_device(config, specs)
     _check_specs(config, specs)
 
 
-def _check_device(config: ServeConfig) -> None:
-    from reflex_runtime.processors.onnx import CUDA, PROVIDERS, check_provider
+def _check_device(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
+    from reflex_runtime.policies import Export
+    from reflex_runtime.processors.onnx import CPU, CUDA, PROVIDERS, check_provider
 
     provider = PROVIDERS.get(config.provider, config.provider)
     try:
-        check_provider(provider)
+        # ONNX Runtime has no say in policies that it does not run: torch may have CUDA where it has none.
+        if provider not in (CPU, CUDA) or any(isinstance(spec, Export) for spec in specs.values()):
+            check_provider(provider)
     except ConfigError as error:
         raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
     if config.cuda_graphs and provider != CUDA:

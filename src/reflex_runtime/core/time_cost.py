@@ -73,19 +73,28 @@ class TimeCost:
     wanted units is one prefix and five denoise steps. The cost of a batch is then the time until its last member ends.
     affine: False keeps the documented rolling median alone (`--cost-model median`).
     sizes: batch sizes the processor pads to, ascending; empty when it runs what it is given.
+    padded_stages: the stages it pads; None for all. Others run what they are given.
     max_keys: shapes remembered; the least recently used is forgotten beyond it.
     """
 
     unit = "seconds"
 
     def __init__(
-        self, stages: Sequence[str] = ("",), affine: bool = True, sizes: Sequence[int] = (), max_keys: int = 256
+        self,
+        stages: Sequence[str] = ("",),
+        affine: bool = True,
+        sizes: Sequence[int] = (),
+        max_keys: int = 256,
+        padded_stages: Sequence[str] | None = None,
     ) -> None:
         if not stages:
             raise ConfigError("TimeCost.stages=(): name at least one stage")
+        if unknown := sorted(set(padded_stages or ()) - set(stages)):
+            raise ConfigError(f"TimeCost.padded_stages: {unknown[0]!r} is none of the stages {tuple(stages)}")
         self.stages = tuple(stages)
         self.affine = affine
         self.sizes = tuple(sorted(sizes))
+        self.padded_stages = self.stages if padded_stages is None else tuple(padded_stages)
         self._max_keys = max_keys
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
@@ -183,7 +192,7 @@ class TimeCost:
             k = self.class_of(ticket)
             counts[k] = counts.get(k, 0.0) + 1.0
         shape, n = ticket.request.shape, len(batch)
-        padded = self.padded(n)
+        padded = self.padded(n) if batch.stage in self.padded_stages else n
         if padded != n:
             counts = {k: c * padded / n for k, c in counts.items()}
         self._relearn()
@@ -238,7 +247,7 @@ class TimeCost:
         return self._probes.get((shape, cost_class))
 
     def padded(self, n: int) -> int:
-        """The size the processor runs for n members."""
+        """The size that a padded stage runs for n members."""
         return next((s for s in self.sizes if s >= n), n)
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -383,7 +392,19 @@ class _StagedTally:
     """Seconds until the last member ends: for each stage but the last a + Σ b over those still before it, and for the
     last a · max(steps) + Σ b · steps."""
 
-    __slots__ = ("_fits", "_model", "_n", "_slopes", "_steps", "_total", "_waiting", "cost", "dearest", "measured")
+    __slots__ = (
+        "_fits",
+        "_model",
+        "_n",
+        "_padded",
+        "_plain",
+        "_steps",
+        "_total",
+        "_waiting",
+        "cost",
+        "dearest",
+        "measured",
+    )
     until_boundary = 0.0  # others enter at the next step
 
     def __init__(self, model: TimeCost) -> None:
@@ -392,7 +413,7 @@ class _StagedTally:
         self._n = 0
         self._total = 0.0  # Σ of documented estimates, while the fits are not ready
         self._waiting = [0] * (len(model.stages) - 1)  # members still before each stage but the last
-        self._slopes = 0.0  # Σ of marginal seconds over members, all stages
+        self._padded = self._plain = 0.0  # Σ of marginal seconds over members: stages that pad, and the others
         self._steps = 0.0  # longest remaining run of the last stage
         self.measured = False
         self.cost = self.dearest = 0.0
@@ -421,8 +442,9 @@ class _StagedTally:
         if self._fits is None:
             self._total += self._guess(ticket)
             return
-        slopes, steps, entering = self._price(ticket)
-        self._slopes += slopes
+        padded, plain, steps, entering = self._price(ticket)
+        self._padded += padded
+        self._plain += plain
         self._steps = max(self._steps, steps)
         for i in range(entering, len(self._waiting)):
             self._waiting[i] += 1
@@ -434,9 +456,10 @@ class _StagedTally:
             self.measured = self._model.measured(ticket)
         if self._fits is None:
             return self._total + self._guess(ticket)
-        slopes, steps, entering = self._price(ticket)
+        padded, plain, steps, entering = self._price(ticket)
         n = self._n + 1
-        total = (self._slopes + slopes) * self._model.padded(n) / n + self._fits[-1].fixed * max(self._steps, steps)
+        total = (self._padded + padded) * self._model.padded(n) / n + self._plain + plain
+        total += self._fits[-1].fixed * max(self._steps, steps)
         for i, waiting in enumerate(self._waiting):
             if waiting or entering <= i:
                 total += self._fits[i].fixed
@@ -452,12 +475,20 @@ class _StagedTally:
     def _alone(self, ticket: Ticket) -> float:
         return _StagedTally(self._model).with_ticket(ticket)
 
-    def _price(self, ticket: Ticket) -> tuple[float, float, int]:
-        """(marginal seconds over all stages left, units of the last stage left, index of its current stage)."""
+    def _price(self, ticket: Ticket) -> tuple[float, float, float, int]:
+        """(marginal seconds over the padded stages left, over the others, units of the last stage left, index of its
+        current stage)."""
         assert self._fits is not None
-        stages = self._model.stages
+        stages, pads = self._model.stages, self._model.padded_stages
+        last = len(stages) - 1
         # An unknown stage is priced as the last one; the processor should refuse it.
-        entering = stages.index(ticket.stage) if ticket.stage in stages else len(stages) - 1
-        steps = max(0.0, ticket.wants - (len(stages) - 1 - entering))
-        slopes = sum(fit.slope("") or 0.0 for fit in self._fits[entering:-1])
-        return slopes + (self._fits[-1].slope("") or 0.0) * steps, steps, entering
+        entering = stages.index(ticket.stage) if ticket.stage in stages else last
+        steps = max(0.0, ticket.wants - (last - entering))
+        padded = plain = 0.0
+        for i in range(entering, last + 1):
+            seconds = (self._fits[i].slope("") or 0.0) * (steps if i == last else 1.0)
+            if stages[i] in pads:
+                padded += seconds
+            else:
+                plain += seconds
+        return padded, plain, steps, entering

@@ -20,9 +20,9 @@ from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
+from reflex_runtime.processors.cuda_graphs import Record, cuda_graph
 
 _MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
-_Record = Callable[[Callable[[], None]], Callable[[], None]]  # what launches work → what launches it again
 _Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
 
 
@@ -114,7 +114,7 @@ class TorchRunner:
         shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
-        self._record: _Record | None = _cuda_graph if device == "cuda" and cuda_graphs else None
+        self._record: Record | None = cuda_graph if device == "cuda" and cuda_graphs else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
@@ -223,7 +223,7 @@ class TorchRunner:
 
     # -- recorded decode steps -----------------------------------------------------------------------------------------
 
-    def _replayed(self, step: Step, record: _Record) -> Tensor:
+    def _replayed(self, step: Step, record: Record) -> Tensor:
         """A step of single tokens through the smallest recording that is large enough; recorded on first use."""
         count, widest = len(step.past_lens), int(np.diff(step.block_begins).max())
         size, width = _power_of_two(count), _power_of_two(widest)
@@ -240,7 +240,7 @@ class TorchRunner:
         recorded.replay()
         return recorded.logits[:count]
 
-    def _recording(self, record: _Record, ids: Tensor, tables: Tensor, lengths: Tensor) -> _Recorded:
+    def _recording(self, record: Record, ids: Tensor, tables: Tensor, lengths: Tensor) -> _Recorded:
         """Record a step with these tensors as its inputs. Repeated runs write the same keys and values."""
         logits = torch.empty(len(ids), self.vocab_size, device=self._device)
 
@@ -266,21 +266,6 @@ def _attend_run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
     return out[0].transpose(0, 1)
-
-
-def _cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Record the launches of `run`, after two plain runs in which libraries choose kernels and make workspaces."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 def _power_of_two(number: int) -> int:

@@ -98,7 +98,8 @@ class BaseProcessor:
     """Defaults for what most processors do not need.
 
     captured_sizes: batch sizes it has captured, as CUDA graphs or the like, and pads to, ascending; its group's cost
-        model is `TimeCost(sizes=captured_sizes)`. It sets `batch.notes["captured"] = True` when a batch ran at one.
+        model is `TimeCost(sizes=captured_sizes)`. It sets `batch.notes["captured"]` to whether the batch ran at one,
+        except in stages that it never captures (`TimeCost.padded_stages` names the others).
     """
 
     repeatable = True

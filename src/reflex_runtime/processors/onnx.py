@@ -148,15 +148,15 @@ class OnnxSession:
         """Output arrays [rows, …] by name, of the same number of rows for every input.
 
         Inputs are converted to the graph's types; one of them at least is an array. notes: gets `fanout: sequential`
-        when the rows ran one by one, `captured: True` when they ran at a captured size.
+        when the rows ran one by one, and `captured`, where there are captured sizes: whether
+        they ran at one.
         """
         n = next(len(array) for array in rows.values() if isinstance(array, np.ndarray))
         size = self._captured_size(n)
+        if self.captured_sizes and notes is not None:
+            notes["captured"] = size is not None
         if size is not None:
-            results = self._replay(size, n, rows)
-            if notes is not None:
-                notes["captured"] = True
-            return results
+            return self._replay(size, n, rows)
         if self.dynamic_batch:
             return self._call(rows)
         if notes is not None:

@@ -33,10 +33,15 @@ def info_of(group: GroupConfig) -> GroupInfo:
         latest_only=group.latest_only,
         promote_after=group.promote_after,
         planned=group.controller is not None,
-        cost={"stages": list(model.stages), "affine": model.affine, "sizes": list(model.sizes)}
-        if isinstance(model, TimeCost)
-        else None,
+        cost=_cost(model) if isinstance(model, TimeCost) else None,
     )
+
+
+def _cost(model: TimeCost) -> dict[str, Any]:
+    found = {"stages": list(model.stages), "affine": model.affine, "sizes": list(model.sizes)}
+    if model.sizes:
+        found["padded_stages"] = list(model.padded_stages)
+    return found
 
 
 def warmed(slot: str, batches: Iterable[tuple[Batch, float]], finished: Iterable[Ticket]) -> Warm | None:

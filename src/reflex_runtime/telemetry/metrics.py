@@ -49,7 +49,8 @@ class Metrics:
             "reflex_batch_flush_total", "Flushes by reason and finer cause", (*labels, "reason", "cause"), registry=r
         )
         self._graph = Gauge(
-            "reflex_captured_graph_hit_rate", "Share of the last 100 flushes at a captured size", labels, registry=r
+            "reflex_captured_graph_hit_rate", "Share of the last 100 batches of captured stages at a captured size",
+            labels, registry=r,
         )
         self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", labels, registry=r)
         self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", labels, registry=r)
@@ -223,8 +224,8 @@ class _Slot:
         batch = event.batch
         if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed and not event.apart:
             self.error.observe(batch.expected / event.elapsed)
-        if batch.admitted:
-            self._captured.append(bool(batch.notes.get("captured")))
+        if "captured" in batch.notes:
+            self._captured.append(bool(batch.notes["captured"]))
             self.graph.set(sum(self._captured) / len(self._captured))
         if batch.stage == "denoise":
             self.steps.inc(len(batch))

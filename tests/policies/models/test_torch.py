@@ -207,8 +207,6 @@ def test_p3_devices_that_are_not_there_are_named() -> None:
         load_policy(SOURCE, device=DeviceOptions(provider=CUDA))
     with pytest.raises(ConfigError, match="--provider=OpenVINO: PyTorch policies run on cpu or cuda"):
         load_policy(SOURCE, device=DeviceOptions(provider="OpenVINO"))
-    with pytest.raises(ConfigError, match="--cuda-graphs: is for ONNX exports"):
-        load_policy(SOURCE, device=DeviceOptions(captured_sizes=(1, 2)))
 
 
 def test_p3_the_hash_is_of_the_weights(template: Any) -> None:

@@ -53,7 +53,7 @@ MOVED: dict[str, str] = {
     "reflex_batch_cost_per_flush_ms": "test_b14_a_flush_moves_cost_size_and_reason",
     "reflex_batch_size_per_flush": "test_b14_a_flush_moves_cost_size_and_reason",
     "reflex_batch_flush_total": "test_b14_a_flush_moves_cost_size_and_reason",
-    "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_flushes",
+    "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages",
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",
     "reflex_in_flight_requests": "test_b14_the_queue_depth_is_read_live",
     "reflex_request_warnings_total": "test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted",
@@ -155,22 +155,26 @@ def test_b14_the_queue_depth_is_read_live(tiny: Path) -> None:
         assert seen("reflex_policy_runtime_queue_depth") == seen("reflex_in_flight_requests") == 0
 
 
-def test_b14_the_hit_rate_is_over_the_last_100_flushes(tiny: Path) -> None:
+def test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages(tiny: Path) -> None:
     metrics = Metrics()
     metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0)
 
     def rate() -> float:
         return Reading(metrics.render().decode())("reflex_captured_graph_hit_rate")
 
-    def flush(captured: bool) -> None:
+    def flush(captured: bool | None) -> None:
         ticket = Ticket(Request(group="prod"), 0, 0.0)
         batch = Batch(1, "prod", "", "", Cause.IDLE, 0.0, 0.01, 0.01, {ticket: 1.0}, (ticket,))
         metrics(BatchScheduled(0.0, batch, 0))
-        batch.notes["captured"] = captured
+        if captured is not None:  # else of a stage that is never captured
+            batch.notes["captured"] = captured
         ticket.outcome = Done()
         metrics(BatchFinished(0.01, batch, 0.01, False))
 
+    flush(None)
+    assert rate() == 0.0
     flush(True)
+    flush(None)
     flush(False)
     assert rate() == 0.5
     for _ in range(100):

@@ -85,7 +85,8 @@ class Device:
 
     def __init__(self, *names: str) -> None:
         config = replace(ServeConfig(), max_batch_size=1)
-        policies: Any = {name: SimpleNamespace(slot=name, stages=("",), captured_sizes=()) for name in names}
+        plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
+        policies: Any = {name: SimpleNamespace(slot=name, **plain) for name in names}
         self.scheduler = Scheduler([slots.group_of(config, name, policy, None) for name, policy in policies.items()])
         self.now = 0.0
         self.ran: list[tuple[float, str]] = []

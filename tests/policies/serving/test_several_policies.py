@@ -342,9 +342,9 @@ def test_p34_a_table_has_the_settings_of_one_policy(robots: Robots, tmp_path: Pa
 def test_p35_a_policy_with_deadlines_meets_them_beside_a_backlog_of_another() -> None:
     """In virtual time: batches last 10 ms, the arm has 300 waiting, the hand asks every 40 ms and has 35 ms for it."""
     config = ServeConfig(max_batch_size=1, max_queue_s=0)
+    plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
     groups = [
-        group_of(config, "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", stages=("",), captured_sizes=())),
-                 None, weight, name)
+        group_of(config, "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), None, weight, name)
         for name, weight in (("arm", 3.0), ("hand", 1.0))
     ]  # fmt: skip
     scheduler, now, asked = Scheduler(groups), 0.0, []

@@ -119,7 +119,7 @@ class LeRobotCheckpoint(PolicySource):
 
     def open(self, device: DeviceOptions) -> StagedModel | WholeModel:
         self.check()
-        check_device(device, "LeRobot checkpoints")
+        check_device(device, "LeRobot checkpoints", self.staged)
         if self.staged:
             from reflex_runtime.policies.lerobot.staged import LeRobotStaged
 
@@ -327,10 +327,12 @@ def check_weights(file: Path) -> list[str]:
     return names
 
 
-def check_device(device: DeviceOptions, what: str) -> None:
+def check_device(device: DeviceOptions, what: str, staged: bool = True) -> None:
     """ConfigError for what the options ask for that checkpoints on LeRobot's code cannot do. what: their name."""
-    if device.captured_sizes:
-        raise ConfigError(f"--cuda-graphs: is for ONNX exports; leave it out for {what}")
+    if device.captured_sizes and not staged:
+        raise ConfigError(
+            f"--cuda-graphs: captures the steps of {', '.join(STAGED)}; leave it out for {what} of other types"
+        )
     if device.compile:
         raise ConfigError(f"--compile: is for python:module:make; leave it out for {what}")
     if device.provider not in (CPU, CUDA):

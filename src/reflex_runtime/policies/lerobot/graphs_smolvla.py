@@ -26,7 +26,7 @@ from reflex_runtime.policies.lerobot.graphs import (
     write_graph,
 )
 from reflex_runtime.policies.lerobot.made_up import MadeUpEpisode
-from reflex_runtime.policies.lerobot.staged import LeRobotStaged, PackedCache
+from reflex_runtime.policies.lerobot.staged import LeRobotStaged, PackedCache, with_room
 from reflex_runtime.policies.models.torch_models import taken
 from reflex_runtime.policies.policy.observation import noise_of
 from reflex_runtime.policies.policy.spec import DeviceOptions
@@ -112,10 +112,12 @@ class TracedSmolVla:
 
     def _step(self, given: Mapping[str, Any]) -> Any:
         pad, *layers = [tensor for name, tensor in given.items() if name not in ("x", "time")]
-        cache, n = PackedCache(layers[::2], layers[1::2], self._spec.chunk_size), self._spec.num_denoising_steps
+        chunk, n = self._spec.chunk_size, self._spec.num_denoising_steps
+        pairs = zip(layers[::2], layers[1::2], strict=True)
+        cache = PackedCache([(with_room(k, chunk), with_room(v, chunk)) for k, v in pairs], pad.shape[1])
         # The last bit of the time counts: its step is found again, and the time computed from it as LeRobot does.
-        k = torch.round(given["time"] * n).to(torch.float64)
-        time = (1.0 + k * (-1.0 / n)).to(torch.float32)
+        made = torch.round(given["time"] * n).to(torch.float64)
+        time = (1.0 + made * (-1.0 / n)).to(torch.float32)
         velocity = self._loaded.policy.model.denoise_step(
             prefix_pad_masks=pad, past_key_values=cache, x_t=given["x"], timestep=time
         )

@@ -153,9 +153,9 @@ def stacked_batch(batches: Sequence[Batch]) -> Batch:
     return found
 
 
-def padded(tensors: Sequence[Any], dim: int) -> list[Any]:
-    """Tensors with zeros (False) on the right of one axis, up to the longest."""
-    longest = max(tensor.shape[dim] for tensor in tensors)
+def padded(tensors: Sequence[Any], dim: int, least: int = 0) -> list[Any]:
+    """Tensors with zeros (False) on the right of one axis, up to the longest, and to `least`."""
+    longest = max(least, *(tensor.shape[dim] for tensor in tensors))
     return [tensor if tensor.shape[dim] == longest else _longer(tensor, dim, longest) for tensor in tensors]
 
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from reflex_runtime.policies.lerobot.features import Features
 from reflex_runtime.policies.lerobot.loading import LoadedModule, LoadedPolicy, padded
-from reflex_runtime.policies.models.torch_models import taken
-from reflex_runtime.policies.policy.model import StagedModel
+from reflex_runtime.policies.models.torch_graphs import Tensors
+from reflex_runtime.policies.models.torch_models import GraphedStaged, taken
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
@@ -48,19 +48,21 @@ class ReadyVla(NamedTuple):
 class VlaPrefix:
     """Keys and values of one request, on the device.
 
-    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size].
+    pad: bool [1, P], the tokens that count. keys, values: of each layer [1, heads, P, size]. longest: P of a request
+    with the longest text.
     """
 
     pad: Any
     keys: Sequence[Any]
     values: Sequence[Any]
+    longest: int
 
     @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (self.pad, *self.keys, *self.values))
 
 
-class StagedVla(StagedModel):
+class StagedVla(GraphedStaged):
     """LeRobot's model of a VLA, called for rows whose `ready` is a `ReadyVla`."""
 
     def __init__(self, spec: PolicySpec, loaded: LoadedModule, device: DeviceOptions) -> None:
@@ -70,6 +72,8 @@ class StagedVla(StagedModel):
         self._policy, self._model = loaded.policy, loaded.policy.model
         self._masks = sys.modules[type(self._model).__module__].make_att_2d_masks
         self._smolvla = spec.model_type == "smolvla"
+        if device.captured_sizes:
+            self.capture(device.captured_sizes)
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[VlaPrefix]:
         kinds: dict[Any, list[int]] = {}
@@ -90,12 +94,14 @@ class StagedVla(StagedModel):
         token_mask = put(torch.cat(padded([row.token_mask for row in rows], 1)))
         state = None if rows[0].state is None else put(torch.cat([row.state for row in rows]))
         pad, layers = self.scene(images, masks, tokens, token_mask, state)
+        longest = pad.shape[1] + max(0, self._policy.config.tokenizer_max_length - tokens.shape[1])
         # Copied out of the batch: a view would keep the keys and values of all its rows in memory.
         return [
             VlaPrefix(
                 pad[i : i + 1].clone(),
                 [keys[i : i + 1].clone() for keys, _ in layers],
                 [values[i : i + 1].clone() for _, values in layers],
+                longest,
             )
             for i in range(len(rows))
         ]
@@ -137,30 +143,51 @@ class StagedVla(StagedModel):
         return pad, cache
 
     def pack(self, prefixes: Sequence[VlaPrefix], rows: Sequence[Observation]) -> SimpleNamespace:
-        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only."""
+        """Padded on the right to the longest: masked tokens add nothing, and positions count the others only.
+
+        Graphs need one length, so for them it is that of the longest text.
+        """
+        least = 0 if self._captured is None else max(p.longest for p in prefixes)
         with torch.inference_mode():
-            pad = torch.cat(padded([p.pad for p in prefixes], 1))
-            layers = range(len(prefixes[0].keys))
-            keys = [torch.cat(padded([p.keys[i] for p in prefixes], 2)) for i in layers]
-            values = [torch.cat(padded([p.values[i] for p in prefixes], 2)) for i in layers]
+            tensors = {"pad": torch.cat(padded([p.pad for p in prefixes], 1, least))}
+            for i in range(len(prefixes[0].keys)):
+                for name, own in (("keys", [p.keys[i] for p in prefixes]), ("values", [p.values[i] for p in prefixes])):
+                    tensors[f"{name} {i}"] = self._laid_out(torch.cat(padded(own, 2, least)))
             # Of π0 the state is a token of the step: that of the request, as its prefix may be from an earlier one.
-            pi0 = self.spec.model_type == "pi0"
-            state = self._put(torch.cat([row.ready.state for row in rows])) if pi0 else None
-            if _is_old(self._model):
-                pairs = zip(keys, values, strict=True)
-                cache: Any = {
-                    i: {"key_states": k.transpose(1, 2).contiguous(), "value_states": v.transpose(1, 2).contiguous()}
-                    for i, (k, v) in enumerate(pairs)
-                }
-            else:
-                cache = PackedCache(keys, values, self.spec.chunk_size + (state is not None))
-        return SimpleNamespace(pad=pad, cache=cache, state=state, masks=None)
+            if self.spec.model_type == "pi0":
+                tensors["state"] = self._put(torch.cat([row.ready.state for row in rows]))
+        return self._packed(tensors)
+
+    def _laid_out(self, tensor: Any) -> Any:
+        """Keys or values [n, heads, P, size] as a step reads them."""
+        if _is_old(self._model):
+            return tensor.transpose(1, 2).contiguous()
+        room = self.spec.chunk_size + (self.spec.model_type == "pi0")
+        return with_room(tensor, room)
+
+    def _packed(self, tensors: dict[str, Any]) -> SimpleNamespace:
+        """What LeRobot's functions want of a batch, as views of these tensors."""
+        pad, count = tensors["pad"], sum(name.startswith("keys ") for name in tensors)
+        pairs = [(tensors[f"keys {i}"], tensors[f"values {i}"]) for i in range(count)]
+        cache: Any = PackedCache(pairs, pad.shape[1])
+        if _is_old(self._model):
+            cache = {i: {"key_states": keys, "value_states": values} for i, (keys, values) in enumerate(pairs)}
+        return SimpleNamespace(pad=pad, cache=cache, state=tensors.get("state"), masks=None, tensors=tensors)
 
     def step(self, packed: SimpleNamespace, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
         with torch.inference_mode():
-            moved = self._put(torch.from_numpy(x))
-            time = self._put(torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32))
-            return taken(moved + (-1.0 / n) * self._velocity(packed, moved, time))
+            time = torch.tensor([self._time(i, n) for i in k.tolist()], dtype=torch.float32)
+            moving = {"x": self._put(torch.from_numpy(x)), "time": self._put(time)}
+            if self._captured is None:
+                return taken(self._moved(packed, moving, n))
+            return self.run_step(packed.tensors, moving, n)
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Any:
+        return self._moved(self._packed(dict(packed)), moving, n)
+
+    def _moved(self, packed: SimpleNamespace, moving: Tensors, n: int) -> Any:
+        x = moving["x"]
+        return x + (-1.0 / n) * self._velocity(packed, x, moving["time"])
 
     def _time(self, k: int, n: int) -> float:
         """The flow time after k of n steps, as LeRobot computes it."""
@@ -228,13 +255,12 @@ class LeRobotStaged(StagedVla):
 class PackedCache:
     """The prefixes of a batch in buffers with room for the tokens of a step, for what LeRobot asks of a `DynamicCache`.
 
-    keys, values: of each layer [n, heads, P, size]. room: tokens of a step. A step writes its own keys and values into
-    the room and leaves the prefixes as they are, so that nothing is copied while the same requests step.
+    buffers: (keys, values) of each layer [n, heads, P + room, size]. length: P. A step writes its own keys and values
+    into the room and leaves the prefixes as they are, so that nothing is copied while the same requests step.
     """
 
-    def __init__(self, keys: Sequence[Any], values: Sequence[Any], room: int) -> None:
-        self._length = keys[0].shape[2]
-        self._buffers = [(_with_room(k, room), _with_room(v, room)) for k, v in zip(keys, values, strict=True)]
+    def __init__(self, buffers: Sequence[tuple[Any, Any]], length: int) -> None:
+        self._length, self._buffers = length, buffers
         self.layers = [
             SimpleNamespace(keys=k[:, :, : self._length], values=v[:, :, : self._length]) for k, v in self._buffers
         ]
@@ -258,7 +284,8 @@ class PackedCache:
         """Back to the prefixes alone, which is where it always is."""
 
 
-def _with_room(tensor: Any, room: int) -> Any:
+def with_room(tensor: Any, room: int) -> Any:
+    """Keys or values [n, heads, P, size] as [n, heads, P + room, size]."""
     return torch.cat([tensor, tensor.new_empty((*tensor.shape[:2], room, tensor.shape[3]))], dim=2)
 
 

@@ -86,6 +86,8 @@ def _made(source: str, factory: Factory, device: DeviceOptions) -> StagedModel |
         raise ConfigError(f"{source}: made a {type(model).__name__}, expected a StagedModel or a WholeModel")
     if not isinstance(getattr(model, "spec", None), PolicySpec):
         raise ConfigError(f"{source}: the model has no spec; call super().__init__(spec) with a PolicySpec")
+    if tuple(model.captured_sizes) != tuple(device.captured_sizes):
+        raise ConfigError(f"{source}: --cuda-graphs: the model captures no batch sizes; leave the option out")
     if model.spec.staged != isinstance(model, StagedModel):
         kind = "StagedModel" if isinstance(model, StagedModel) else "WholeModel"
         raise ConfigError(f"{source}: spec.staged is {model.spec.staged}, but it made a {kind}")

@@ -6,7 +6,7 @@ The only module here that imports torch; import it only when a PyTorch policy is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -18,15 +18,17 @@ from reflex_runtime.policies.policy.model import StagedModel, WholeModel
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
+from reflex_runtime.processors.cuda_graphs import Record, cuda_graph
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 try:
     import torch
     from torch import Tensor
+
+    from reflex_runtime.policies.models.torch_graphs import CapturedStep
+    from reflex_runtime.policies.models.torch_graphs import Tensors as Tensors  # a name of this module too
 except ImportError as missing:
     raise ConfigError("policies in PyTorch need torch: in a clone, pip install '.[torch]'") from missing
-
-Tensors = Mapping[str, Tensor]
 
 DEVICES: Final = {CPU: "cpu", CUDA: "cuda"}
 _PIECE: Final = 1 << 24  # bytes hashed at a time
@@ -37,7 +39,8 @@ class StagedModule(Protocol):
 
     prefix: what it reads → what every step needs of it: tensors by name, each [n, …].
     step: (the tensors of `prefix`, with "state" unless the prefix takes it; x [n, chunk_size, x_dim]; steps made so far
-        k [n]; all steps n) → x after one more step. It must not write to its inputs.
+        k [n]; all steps n) → x after one more step. It must not write to its inputs. For CUDA graphs it must not wait
+        for the device (`.item()`, `.cpu()`, branches on values) either.
     """
 
     def prefix(self, inputs: Tensors) -> Tensors: ...
@@ -87,8 +90,38 @@ class _Placed:
         return {role: self.put(np.stack([row.row(role) for row in rows])) for role in roles}
 
 
-class TorchStaged(StagedModel):
-    """Runs a `StagedModule`. A subclass may override the three calls for inputs or prefixes of another form.
+class GraphedStaged(StagedModel):
+    """A staged model whose step may be captured as CUDA graphs; the prefix never is."""
+
+    pads_prefix = False
+    _captured: CapturedStep | None = None
+
+    def capture(self, sizes: Sequence[int], record: Record = cuda_graph) -> None:
+        """From now on run steps as graphs of these batch sizes, ascending; the warm-up captures them."""
+        self.captured_sizes = tuple(sizes)
+        self._captured = CapturedStep(self.compute_step, sizes, record)
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
+        """x after one more of n steps, from tensors [rows, …] alone: what is captured."""
+        raise NotImplementedError
+
+    def run_step(self, packed: Tensors, moving: Tensors, n: int) -> Floats:
+        """The same on the host, by a graph where there is one."""
+        if self._captured is None:
+            return taken(self.compute_step(packed, moving, n))
+        try:
+            x, self.notes["captured"] = self._captured.run(packed, moving, n, self.warming)
+        except ConfigError as error:
+            raise ConfigError(f"{self.spec.source}: {error.message}") from error
+        return taken(x)
+
+    def describe(self) -> dict[str, Any]:
+        return {} if self._captured is None else {"cuda_graphs": self._captured.snapshot()}
+
+
+class TorchStaged(GraphedStaged):
+    """Runs a `StagedModule`. A subclass may override the three calls for inputs or prefixes of another form; with
+    captured sizes, `compute_step` in place of `step`.
 
     spec: without a model_hash it gets that of the module's weights. device: as in `DeviceOptions`.
     """
@@ -99,6 +132,8 @@ class TorchStaged(StagedModel):
         self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, _is_half(module)
         self._step = torch.compile(module.step, dynamic=True) if device.compile else module.step
+        if device.captured_sizes:
+            self.capture(device.captured_sizes)
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[TorchPrefix]:
         with torch.inference_mode():
@@ -115,7 +150,10 @@ class TorchStaged(StagedModel):
 
     def step(self, packed: Tensors, x: Floats, k: NDArray[np.int64], n: int) -> Floats:
         with torch.inference_mode():
-            return taken(self._step(packed, self._placed.put(x), self._placed.put(k), n))
+            return self.run_step(packed, {"x": self._placed.put(x), "k": self._placed.put(k)}, n)
+
+    def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
+        return self._step(packed, moving["x"], moving["k"], n)
 
 
 class TorchWhole(WholeModel):
@@ -127,6 +165,7 @@ class TorchWhole(WholeModel):
 
     def __init__(self, spec: PolicySpec, module: Any, device: DeviceOptions | None = None) -> None:
         device = device or DeviceOptions()
+        check_no_graphs(device)
         super().__init__(_identified(spec, module))
         self._placed = _Placed(module, device, bool(spec.optional_images))
         self.provider, self.half = device.provider, _is_half(module)
@@ -143,8 +182,8 @@ def torch_device(device: DeviceOptions) -> str:
     name = DEVICES.get(device.provider)
     if name is None:
         raise ConfigError(f"--provider={device.provider}: PyTorch policies run on cpu or cuda")
-    if device.captured_sizes:
-        raise ConfigError("--cuda-graphs: is for ONNX exports; leave it out for policies in PyTorch")
+    if device.captured_sizes and name != "cuda":
+        raise ConfigError(f"--cuda-graphs: {device.provider} has no graphs to capture; leave the option out")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "--provider=cuda: PyTorch sees no GPU here; check nvidia-smi, install a CUDA build of torch, or use "
@@ -153,14 +192,23 @@ def torch_device(device: DeviceOptions) -> str:
     return name
 
 
+def check_no_graphs(device: DeviceOptions) -> None:
+    """ConfigError if a model that makes its chunk in one call is to be captured."""
+    if device.captured_sizes:
+        raise ConfigError(
+            "--cuda-graphs: captures the steps of staged policies, and this one makes its chunk in one call; leave the "
+            "option out"
+        )
+
+
 def torch_dtype(device: DeviceOptions) -> Any:
     """The type by torch's name, None to leave the weights as they are stored."""
     return None if device.dtype == "stored" else getattr(torch, device.dtype)
 
 
 def taken(tensor: Tensor) -> Floats:
-    """A tensor as float32 on the host."""
-    array: Floats = tensor.detach().to(device="cpu", dtype=torch.float32).numpy()
+    """A tensor as float32 on the host, in memory of its own."""
+    array: Floats = tensor.detach().to(device="cpu", dtype=torch.float32, copy=True).numpy()
     return array
 
 

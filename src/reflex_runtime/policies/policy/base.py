@@ -60,6 +60,7 @@ class Policy(BaseProcessor):
 
     model: what computes. slot: the scheduler group of its requests; its caches are never shared between slots.
     stages: the stages of a request, for the cost model. staged: whether it is for staged models.
+    padded_stages: those whose batches are padded to `captured_sizes`.
     """
 
     stages: ClassVar[tuple[str, ...]]
@@ -74,6 +75,7 @@ class Policy(BaseProcessor):
             )
         self.model, self.spec, self.slot = model, spec, slot
         self.captured_sizes = tuple(model.captured_sizes)
+        self.padded_stages: tuple[str, ...] = self.stages
         self.shape: Hashable = _shape(spec)
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None
         steps = f"{spec.num_denoising_steps} steps"
@@ -305,7 +307,7 @@ class Policy(BaseProcessor):
 
     def cost_model(self, affine: bool = True) -> TimeCost:
         """A fresh cost model for a group of this policy; pass the method itself as `GroupConfig.cost`."""
-        return TimeCost(self.stages, affine, self.captured_sizes)
+        return TimeCost(self.stages, affine, self.captured_sizes, padded_stages=self.padded_stages)
 
     # -- device --------------------------------------------------------------------------------------------------------
 
@@ -328,13 +330,18 @@ class Policy(BaseProcessor):
         sizes = sorted({*sizes, *self.captured_sizes})
         batches: list[TimedBatch] = []
         finished: list[Ticket] = []
-        for measured in [False] + [True] * repeats:
-            for size in sizes:  # innermost: a run of equal sizes would look like drift to the cost model at the next
+        # Sizes are innermost: a run of equal sizes would look like drift to the cost model at the next.
+        order = [(measured, size) for measured in [False] + [True] * repeats for size in sizes]
+        self.model.warming = True
+        try:
+            for measured, size in order:
                 tickets = [Ticket(self._warm_request(i), i, 0.0) for i in range(size)]
                 ran = run_through(self, tickets, self.stages, group=self.slot, shape=self.shape, clock=clock)
                 if measured:
                     batches += ran
                     finished += tickets
+        finally:
+            self.model.warming = False
         return WarmUp(_usual(batches), finished)
 
     def _warm_request(self, seed: int) -> Request:
@@ -402,6 +409,7 @@ class Policy(BaseProcessor):
             "fanout": "batched" if model.batched else "sequential",
             "shape": str(self.shape),
             "captured_sizes": list(self.captured_sizes),
+            **model.describe(),
             **({} if self.history is None else {"history": self.history.snapshot()}),
             **self._describe(),
             "config": dict(spec.config),

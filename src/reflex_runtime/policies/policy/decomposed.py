@@ -70,6 +70,8 @@ class DecomposedPolicy(Policy):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(model, slot)
+        if not model.pads_prefix:
+            self.padded_stages = (DENOISE,)
         self.adaptive = adaptive
         self.tails = None if rtc is None else ChunkTails(rtc, clock, self.spec.embodiment.control_rate_hz)
         self._clock = clock

@@ -26,12 +26,15 @@ class PolicyModel:
 
     spec: what it expects and gives. provider: the device it runs on. batched: a call with n rows is one call, not n.
     captured_sizes: batch sizes it pads to (CUDA graphs). half: it computes in 16 bits.
-    notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it.
+    warming: the policy warms up; what is made once for a shape is made now, as nobody waits.
+    notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
+        model with captured sizes adds `captured`: whether the call ran at one.
     """
 
     provider: str = CPU
     batched: bool = True
     half: bool = False
+    warming: bool = False
     captured_sizes: Sequence[int] = ()
 
     def __init__(self, spec: PolicySpec) -> None:
@@ -72,9 +75,18 @@ class PolicyModel:
     def start(self) -> None:
         """Called on a new device thread before its first call."""
 
+    def describe(self) -> dict[str, Any]:
+        """What /config says of how it runs besides the attributes, JSON-safe."""
+        return {}
+
 
 class StagedModel(PolicyModel):
-    """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated."""
+    """A prefix and denoise steps. A call that raises must have changed nothing: it may be repeated.
+
+    pads_prefix: whether `prefix` pads to the captured sizes too; `step` does.
+    """
+
+    pads_prefix: bool = True
 
     def prefix(self, rows: Sequence[Observation]) -> Sequence[Prefix]:
         """The prefixes of n requests, each on its own: one must not keep the memory of its neighbours."""

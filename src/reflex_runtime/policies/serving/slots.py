@@ -169,7 +169,9 @@ def group_of(
 
     slo: scales the budget. weight, tenant: of the policy, where there are several.
     """
-    cost = partial(TimeCost, policy.stages, config.cost_model == "affine", policy.captured_sizes)  # keeps no policy
+    affine = config.cost_model == "affine"
+    # Values alone, so that it keeps no policy.
+    cost = partial(TimeCost, policy.stages, affine, policy.captured_sizes, padded_stages=policy.padded_stages)
     budget = config.max_batch_cost_ms / 1e3
     if slot == SHADOW:
         alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
