@@ -46,7 +46,7 @@ class Served:
         self.batcher = Batcher(
             {"prod": processor}, [group], [self.metrics, self._watch], watchdog=0.0, clock=lambda: processor.now
         )
-        self.metrics.add_slot("prod", "unknown", lambda: 0.0, lambda: 0.0)
+        self.metrics.add_slot("prod", "unknown", lambda: 0.0, lambda: 0.0, lambda: 0.0)
 
     def _watch(self, event: Event) -> None:
         if isinstance(event, BatchScheduled):

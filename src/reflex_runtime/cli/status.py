@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.core.errors import ReflexError
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
-PATIENCE = 10.0  # seconds for the answer
-MOST = 64 * 2**20  # bytes of it
 ABREAST = 4  # processes beside each other
 PARTITIONS = 20  # shown; --json has all
 _STATES = {"open": "given up for a while"}
@@ -71,43 +67,16 @@ def run(args: argparse.Namespace) -> int:
 
 def ask(url: str, key: str = "") -> dict[str, Any]:
     """What the server says at /status, or at /health where it has no such page. Raises ReflexError."""
-    parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
-    try:
-        port = parts.port
-    except ValueError:
-        port = 0
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.hostname.isdigit() or port == 0:
-        raise ConfigError(f"URL={url!r:.200}: must be like http://127.0.0.1:8000")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    address = ServerAddress.of(url)
     for path in ("/status", "/health"):
-        status, body = _get(url, parts, port, parts.path.rstrip("/") + path, headers)
+        status, body = address.get(path, key)
         if status == 401:
-            which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
-            raise ConfigError(f"{url}: wants {which}")
+            raise address.wrong_key(key)
         found = _object(body)
         if found is not None and "status" in found and (status == 200 or (path == "/health" and status == 503)):
             return found
-    only = f"; give the address alone, without {parts.path}" if parts.path.strip("/") else ""
+    only = f"; give the address alone, without {address.path}" if address.path else ""
     raise ReflexError(f"{url}: answers {status}, and not as a server of reflex does{only}")
-
-
-def _get(url: str, parts: SplitResult, port: int | None, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", port, timeout=PATIENCE)
-    try:
-        connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read(MOST)
-    except ConnectionRefusedError:
-        raise ReflexError(f"{url}: nothing listens there; start one with reflex serve, or give its URL") from None
-    except TimeoutError:
-        raise ReflexError(f"{url}: did not answer within {PATIENCE:g} s") from None
-    except socket.gaierror as error:
-        raise ReflexError(f"{url}: no such host: {error.strerror}; a URL is like http://127.0.0.1:8000") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise ReflexError(f"{url}: cannot be asked: {error or type(error).__name__}") from None
-    finally:
-        connection.close()
 
 
 def _object(body: bytes) -> dict[str, Any] | None:

@@ -343,6 +343,10 @@ class Scheduler:
         """Units that the group's waiting tickets want together."""
         return self._groups[group].queued_units
 
+    def queued_seconds(self, group: str) -> float:
+        """Predicted device seconds of the group's waiting tickets; 0.0 for costs that are no seconds."""
+        return self._groups[group].backlog.seconds
+
     def unsettled(self, group: str) -> int:
         """Tickets of the group that have not ended."""
         return self._groups[group].unsettled

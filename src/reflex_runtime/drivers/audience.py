@@ -39,6 +39,11 @@ class Audience:
         self._sinks.append(sink)
         self._sinks_of.clear()
 
+    def remove(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self._sinks.remove(sink)
+        self._sinks_of.clear()
+
     def tell(self, events: Iterable[Event], all: bool = False) -> bool:
         """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket.
 

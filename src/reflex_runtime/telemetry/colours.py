@@ -65,9 +65,14 @@ def request_name(member: Member) -> str:
 
 def client_name(member: Member) -> str:
     """The client; one known only by its connection is `host:port`, which a server writes as the repr of a pair."""
-    connection = _CONNECTION.fullmatch(member.client)
+    return client_label(member.client)
+
+
+def client_label(client: str) -> str:
+    """The same for a client's text alone."""
+    connection = _CONNECTION.fullmatch(client)
     if connection is None:
-        return plain(member.client or "no client")
+        return plain(client or "no client")
     host, port = connection.group(2, 3)
     name = plain(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", 99)
     return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the port

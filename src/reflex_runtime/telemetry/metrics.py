@@ -53,6 +53,7 @@ class Metrics:
             labels, registry=r,
         )
         self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", labels, registry=r)
+        self._backlog = Gauge("reflex_backlog_seconds", "Predicted device seconds of waiting work", labels, registry=r)
         self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", labels, registry=r)
         self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", labels, registry=r)
         self._wait = Histogram(
@@ -119,16 +120,18 @@ class Metrics:
         embodiment: str,
         queue_depth: Callable[[], float],
         in_flight: Callable[[], float],
+        backlog: Callable[[], float],
         wires: Iterable[str] = ("",),
         policy: str = "",
     ) -> None:
-        """Create the slot's series; the two callables are read at scrape time. wires: that its requests come on.
+        """Create the slot's series; the three callables are read at scrape time. wires: that its requests come on.
 
         policy: its name where there are several; `slot` is NAME.SLOT then, as in events.
         """
         labels = (embodiment, slot.removeprefix(f"{policy}."), policy) if policy else (embodiment, slot)
         self._depth.labels(*labels).set_function(queue_depth)
         self._in_flight.labels(*labels).set_function(in_flight)
+        self._backlog.labels(*labels).set_function(backlog)
         if not self._slots:
             self._unrecorded.labels(*labels)
             self._stopped.labels(*labels)

@@ -197,7 +197,8 @@ class App:
 
     def _check_caller(self, exchange: Exchange, route: Route | None) -> None:
         if not self._key:
-            self._trust.check("POST" if exchange.upgrades else exchange.method, exchange.headers)
+            guarded = exchange.upgrades or (route is not None and route.own_pages)
+            self._trust.check("POST" if guarded else exchange.method, exchange.headers)
             if route is not None and route.changes and exchange.method == route.method:
                 check_direct(exchange.client, exchange.headers)
         elif route is None or not route.open:

@@ -55,7 +55,7 @@ class Route:
     this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
     against the request, or answers it. fail: called with an error in place of `Exchange.fail`. form: of its errors,
     where it is not the application's. socket: makes the session of each websocket on the path, where `most` bounds a
-    message; see `web/websocket.py`.
+    message; see `web/websocket.py`. own_pages: without a key, pages of other sites may not even GET it.
     """
 
     path: str
@@ -68,6 +68,7 @@ class Route:
     fail: Callable[[Exchange, ReflexError], None] | None = None
     socket: MakeSession | None = None
     form: ErrorForm | None = None
+    own_pages: bool = False
 
 
 class Application(Protocol):

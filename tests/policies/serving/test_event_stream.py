@@ -61,7 +61,7 @@ def _found(folder: Path, order: Random | None, caplog: pytest.LogCaptureFixture)
 
     rollout = Rollout(("prod",), Breaker(("prod",)), on_change=on_change)
     verdict, metrics, slo = VerdictSink(rollout), Metrics(), SloTracker(Objective(50.0, 0.1), "degrade")
-    metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0)
+    metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0, lambda: 0.0)
     header = {"session_id": "s", "model_hash": "m", "config_hash": "c", "export_dir": "/v1", "model_type": "flow",
               "export_kind": "monolithic", "embodiment": "arm", "hardware": {}, "providers": []}  # fmt: skip
     recorder = JournalWriter(

@@ -45,6 +45,7 @@ GAUGES = {
     "reflex_captured_graph_hit_rate",
     "reflex_policy_runtime_queue_depth",
     "reflex_in_flight_requests",
+    "reflex_backlog_seconds",
     "reflex_recording_failed",
     "reflex_slot_drained",
 }
@@ -56,6 +57,7 @@ MOVED: dict[str, str] = {
     "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages",
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",
     "reflex_in_flight_requests": "test_b14_the_queue_depth_is_read_live",
+    "reflex_backlog_seconds": "test_b14_the_backlog_is_the_predicted_time_of_what_waits",
     "reflex_request_warnings_total": "test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted",
     "reflex_prepare_seconds": "test_a_request_waits_for_its_pictures_and_the_time_is_counted",
     "reflex_queue_wait_seconds": "test_b15_waits_and_latencies_are_seconds",
@@ -155,9 +157,23 @@ def test_b14_the_queue_depth_is_read_live(tiny: Path) -> None:
         assert seen("reflex_policy_runtime_queue_depth") == seen("reflex_in_flight_requests") == 0
 
 
+def test_b14_the_backlog_is_the_predicted_time_of_what_waits(tiny: Path) -> None:
+    with Server(tiny, held=True, takes="0.05 + 0.01 * len(batch)") as server:
+        for body in numbered(12):
+            assert server.post(body).status == 200  # it learns that a single takes 60 ms
+        with busy(server) as plug, server.burst(numbered(5)) as burst:
+            assert server.metrics()("reflex_backlog_seconds") == 0.0
+            burst.send()
+            assert 0.0 < server.reach(queued(5))("reflex_backlog_seconds") <= 5 * 0.06 + 1e-6
+            server.release()
+            burst.answers([0, 1, 2, 3, 4])
+            plug.answers()
+            assert server.metrics()("reflex_backlog_seconds") == 0.0
+
+
 def test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages(tiny: Path) -> None:
     metrics = Metrics()
-    metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0)
+    metrics.add_slot("prod", "arm", lambda: 0.0, lambda: 0.0, lambda: 0.0)
 
     def rate() -> float:
         return Reading(metrics.render().decode())("reflex_captured_graph_hit_rate")

@@ -18,6 +18,7 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.policies.serving.views import ServerViews, Views
+from reflex_runtime.policies.serving.watching import Watching
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.oip import Sequences
 from reflex_runtime.policies.wires.oip_http import OipHttp
@@ -25,6 +26,7 @@ from reflex_runtime.policies.wires.openpi import OpenpiSession
 from reflex_runtime.policies.wires.vla_eval import VlaEvalSession
 from reflex_runtime.policies.wires.xpolicylab import XPolicyLabSession
 from reflex_runtime.web.app import App
+from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.exchange import OPERATOR_BODY, Exchange, Route
 from reflex_runtime.web.form import PLAIN
@@ -52,7 +54,8 @@ def application(runtime: PolicyRuntime) -> App:
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    app = App(config, plain.by_path, PLAIN, find, missing=partial(_missing, runtime))
+    routes = plain.by_path | {route.path: route for route in dashboard_routes(Watching(runtime).watchers)}
+    app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
     if config.gr00t:
         _listen_groot(app, asking)
     if config.oip_grpc:

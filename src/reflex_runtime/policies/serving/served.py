@@ -258,8 +258,11 @@ class ServedPolicy:
         def in_flight() -> float:
             return server.batcher.scheduler.unsettled(group) if server.has_batcher else 0.0
 
+        def backlog() -> float:
+            return server.batcher.device.input(lambda s, _: s.queued_seconds(group)) if server.has_batcher else 0.0
+
         wires, policy = WIRES if slot in self.served else ("",), "" if self.alone else self.name
-        metrics.add_slot(group, embodiment, queued, in_flight, wires, policy)
+        metrics.add_slot(group, embodiment, queued, in_flight, backlog, wires, policy)
         if slot in self.served:
             metrics.add_verdict(group, partial(self._drained, slot))
 

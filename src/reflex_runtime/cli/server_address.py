@@ -1,0 +1,69 @@
+"""Asking a running server with GET: its address as people write it, and errors that say what to do."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from reflex_runtime.core.errors import ConfigError, ReflexError
+
+PATIENCE = 10.0  # seconds for the answer
+MOST = 64 * 2**20  # bytes of it
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """Where a server is. url: as it was written. path: before every path that is asked."""
+
+    url: str
+    secure: bool
+    host: str
+    port: int | None
+    path: str
+
+    @classmethod
+    def of(cls, url: str) -> ServerAddress:
+        """ConfigError for what is no address of a server."""
+        parts = urlsplit(url if "//" in url else "//" + url, scheme="http")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.hostname.isdigit() or port == 0:
+            raise ConfigError(f"URL={url!r:.200}: must be like http://127.0.0.1:8000")
+        return cls(url, parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/"))
+
+    def get(self, path: str, key: str = "") -> tuple[int, bytes]:
+        """Status and body. ReflexError if nothing answers."""
+        with self.answer(path, key) as response:
+            return response.status, response.read(MOST)
+
+    @contextmanager
+    def answer(self, path: str, key: str = "") -> Iterator[http.client.HTTPResponse]:
+        """The answer, to be read in the `with`. ReflexError if nothing answers, or if it ends early."""
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        connection = kind(self.host, self.port, timeout=PATIENCE)
+        try:
+            connection.request("GET", self.path + path, headers={"Authorization": f"Bearer {key}"} if key else {})
+            yield connection.getresponse()
+        except ConnectionRefusedError:
+            say = "nothing listens there; start one with reflex serve, or give its URL"
+            raise ReflexError(f"{self.url}: {say}") from None
+        except TimeoutError:
+            raise ReflexError(f"{self.url}: did not answer within {PATIENCE:g} s") from None
+        except socket.gaierror as error:
+            say = f"no such host: {error.strerror}; a URL is like http://127.0.0.1:8000"
+            raise ReflexError(f"{self.url}: {say}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise ReflexError(f"{self.url}: cannot be asked: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def wrong_key(self, key: str) -> ConfigError:
+        """The error for a 401."""
+        which = "another key than this one" if key else "a key: --api-key KEY, or REFLEX_API_KEY in the environment"
+        return ConfigError(f"{self.url}: wants {which}")

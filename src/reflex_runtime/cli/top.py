@@ -1,0 +1,222 @@
+"""`reflex top`: what /dashboard shows, in a terminal: the batches as they form, the clients, the queues."""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import sys
+from collections import deque
+from collections.abc import Generator, Iterator
+from math import ceil
+from typing import Any
+
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live as Screen
+from rich.table import Table
+from rich.text import Text
+
+from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.telemetry.colours import PALETTE
+from reflex_runtime.telemetry.live import LiveBatch, LiveSnapshot
+from reflex_runtime.telemetry.steps import WHY_WAITING
+
+STREAM = "/dashboard/stream"
+WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
+BATCHES = 400  # kept for the strip
+STRIP = 8  # lines of it
+_STYLES = {"ready": "green", "ok": "green"}
+_LONGEST = 16 * 2**20  # bytes of a snapshot
+
+_EPILOG = """\
+examples:
+  reflex top                                    the server on this machine, port 8000
+  reflex top http://10.0.0.7:8000 --api-key KEY
+  reflex top --once                             one snapshot, and out
+  reflex top --json | jq -c '.groups[]'         a snapshot a line, four a second
+
+The same in a browser, with more: http://127.0.0.1:8000/dashboard. docs/dashboard.md explains every figure.
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "top",
+        description="Watch a running server: its batches as they form, its clients and its queues. Ctrl-C ends it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
+        help="where the server is (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
+    )
+    parser.add_argument("--once", action="store_true", help="show one snapshot and end")
+    parser.add_argument("--json", action="store_true", help="print each snapshot as a line of JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until it is interrupted or the server ends the stream; returns the exit status."""
+    lines = watched(ServerAddress.of(args.url), args.api_key or os.environ.get("REFLEX_API_KEY", ""))
+    try:
+        if args.json:
+            for line in lines:
+                print(line.decode(), end="", flush=True)
+                if args.once:
+                    break
+        else:
+            _show(lines, args.url, args.once)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        lines.close()
+    return 0
+
+
+def watched(address: ServerAddress, key: str = "") -> Generator[bytes]:
+    """The snapshots of a server as they come, one JSON document each. Ends when the server drains."""
+    with address.answer(STREAM, key) as response:
+        if response.status == 401:
+            raise address.wrong_key(key)
+        if response.status != 200:
+            raise ReflexError(f"{address.url}: {_refusal(response)}")
+        while line := response.readline(_LONGEST):
+            yield line
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    body = response.read(4096)
+    try:
+        return str(msgspec.json.decode(body)["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return f"answers {response.status} at {STREAM}; is it a server of reflex?"
+
+
+def _show(lines: Iterator[bytes], url: str, once: bool) -> None:
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
+    view = TopView(url)
+    read = msgspec.json.Decoder(LiveSnapshot)
+    if once:
+        for line in lines:
+            console.print(view.show(read.decode(line), console.width))
+            return
+    with Screen(console=console, screen=console.is_terminal, auto_refresh=False) as screen:
+        for line in lines:
+            screen.update(view.show(read.decode(line), console.width), refresh=True)
+
+
+class TopView:
+    """Snapshots as a picture of text; it keeps the batches of the last ones."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._batches: deque[LiveBatch] = deque(maxlen=BATCHES)
+        self._colours: dict[str, str] = {}
+
+    def show(self, snapshot: LiveSnapshot, width: int) -> RenderableType:
+        """The picture after one more snapshot."""
+        self._batches.extend(snapshot.batches)
+        head, strip = self._head(snapshot), self._strip(width)
+        return Group(head, strip, self._newest(), _groups(snapshot), self._clients(snapshot))
+
+    def _head(self, snapshot: LiveSnapshot) -> Text:
+        server = snapshot.server
+        state = str(server.get("state", ""))
+        head = Text(f"{self._url}: ").append(state, _STYLES.get(state, "bold red"))
+        rate, busy = sum(g.rate for g in snapshot.groups), min(1.0, sum(g.busy for g in snapshot.groups))
+        p99 = max((g.p99 for g in snapshot.groups if g.p99 is not None), default=None)
+        head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {_ms(p99)}")
+        for name, policy in server.get("policies", {}).items():
+            for slot, told in policy.get("slots", {}).items():
+                if told["verdict"] != "ok":
+                    head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")
+        if server.get("error"):
+            head.append(f"\n{server['error']}", "red")
+        return head
+
+    def _strip(self, width: int) -> Text:
+        """A column is a batch, a cell one or more of its requests, in the colour of the client."""
+        batches = list(self._batches)[-width:]
+        if not batches:
+            return Text("no batch yet", "dim")
+        per = ceil(max(batch.size for batch in batches) / STRIP)
+        rows = []
+        for row in reversed(range(min(STRIP, ceil(max(b.size for b in batches) / per)))):
+            line = Text(no_wrap=True)
+            for batch in batches:
+                at = row * per
+                if at >= batch.size:
+                    line.append(" ")
+                elif at >= len(batch.members):
+                    line.append("░")
+                else:
+                    line.append("▒" if batch.failed else "█", self._colour(batch.members[at].client))
+            rows.append(line)
+        text = Text("\n").join(rows)
+        cell = "a request" if per == 1 else f"{per} requests"
+        return text.append(f"\n{'─' * len(batches)} batches, newest right; a cell is {cell}", "dim")
+
+    def _newest(self) -> Text:
+        if not self._batches:
+            return Text("")
+        batch = self._batches[-1]
+        took = _ms(batch.took)
+        predicted = f", predicted {_ms(batch.expected)}" if batch.expected > 0.0 else ""
+        why = WHY_WAITING.get(batch.short_of, batch.short_of)
+        left = f"; {batch.queued} left waiting{': ' * bool(why)}{why}" if batch.queued else ""
+        return Text(f"batch {batch.id} of {batch.group}: {batch.size}, {batch.cause}, took {took}{predicted}{left}\n")
+
+    def _clients(self, snapshot: LiveSnapshot) -> Table:
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for column in ("client", "group", "wire"):
+            table.add_column(column)
+        for column in ("answers/s", "last, ago", "answered", "p95", "lost"):
+            table.add_column(column, justify="right")
+        table.add_column("why")
+        for c in snapshot.clients[:20]:
+            name = Text("█ ", self._colour(c.name)).append(c.name, "default")
+            figures = f"{c.rate:.1f}", _ms(c.age), str(c.answers), _ms(c.p95), str(c.lost)
+            table.add_row(name, c.group, c.wire, *figures, c.why)
+        if snapshot.clients_known > 20:
+            table.add_row(Text(f"and {snapshot.clients_known - 20} more", "dim"))
+        return table
+
+    def _colour(self, client: str) -> str:
+        return self._colours.setdefault(client, PALETTE[len(self._colours) % len(PALETTE)])
+
+
+def _groups(snapshot: LiveSnapshot) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("group")
+    columns = "waiting", "prepared", "resident", "work", "answers/s", "busy", "p50", "p95", "p99", "pred/meas"
+    for column in columns:
+        table.add_column(column, justify="right")
+    table.add_column("without a result")
+    figures = {g.name: g for g in snapshot.groups}
+    for name, queue in snapshot.server.get("queues", {}).items():
+        ready = queue["queued"] - queue["preparing"]
+        waits = [str(ready), str(queue["preparing"]), str(queue["residents"]), _ms(queue["queued_seconds"])]
+        g = figures.get(name)
+        if g is None:
+            table.add_row(name, *waits)
+            continue
+        ratio = "–" if g.error is None else f"{g.error:.2f}"
+        lost = ", ".join(f"{count} {kind}" for kind, count in g.outcomes.items() if kind != "ok")
+        table.add_row(
+            name, *waits, f"{g.rate:.1f}", f"{min(1.0, g.busy):.0%}", _ms(g.p50), _ms(g.p95), _ms(g.p99), ratio, lost
+        )
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "–"
+    ms = seconds * 1e3
+    if ms >= 1e4:
+        return f"{ms / 1e3:.1f} s"
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.1f} ms"

@@ -1,0 +1,280 @@
+"""What happens now, for those who look: a fold over the events of a server, taken as one snapshot a moment.
+
+It is a sink only while somebody looks, so it costs nothing else; its figures begin when the first watcher comes. Every
+list in a snapshot is bounded, and what was left out is counted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import msgspec
+
+from reflex_runtime.core.batch import Batch, Done
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestAnswered,
+    RequestRejected,
+    RequestSettled,
+)
+from reflex_runtime.core.percentile import percentile
+from reflex_runtime.core.rate import Rate
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.telemetry.colours import client_label
+
+BATCHES = 128  # in a snapshot: the newest
+MEMBERS = 64  # of a batch
+CLIENTS = 64  # in a snapshot: those answered last
+REMEMBERED = 1024  # clients whose figures are kept
+WINDOW = 512  # latencies of a group, and
+OWN = 64  # of a client, that percentiles are taken from
+RATE_S = 5.0  # seconds over which rates are taken
+
+
+class LiveMember(msgspec.Struct, array_like=True):
+    """A request in a batch. units: as granted. waited: seconds since it arrived. entered: its first batch."""
+
+    client: str
+    units: float
+    waited: float
+    entered: bool
+
+
+class LiveBatch(msgspec.Struct):
+    """A batch that has ended, or that runs now: then without `took`.
+
+    at: when it was formed, in seconds of the snapshot's clock. took, expected: seconds; expected 0.0 if unknown. cost:
+    in the unit of its group. queued: requests of its group left waiting when it was formed; short_of: what kept them
+    out. cause: why it left when it did. failed: its members that got no result. members: at most 64 of `size`.
+    """
+
+    id: int
+    group: str
+    stage: str
+    cause: str
+    at: float
+    expected: float
+    cost: float
+    size: int
+    queued: int
+    short_of: str
+    members: list[LiveMember]
+    took: float | None = None
+    failed: bool = False
+
+
+class LiveClient(msgspec.Struct):
+    """A robot, feed or caller. rate: answers a second now. age: seconds since its last answer, or refusal before the
+    first. p95: seconds, of its last 64. lost: requests without a result, why: the last one's error. wire: the protocol
+    it speaks, where the server knows."""
+
+    name: str
+    group: str
+    wire: str
+    rate: float
+    age: float
+    answers: int
+    p95: float | None
+    lost: int
+    why: str
+
+
+class LiveGroup(msgspec.Struct):
+    """A slot or workload. busy: its share of the device's time since the last snapshot. error: mean of predicted over
+    measured time of the batches since then. rate: answers a second. latency percentiles: seconds, of the last 512."""
+
+    name: str
+    busy: float
+    batches: int
+    requests: int
+    rate: float
+    p50: float | None
+    p95: float | None
+    p99: float | None
+    error: float | None
+    outcomes: dict[str, int]
+
+
+class LiveSnapshot(msgspec.Struct):
+    """One moment. at: seconds on the clock of its batches. left_out: batches since the last one that are not in it.
+
+    server: what the server itself tells; see the page.
+    """
+
+    at: float
+    number: int
+    batches: list[LiveBatch]
+    running: list[LiveBatch]
+    left_out: int
+    groups: list[LiveGroup]
+    clients: list[LiveClient]
+    clients_known: int
+    server: Mapping[str, Any]
+
+
+class _ClientFigures:
+    __slots__ = ("answers", "at", "group", "latencies", "lost", "rate", "why", "wire")
+
+    def __init__(self, group: str) -> None:
+        self.group, self.wire, self.why = group, "", ""
+        self.answers = self.lost = 0
+        self.at = 0.0
+        self.rate = Rate(RATE_S)
+        self.latencies: deque[float] = deque(maxlen=OWN)
+
+
+class _GroupFigures:
+    __slots__ = ("batches", "busy", "latencies", "outcomes", "rate", "ratios", "requests")
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+        self.batches = self.requests = 0
+        self.ratios: list[float] = []
+        self.rate = Rate(RATE_S)
+        self.latencies: deque[float] = deque(maxlen=WINDOW)
+        self.outcomes: dict[str, int] = {}
+
+
+class Live:
+    """The fold. Called with one event at a time, on the thread that takes snapshots.
+
+    busy, batches and ratios of a group are since the last snapshot, everything else since the first event.
+    """
+
+    events = frozenset({BatchScheduled, BatchFinished, RequestSettled, RequestRejected, RequestAnswered})
+
+    def __init__(self, now: float) -> None:
+        self._clients: OrderedDict[Hashable, _ClientFigures] = OrderedDict()
+        self._groups: dict[str, _GroupFigures] = {}
+        self._running: dict[Batch, LiveBatch] = {}
+        self._ended: deque[LiveBatch] = deque(maxlen=BATCHES)
+        self._number = self._count = 0
+        self._since = now
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestSettled):
+            self._settled(event.at, event.ticket)
+        elif isinstance(event, BatchScheduled):
+            self._running[event.batch] = _told(event.batch, event.queued)
+        elif isinstance(event, BatchFinished):
+            self._finished(event)
+        elif isinstance(event, RequestAnswered):
+            if event.ticket is not None and event.wire:
+                self._client(event.ticket.request.client, event.ticket.request.group).wire = event.wire
+        elif isinstance(event, RequestRejected):
+            request = event.request
+            self._lost(event.at, request.client, request.group, event.error)
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
+        """Everything since the last one. now: on the clock of the events."""
+        passed = max(now - self._since, 1e-9)
+        groups = [_group(name, found, passed, now) for name, found in self._groups.items()]
+        newest = [(name, self._clients[name]) for name in list(reversed(self._clients))[:CLIENTS]]
+        batches, left_out = list(self._ended), self._count - len(self._ended)
+        self._number += 1
+        self._since, self._count = now, 0
+        self._ended.clear()
+        return LiveSnapshot(
+            at=now,
+            number=self._number,
+            batches=batches,
+            running=list(self._running.values()),
+            left_out=left_out,
+            groups=groups,
+            clients=sorted((_client(name, found, now) for name, found in newest), key=lambda c: c.name),
+            clients_known=len(self._clients),
+            server=server,
+        )
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def _settled(self, now: float, ticket: Ticket) -> None:
+        request, outcome = ticket.request, ticket.outcome
+        if not isinstance(outcome, Done):
+            self._lost(now, request.client, request.group, outcome.error)
+            return
+        client, group = self._client(request.client, request.group), self._group(request.group)
+        seconds = now - ticket.arrived
+        for figures in (client, group):
+            figures.latencies.append(seconds)
+            figures.rate.arrive(now)
+        client.answers += 1
+        client.at = now
+        group.requests += 1
+        group.outcomes["ok"] = group.outcomes.get("ok", 0) + 1
+
+    def _lost(self, now: float, client: Hashable, group: str, error: BaseException) -> None:
+        found, figures = self._client(client, group), self._group(group)
+        found.lost += 1
+        found.why = getattr(error, "code", "failed")
+        found.at = found.at or now
+        kind = getattr(error, "outcome", "failed")
+        figures.outcomes[kind] = figures.outcomes.get(kind, 0) + 1
+
+    def _finished(self, event: BatchFinished) -> None:
+        batch, elapsed = event.batch, event.elapsed
+        told = self._running.pop(batch, None) or _told(batch, 0)
+        told.took, told.failed = _us(elapsed), event.crashed or event.apart
+        self._ended.append(told)
+        self._count += 1
+        group = self._group(batch.group)
+        group.busy += elapsed
+        group.batches += 1
+        if batch.expected > 0.0 and elapsed > 0.0 and not told.failed:
+            group.ratios.append(batch.expected / elapsed)
+
+    def _client(self, client: Hashable, group: str) -> _ClientFigures:
+        found = self._clients.get(client)
+        if found is None:
+            found = self._clients[client] = _ClientFigures(group)
+            if len(self._clients) > REMEMBERED:
+                self._clients.popitem(last=False)
+        else:
+            self._clients.move_to_end(client)
+            found.group = group
+        return found
+
+    def _group(self, name: str) -> _GroupFigures:
+        return self._groups.get(name) or self._groups.setdefault(name, _GroupFigures())
+
+
+def _told(batch: Batch, queued: int) -> LiveBatch:
+    admitted, at = set(batch.admitted), batch.scheduled_at
+    members = [
+        LiveMember(client_label(str(t.request.client)), units, _us(at - t.arrived), t in admitted)
+        for t, units in list(batch.grants.items())[:MEMBERS]
+    ]
+    return LiveBatch(
+        batch.id, batch.group, batch.stage, batch.cause.value, _us(at), _us(batch.expected), batch.cost,
+        len(batch), queued, batch.short_of, members,
+    )  # fmt: skip
+
+
+def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGroup:
+    ratios, ranked = found.ratios, sorted(found.latencies)
+    p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99)) if ranked else (None, None, None)
+    told = LiveGroup(
+        name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99,
+        sum(ratios) / len(ratios) if ratios else None, dict(found.outcomes),
+    )  # fmt: skip
+    found.busy, found.batches = 0.0, 0
+    ratios.clear()
+    return told
+
+
+def _client(name: Hashable, found: _ClientFigures, now: float) -> LiveClient:
+    ranked = sorted(found.latencies)
+    p95 = percentile(ranked, 0.95) if ranked else None
+    age, rate = now - found.at, found.rate.value(now)
+    return LiveClient(
+        client_label(str(name)), found.group, found.wire, rate, age, found.answers, p95, found.lost, found.why
+    )
+
+
+def _us(seconds: float) -> float:
+    """In whole microseconds: half of the text."""
+    return round(seconds, 6)

@@ -1,0 +1,44 @@
+"""The page that shows a server while it runs: `/dashboard`, from files of its own, and the stream that it reads.
+
+The files hold no data, so they need no key; the stream does, where there is one. The page asks for the key and sends it
+in a header: `EventSource` could send it only in the address, where it would stand in logs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.watchers import Watchers
+
+PAGE: Final = "/dashboard"
+STREAM: Final = "/dashboard/stream"
+_FILES: Final = {
+    "index.html": b"text/html; charset=utf-8",
+    "dashboard.js": b"text/javascript; charset=utf-8",
+    "strip.js": b"text/javascript; charset=utf-8",
+    "charts.js": b"text/javascript; charset=utf-8",
+    "tables.js": b"text/javascript; charset=utf-8",
+    "uplot.js": b"text/javascript; charset=utf-8",
+    "uplot.css": b"text/css; charset=utf-8",
+    "dashboard.css": b"text/css; charset=utf-8",
+}
+_POLICY: Final = b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+_HEADERS: Final = [
+    (b"cache-control", b"no-cache"),
+    (b"content-security-policy", _POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
+
+def dashboard_routes(watchers: Watchers) -> list[Route]:
+    """The page, its files and its stream."""
+    routes = [Route(STREAM, watchers.watch, own_pages=True), Route(PAGE, partial(_send, "index.html"), open=True)]
+    return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
+
+
+def _send(name: str, exchange: Exchange, _: bytes) -> None:
+    exchange.answer(200, (Path(__file__).parent / name).read_bytes(), _FILES[name], list(_HEADERS))

@@ -1,0 +1,138 @@
+// Reads the stream of snapshots and shows them. The key stays in this tab and is sent in a header, never in an address.
+import { Charts } from "/dashboard/charts.js";
+import { Strip, milliseconds, round } from "/dashboard/strip.js";
+import * as tables from "/dashboard/tables.js";
+
+const AGAIN = 1000; // milliseconds until the next try
+const SILENT = 5000; // milliseconds without a snapshot after which the connection counts as lost
+const $ = (id) => document.getElementById(id);
+const PRODUCTS = { policies: "robot policies", model: "a model", llm: "language model", feeds: "cameras" };
+
+let strip = null, charts = null, policies = null;
+
+function headers() {
+  const key = sessionStorage.getItem("reflex-key");
+  return key ? { "X-Reflex-Key": key } : {};
+}
+
+function link(text, kind) {
+  $("link").textContent = text;
+  $("link").className = `pill ${kind}`;
+}
+
+async function ask(path, fields) {
+  try {
+    const answer = await fetch(path, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(fields) });
+    const told = await answer.json();
+    return answer.ok ? "done" : told.message;
+  } catch (error) {
+    return `not sent: ${error.message}`;
+  }
+}
+
+function begin() {
+  document.querySelector("main").hidden = false;
+  strip = new Strip($("strip"), $("about"), $("legend"));
+  charts = new Charts($("charts"));
+  policies = new tables.Policies($("policies"), ask);
+  const spans = [[0.5, "½ s"], [2, "2 s"], [10, "10 s"], [30, "30 s"]];
+  $("spans").replaceChildren(...spans.map(([seconds, text]) => {
+    const made = Object.assign(document.createElement("button"), { textContent: text });
+    made.setAttribute("aria-pressed", String(seconds === strip.span));
+    made.addEventListener("click", () => {
+      strip.span = seconds;
+      for (const other of $("spans").children) other.setAttribute("aria-pressed", String(other === made));
+    });
+    return made;
+  }));
+  $("pause").addEventListener("click", () => {
+    strip.pause(!strip.paused);
+    $("pause").setAttribute("aria-pressed", String(strip.paused));
+    $("pause").textContent = strip.paused ? "Go on" : "Pause";
+  });
+}
+
+let last = null; // the snapshot before
+
+function show(snapshot) {
+  if (strip === null) begin();
+  const { server, groups } = snapshot;
+  $("product").textContent = `${PRODUCTS[server.product] ?? server.product} · ${server.version}`;
+  $("state").textContent = server.error ? `${server.state}: ${server.error}` : server.state;
+  $("state").className = `pill ${server.state === "ready" ? "good" : "warn"}`;
+  document.title = `Reflex ${server.state === "ready" ? "" : server.state}`;
+  strip.add(snapshot);
+  charts.add(snapshot);
+  tiles(snapshot, groups);
+  if (!strip.paused) tables.batches($("batches"), snapshot);
+  tables.clients($("clients"), $("known"), snapshot);
+  tables.queues($("queues"), snapshot);
+  policies.show(server);
+  if (last !== null && snapshot.number > last.number + 1) link(`live, ${snapshot.number - last.number - 1} snapshots missed`, "warn");
+  else link("live", "good");
+  last = snapshot;
+}
+
+function tiles(snapshot, groups) {
+  const sum = (key) => groups.reduce((total, g) => total + g[key], 0);
+  const worst = (key) => groups.reduce((most, g) => (g[key] === null ? most : Math.max(most ?? 0, g[key])), null);
+  const sizes = snapshot.batches.map((b) => b.size);
+  const queues = Object.values(snapshot.server.queues ?? {});
+  const work = queues.reduce((total, q) => total + (q.queued_seconds ?? 0), 0);
+  const told = [
+    ["answers a second", round(sum("rate"))],
+    ["requests a batch", sizes.length ? round(sizes.reduce((a, b) => a + b, 0) / sizes.length) : "–"],
+    ["device busy", `${Math.round(100 * Math.min(1, sum("busy")))} %`],
+    ["p50", milliseconds(worst("p50"))],
+    ["p99", milliseconds(worst("p99"))],
+    ["waiting", String(queues.reduce((total, q) => total + q.queued, 0))],
+    ["predicted work", milliseconds(work)],
+    ["without a result", String(groups.reduce((n, g) => n + Object.entries(g.outcomes).reduce((m, [kind, k]) => (kind === "ok" ? m : m + k), 0), 0))],
+  ];
+  $("tiles").replaceChildren(...told.map(([name, value]) => {
+    const tile = document.createElement("div");
+    tile.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));
+    return tile;
+  }));
+}
+
+async function watch() {
+  const given = new AbortController();
+  let alarm = null;
+  const alive = () => { clearTimeout(alarm); alarm = setTimeout(() => given.abort(), SILENT); };
+  try {
+    alive();
+    const answer = await fetch("/dashboard/stream", { headers: headers(), signal: given.signal, cache: "no-store" });
+    if (answer.status === 401) {
+      $("key").hidden = false;
+      $("refused").textContent = sessionStorage.getItem("reflex-key") ? "The server did not take this key." : "";
+      link("the key is needed", "warn");
+      return;
+    }
+    if (!answer.ok) throw new Error((await answer.json()).message);
+    $("key").hidden = true;
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) throw new Error("the server ended the stream");
+      alive();
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) show(JSON.parse(line));
+    }
+  } catch (error) {
+    last = null;
+    link(`not connected: ${error.name === "AbortError" ? "nothing came for five seconds" : error.message}`, "bad");
+    setTimeout(watch, AGAIN);
+  } finally {
+    clearTimeout(alarm);
+  }
+}
+
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("reflex-key", new FormData(event.target).get("key"));
+  watch();
+});
+watch();

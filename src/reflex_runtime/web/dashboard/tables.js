@@ -1,0 +1,129 @@
+// The tables: clients, queues, batches as text, and each policy with what its operator may do.
+import { aboutBatch, milliseconds, round } from "/dashboard/strip.js";
+
+function cells(kind, values, texts = new Set([0])) {
+  const row = document.createElement("tr");
+  values.forEach((value, i) => {
+    const cell = document.createElement(kind);
+    if (texts.has(i)) cell.className = "text";
+    cell.append(value instanceof Node ? value : String(value));
+    row.append(cell);
+  });
+  return row;
+}
+
+function fill(table, heads, rows, texts) {
+  table.replaceChildren(cells("th", heads, texts), ...rows.map((row) => cells("td", row, texts)));
+}
+
+export function clients(table, known, snapshot) {
+  const rows = snapshot.clients.map((c) => [
+    c.name, c.group, c.wire, `${round(c.rate)} /s`, milliseconds(c.age), c.answers, milliseconds(c.p95), c.lost, c.why,
+  ]);
+  fill(table, ["client", "group", "wire", "answers", "last, ago", "answered", "p95", "lost", "why"], rows, new Set([0, 1, 2, 8]));
+  known.textContent = snapshot.clients_known > rows.length ? `${rows.length} of ${snapshot.clients_known}, those answered last` : "";
+}
+
+export function queues(table, snapshot) {
+  const figures = new Map(snapshot.groups.map((g) => [g.name, g]));
+  const rows = Object.entries(snapshot.server.queues ?? {}).map(([name, q]) => {
+    const g = figures.get(name);
+    const lost = Object.entries(g?.outcomes ?? {}).filter(([kind]) => kind !== "ok").map(([kind, n]) => `${n} ${kind}`).join(", ");
+    return [name, q.queued - q.preparing, q.preparing, q.residents, milliseconds(q.queued_seconds), g ? `${round(g.rate)} /s` : "–", g ? `${Math.round(100 * g.busy)} %` : "–", lost, q.paused ? "paused" : ""];
+  });
+  fill(table, ["group", "waiting", "being prepared", "resident", "predicted work", "answers", "busy", "without a result", ""], rows, new Set([0, 7, 8]));
+}
+
+export function batches(table, snapshot) {
+  const newest = snapshot.batches.slice(-12).reverse();
+  fill(table, ["batch"], newest.map((batch) => [aboutBatch(batch).join(" · ")]));
+}
+
+// -- policies ----------------------------------------------------------------------------------------------------------
+
+const BREAKS = { ok: "good", draining: "warn", drained: "bad", probing: "warn", degraded: "bad" };
+
+export class Policies {
+  // ask: (path, fields) → the server's answer, or an error.
+  constructor(place, ask) {
+    this.place = place;
+    this.ask = ask;
+    this.made = new Map();
+  }
+
+  show(server) {
+    const policies = server.policies ?? {}, alone = Object.keys(policies).length === 1;
+    for (const [name, told] of Object.entries(policies)) {
+      if (!this.made.has(name)) this.made.set(name, this.make(name, told, alone));
+      this.update(this.made.get(name), told);
+    }
+  }
+
+  make(name, told, alone) {
+    const box = document.createElement("div");
+    const parts = { box, slots: document.createElement("table"), said: document.createElement("p"), changes: document.createElement("ul") };
+    parts.changes.className = "changes";
+    const wide = Object.assign(document.createElement("div"), { className: "wide" });
+    wide.append(parts.slots);
+    box.append(Object.assign(document.createElement("h2"), { textContent: alone ? "Policy" : `Policy ${name}` }), parts.said, wide);
+    box.append(this.operator(alone ? "" : `/policies/${name}`, told), parts.changes);
+    this.place.append(box);
+    return parts;
+  }
+
+  operator(prefix, told) {
+    const row = Object.assign(document.createElement("div"), { className: "operator" });
+    const said = Object.assign(document.createElement("span"), { className: "hint" });
+    said.setAttribute("role", "status");
+    const button = (text, path, fields, question) => {
+      const made = Object.assign(document.createElement("button"), { textContent: text });
+      made.addEventListener("click", async () => {
+        if (question && !confirm(question)) return;
+        said.textContent = await this.ask(prefix + path, fields());
+      });
+      row.append(made);
+    };
+    for (const slot of Object.keys(told.slots)) {
+      button(`Reset the breaker of ${slot}`, "/admin/reset", () => ({ slot }));
+    }
+    if (told.split !== undefined) {
+      const split = Object.assign(document.createElement("input"), { type: "number", min: 0, max: 100, value: told.split });
+      split.setAttribute("aria-label", "percent of new episodes for a");
+      row.append(split);
+      button("Set a's percent", "/admin/split", () => ({ split: Number(split.value) }));
+      button("Roll back to a", "/admin/rollback", () => ({}), "Send everything to a, running episodes too?");
+    }
+    row.append(said);
+    return row;
+  }
+
+  update(parts, told) {
+    const rows = Object.entries(told.slots).map(([slot, { verdict }]) => {
+      const breaker = told.breaker.slots[slot] ?? {}, outcomes = told.outcomes?.[slot];
+      const pill = Object.assign(document.createElement("span"), { textContent: verdict, className: `pill ${BREAKS[verdict] ?? ""}` });
+      const solved = outcomes?.episodes ? `${outcomes.successes} of ${outcomes.episodes} (${percent(outcomes.low)} to ${percent(outcomes.high)})` : "–";
+      return [slot, told.versions[slot] ?? "", pill, `${breaker.consecutive ?? 0}`, breaker.retry_in_s === null || breaker.retry_in_s === undefined ? "" : `${round(breaker.retry_in_s)} s`, solved, breaker.why ?? ""];
+    });
+    fill(parts.slots, ["slot", "version", "breaker", "crashes in a row", "probe in", "episodes solved, 95 %", "why"], rows, new Set([0, 1, 2, 5, 6]));
+    parts.said.textContent = saidOf(told);
+    const changes = (told.changes ?? []).slice(-5).reverse();
+    parts.changes.replaceChildren(...changes.map((c) => Object.assign(document.createElement("li"), { textContent: `${round(c.ago_s)} s ago: ${c.kind}: ${c.why}` })));
+  }
+}
+
+function saidOf(told) {
+  const said = [];
+  if (told.split !== undefined) said.push(`${told.split} % of new episodes go to a.`);
+  const comparison = told.comparison;
+  if (comparison) {
+    const { a_better: a, b_better: b, not_inferior: level } = comparison.e;
+    said.push(`A against B: ${comparison.verdict.replace("_", " is ")}; evidence (decided at ${round(1 / comparison.alpha)}): a better ${round(a)}, b better ${round(b)}, b not worse ${round(level)}; ${comparison.blocks} blocks.`);
+  }
+  if (told.ramp) said.push(`Ramp: ${told.ramp.state}, b has ${told.ramp.share} %, stage ${told.ramp.stage} of ${told.ramp.shares.length}, ${round(told.ramp.left_s)} s left${told.ramp.held ? ", held" : ""}.`);
+  if (told.slo) said.push(`Objective: ${told.slo.violated ? "violated" : "kept"}${told.slo.value_ms === null ? "" : `, ${round(told.slo.value_ms)} ms`}.`);
+  return said.join(" ");
+}
+
+function percent(share) {
+  return `${Math.round(100 * share)} %`;
+}

@@ -1,0 +1,150 @@
+"""The dashboard in Debian's Chromium, over real servers: what is seen, and what is asked of whom."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from serving.harness import STATE, Server
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
+QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[sync_api.Browser]:
+    with sync_api.sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield found
+        found.close()
+
+
+class Looked:
+    """A page on a server, with everything that went wrong on it."""
+
+    def __init__(self, browser: sync_api.Browser, server: Server, **options: object) -> None:
+        self.url = f"http://127.0.0.1:{server.port}/dashboard"
+        self.page = browser.new_page(**options)
+        self.page.set_default_timeout(30_000)
+        self.wrong: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
+        self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
+        self.page.goto(self.url)
+
+    def text(self, selector: str) -> str:
+        return str(self.page.inner_text(selector))
+
+    def until(self, selector: str, text: str) -> None:
+        """Returns once the element says it."""
+        self.page.locator(selector, has_text=text).first.wait_for()
+
+
+def test_x4_batches_clients_and_queues_are_seen(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny) as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        for name in ("arm-1", "arm-2"):
+            assert server.post({"state": STATE, "robot_id": name}).status == 200
+        look.until("#clients", "arm-1")
+        look.until("#clients", "arm-2")
+        look.until("#legend", "arm-2")
+        assert look.text("#state") == "ready"
+        assert "robot policies" in look.text("#product")
+        look.until("#tiles", "answers a second")
+        look.until("#queues", "prod")
+        look.until("#policies", "crashes in a row")
+        painted = """() => {
+            const canvas = document.getElementById("strip"), { width, height } = canvas;
+            return canvas.getContext("2d").getImageData(0, 0, width, height).data.some(value => value > 0);
+        }"""
+        look.page.wait_for_function(painted)
+        assert (look.wrong, look.hosts) == ([], {f"127.0.0.1:{server.port}"})  # nothing of other sites
+        look.page.close()
+
+
+def test_x4_it_is_read_by_keyboard_and_stands_still_when_paused(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "30") as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        look.page.click("text=30 s")
+        for i in range(3):
+            assert server.post({"state": STATE, "robot_id": f"arm-{i}"}).status == 200
+        look.until("#clients", "arm-2")
+        look.page.wait_for_function("() => document.querySelectorAll('#legend li').length === 3")
+        look.page.focus("#strip")
+        for _ in range(1000):  # the picture is half a second behind: until then it goes on
+            look.page.keyboard.press("ArrowLeft")
+            if look.page.is_visible("#about") and "Batch 3 " in look.text("#about"):
+                break
+            if look.page.get_attribute("#pause", "aria-pressed") == "true":
+                look.page.keyboard.press(" ")
+        newest = look.text("#about")
+        look.page.keyboard.press("ArrowLeft")
+        assert "Batch 2 " in look.text("#about")
+        assert "It left: the device was free" in newest
+        assert look.page.get_attribute("#pause", "aria-pressed") == "true"
+        look.page.keyboard.press("Escape")
+        assert look.page.is_hidden("#about")
+        look.page.keyboard.press(" ")
+        assert look.page.get_attribute("#pause", "aria-pressed") == "false"
+        look.page.click("summary")
+        assert look.wrong == []
+        look.page.close()
+
+
+def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny, "--api-key", "s3cret") as server:
+        look = Looked(browser, server)
+        addresses: list[str] = []
+        look.page.on("request", lambda asked: addresses.append(asked.url))
+        look.until("#link", "the key is needed")
+        look.page.fill("input[name=key]", "wrong")
+        look.page.click("text=Watch")
+        look.until("#refused", "did not take this key")
+        look.page.fill("input[name=key]", "s3cret")
+        look.page.click("text=Watch")
+        look.until("#link", "live")
+        assert look.page.is_hidden("#key")
+        assert not any("s3cret" in address or "wrong" in address for address in addresses)
+        look.page.click("text=Reset the breaker of prod")
+        look.until(".operator", "done")
+        look.page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_x4_it_fits_a_phone(browser: sync_api.Browser, tiny: Path, scheme: str) -> None:
+    with Server(tiny) as server:
+        look = Looked(browser, server, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+        look.until("#link", "live")
+        assert server.act(robot_id="arm-1").status == 200
+        look.until("#clients", "arm-1")
+        width = look.page.evaluate("[document.scrollingElement.scrollWidth, window.innerWidth]")
+        assert width[0] <= width[1]
+        back, ink = (
+            sum(map(int, look.page.evaluate(f"getComputedStyle(document.body).{name}")[4:-1].split(",")))
+            for name in ("backgroundColor", "color")
+        )
+        assert (back > ink) == (scheme == "light")
+        look.page.close()
+
+
+def test_x4_it_connects_again_to_a_server_that_comes_back(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny, supervised=True) as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        (child,) = psutil.Process(server.process.pid).children()
+        child.kill()
+        look.until("#link", "not connected")
+        look.until("#link", "live")
+        assert server.act(robot_id="arm-1").status == 200
+        look.until("#clients", "arm-1")
+        look.page.close()

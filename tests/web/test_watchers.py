@@ -1,0 +1,195 @@
+"""Watchers over real sockets: one snapshot for all of them, none while nobody looks, and none that is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.web import watchers
+from reflex_runtime.web.app import App
+from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.dashboard import STREAM, dashboard_routes
+from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.watchers import MOST, Watchers
+from serving.harness import PATIENCE
+
+HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
+
+
+class Running:
+    """An application with a dashboard on a port; its snapshots are numbers, or what the test makes of them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.log: list[str] = []
+        self.taken = 0
+        self.text = ""
+        self.watchers = Watchers(lambda: self.log.append("begin"), self.take, lambda: self.log.append("end"))
+        routes = {route.path: route for route in dashboard_routes(self.watchers)}
+        self.app = App(ServeConfig(**options), routes, PLAIN)
+        self.port = 0
+
+    def take(self) -> dict[str, Any]:
+        self.taken += 1
+        return {"number": self.taken, "text": self.text}
+
+    @asynccontextmanager
+    async def asking(self, more: str = "") -> AsyncIterator[asyncio.StreamReader]:
+        """The answer to one watcher, from its status line on."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        writer.write(f"{HEAD}{more}\r\n".encode())
+        try:
+            yield reader
+        finally:
+            writer.close()
+
+
+def running(check: Callable[[Running], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        run = Running(**options)
+        server = await asyncio.get_running_loop().create_server(partial(HttpConnection, run.app), "127.0.0.1", 0)
+        run.port = server.sockets[0].getsockname()[1]
+        try:
+            async with asyncio.timeout(PATIENCE):
+                await check(run)
+        finally:
+            server.close()
+            for connection in run.app.connections.all():
+                connection.transport.abort()
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "EVERY", 0.005)
+
+
+async def line(reader: asyncio.StreamReader) -> Any:
+    """The next snapshot."""
+    while not (found := await reader.readline()).startswith(b"{"):
+        assert found
+    return json.loads(found)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop turn until something is so."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+def test_x4_all_watchers_get_the_same_snapshots_and_none_is_made_without_them() -> None:
+    async def check(run: Running) -> None:
+        assert (run.log, run.taken) == ([], 0)
+        async with run.asking() as one, run.asking() as two:
+            first, second = await line(one), await line(two)
+            while first["number"] < second["number"]:
+                first = await line(one)
+            while second["number"] < first["number"]:
+                second = await line(two)
+            assert first == second
+            assert run.log == ["begin"]
+            assert len(run.watchers) == 2
+        await until(lambda: len(run.watchers) == 0)
+        assert run.log == ["begin", "end"]
+        taken = run.taken
+        async with run.asking() as again:
+            await line(again)
+        await until(lambda: len(run.watchers) == 0)
+        assert run.log == ["begin", "end"] * 2
+        assert run.taken > taken
+        assert run.app.active == 0
+
+    running(check)
+
+
+def test_x4_one_that_does_not_read_misses_snapshots_and_holds_no_memory() -> None:
+    async def check(run: Running) -> None:
+        run.text = "x" * 400_000
+        async with run.asking() as slow, run.asking() as quick:
+            slow._transport.pause_reading()  # type: ignore[attr-defined]
+            numbers = []
+            while run.watchers.missed < 20:
+                numbers.append((await line(quick))["number"])
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))  # the other got every one
+            waiting = [connection.transport.get_write_buffer_size() for connection in run.app.connections.all()]
+            assert max(waiting) < 3 * len(run.text)
+            slow._transport.resume_reading()  # type: ignore[attr-defined]
+            got = (await line(slow))["number"]
+            while (number := (await line(slow))["number"]) == got + 1:
+                got = number
+            assert number > got + 1  # it sees by the numbers what it missed
+
+    running(check)
+
+
+def test_x4_seventeen_are_too_many() -> None:
+    async def check(run: Running) -> None:
+        async with AsyncExitStack() as stack:
+            for _ in range(MOST):
+                await line(await stack.enter_async_context(run.asking()))
+            late = await stack.enter_async_context(run.asking())
+            assert b" 429 " in await late.readline()
+            assert b"16 watch already" in await late.read(4096)
+        await until(lambda: len(run.watchers) == 0)
+
+    running(check)
+
+
+def test_x4_a_draining_server_ends_them() -> None:
+    async def check(run: Running) -> None:
+        async with run.asking() as one:
+            await line(one)
+            run.watchers.close()
+            while (await one.readline()) != b"0\r\n":
+                pass
+            assert (run.log, run.app.active) == (["begin", "end"], 0)
+
+    running(check)
+
+
+def test_x4_a_snapshot_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
+    async def check(run: Running) -> None:
+        async with run.asking() as one:
+            await line(one)
+            take, run.watchers._take = run.watchers._take, lambda: 1 / 0
+            await until(lambda: "could not be made" in caplog.text)
+            run.watchers._take = take
+            assert (await line(one))["number"] > 1
+
+    running(check)
+
+
+@pytest.mark.parametrize("key", ["", "s3cret"])
+def test_h5_the_stream_needs_the_key_and_the_page_does_not(key: str) -> None:
+    async def check(run: Running) -> None:
+        async with run.asking() as plain:
+            assert (b" 401 " if key else b" 200 ") in await plain.readline()
+        async with run.asking("X-Reflex-Key: s3cret\r\n") as keyed:
+            assert b" 200 " in await keyed.readline()
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(b"GET /dashboard HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        page = await reader.read()
+        writer.close()
+        assert b" 200 " in page.split(b"\r\n")[0]
+        assert b"default-src 'self'" in page
+        assert STREAM.encode() not in page  # it holds no data and no address but those of its files
+
+    running(check, api_key=key)
+
+
+def test_x4_a_page_of_another_site_is_refused_where_there_is_no_key() -> None:
+    async def check(run: Running) -> None:
+        async with run.asking("Origin: http://evil.example\r\n") as other:
+            assert b" 403 " in await other.readline()
+        async with run.asking("Origin: http://localhost\r\n") as own:
+            assert b" 200 " in await own.readline()
+
+    running(check)
