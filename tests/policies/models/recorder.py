@@ -24,7 +24,9 @@ class Methods(TorchFunctionMode):  # type: ignore[misc]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in METHODS or (name == "to" and "cpu" in map(str, (*args[1:], *(kwargs or {}).values()))):
+        # `.to(other.device)` is no copy, but here the device of all is the CPU: only one that is named is refused.
+        named = [value for value in (*args[1:], *(kwargs or {}).values()) if isinstance(value, str)]
+        if name in METHODS or (name == "to" and "cpu" in named):
             refuse(name)
         return function(*args, **(kwargs or {}))
 

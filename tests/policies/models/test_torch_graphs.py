@@ -12,22 +12,26 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import reflex_runtime.policies.serving.slots  # noqa: E402
+from policies.tiny import write_export  # noqa: E402
+from reflex_runtime.cli.serve_policies import _check_device  # noqa: E402
 from reflex_runtime.config import ServeConfig  # noqa: E402
 from reflex_runtime.core.batch import Batch  # noqa: E402
 from reflex_runtime.core.errors import ConfigError  # noqa: E402
 from reflex_runtime.core.request import Ticket  # noqa: E402
-from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Policy, load_policy  # noqa: E402
+from reflex_runtime.policies import DecomposedPolicy, DeviceOptions, Export, Policy, load_policy  # noqa: E402
 from reflex_runtime.policies.models import torch_graphs  # noqa: E402
 from reflex_runtime.policies.models.torch_graphs import MOST_SHAPES, CapturedStep, UploadedOnce  # noqa: E402
 from reflex_runtime.policies.models.torch_models import TorchStaged, TorchWhole  # noqa: E402
 from reflex_runtime.policies.serving.slots import group_of  # noqa: E402
 from reflex_runtime.policies.source import read_source  # noqa: E402
 from reflex_runtime.processors.by_hand import run_through  # noqa: E402
+from reflex_runtime.processors.onnx import CUDA  # noqa: E402
 from serving.in_process import one_policy  # noqa: E402
 
 from .recorder import Recorder  # noqa: E402
@@ -135,6 +139,17 @@ def test_p7_steps_beyond_the_largest_size_run_as_they_are_and_are_counted() -> N
     assert (told["captured_sizes"], told["cuda_graphs"]) == (
         [1, 2], {"graphs": 2, "shapes": 1, "replayed": 10, "missed": 10}
     )  # fmt: skip
+
+
+def test_p7_what_a_step_answered_stays_when_the_graph_runs_again(template: Any) -> None:  # noqa: F811
+    policy, _ = graphed((2,))
+    packed = {"scene": torch.zeros(2, 22, 64), "state": torch.zeros(2, 8)}
+    zeros = np.zeros(2, np.int64)
+    first = policy.model.step(packed, np.zeros((2, 16, 7), np.float32), zeros, 10)
+    kept = first.copy()
+    policy.model.step(packed, np.ones((2, 16, 7), np.float32), zeros, 10)
+    assert policy.describe()["cuda_graphs"]["replayed"] == 2
+    assert (first == kept).all()
 
 
 def double(packed: Any, moving: Any, n: int) -> Any:
@@ -255,6 +270,8 @@ def test_p7_only_lists_are_uploaded_once() -> None:
         assert torch.tensor([1, 2]).dtype is torch.int64
         assert torch.tensor([1, 2], dtype=torch.float32).dtype is torch.float32
         assert len(once._made) == 2
+        torch.tensor([1, 2]).add_(1)
+        assert torch.tensor([1, 2]).tolist() == [1, 2]
 
 
 def test_p7_only_steps_are_predicted_at_the_padded_size() -> None:
@@ -274,6 +291,18 @@ def test_p7_the_benchmark_measures_and_compares(monkeypatch: pytest.MonkeyPatch)
     found = cuda_graphs.rounds(plain, graphs)
     assert {key[:2] for key in found} == {(stage, n) for stage in ("prefix", "denoise") for n in (1, 2)}
     assert 0.0 <= cuda_graphs.difference(plain, graphs) <= BOUND
+
+
+def test_p7_onnx_runtime_has_no_say_in_the_device_of_a_policy_in_pytorch(tmp_path: Path) -> None:
+    cuda = ServeConfig(provider="cuda", cuda_graphs="1,2")
+    _check_device(cuda, {"prod": read_source(SOURCE)})
+    if CUDA not in onnxruntime.get_available_providers():
+        with pytest.raises(ConfigError, match="--provider=cuda: not in this onnxruntime"):
+            _check_device(cuda, {"prod": read_source(SOURCE), "b": Export.load(write_export(tmp_path, "monolithic"))})
+    with pytest.raises(ConfigError, match="--cuda-graphs=1,2: CPUExecutionProvider has no graphs to capture"):
+        _check_device(ServeConfig(cuda_graphs="1,2"), {"prod": read_source(SOURCE)})
+    with pytest.raises(ConfigError, match="--provider=Nothing: not in this onnxruntime"):
+        _check_device(ServeConfig(provider="Nothing"), {"prod": read_source(SOURCE)})
 
 
 def test_p7_policies_without_steps_and_the_cpu_have_nothing_to_capture(
