@@ -43,7 +43,7 @@ class TinyVLA(nn.Module):  # type: ignore[misc]
 
 
 def make(device: DeviceOptions) -> TorchStaged:
-    """What the server calls, with its --provider, --threads, --dtype and --compile."""
+    """What the server calls, with its --provider, --threads, --dtype, --compile and --cuda-graphs."""
     torch.manual_seed(0)
     return TorchStaged(SPEC, TinyVLA(), device)
 

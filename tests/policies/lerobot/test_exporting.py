@@ -120,6 +120,21 @@ def names(path: Path) -> list[str]:
     return sorted(file.name for file in path.iterdir())
 
 
+def test_p15_the_processors_of_a_checkpoint_are_part_of_its_configuration(tmp_path: Path) -> None:
+    root = checkpoint(tmp_path / "act")
+    seen = [LeRobotCheckpoint.load(str(root))]
+    for name in ("policy_preprocessor.json", "policy_postprocessor.json"):
+        for norm in ("MEAN_STD", "MIN_MAX"):
+            steps = [{"registry_name": "normalizer_processor", "config": {"norm_map": {"STATE": norm}}}]
+            (root / name).write_text(json.dumps({"steps": steps}))
+            seen.append(LeRobotCheckpoint.load(str(root)))
+    assert LeRobotCheckpoint.load(str(root)).config_hash == seen[-1].config_hash
+    checkpoint(tmp_path / "other", n_action_steps=1)
+    seen.append(LeRobotCheckpoint.load(str(tmp_path / "other")))
+    assert len({spec.config_hash for spec in seen}) == len(seen)
+    assert len({spec.model_hash for spec in seen}) == 1
+
+
 # -- the same, or not there --------------------------------------------------------------------------------------------
 
 

@@ -43,6 +43,22 @@ def text(row: Any) -> str:
     return bytes(int(i) - 10 for i in row[1:] if i).decode()
 
 
+def test_p15_the_norms_and_sizes_of_a_checkpoint_are_part_of_its_configuration(tmp_path: Path) -> None:
+    root = write(tmp_path / "pi0", "pi0_libero")
+    changes = {
+        "reflex_openpi.json": {"config": "pi0_libero", "delta_actions": False},
+        "config.json": {"action_dim": 32, "action_horizon": 11},
+        "assets/robot/norm_stats.json": stats("libero", padded=4),
+    }
+    seen = [read(root)]
+    for name, content in changes.items():
+        (root / name).write_text(json.dumps(content))
+        seen.append(read(root))
+    assert read(root).config_hash == seen[-1].config_hash
+    assert len({spec.config_hash for spec in seen}) == len(seen)
+    assert len({spec.model_hash for spec in seen}) == 1
+
+
 # -- openpi's transforms -----------------------------------------------------------------------------------------------
 
 

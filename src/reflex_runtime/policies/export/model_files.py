@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -12,12 +13,20 @@ MODEL_PATTERNS: Final = ("*.onnx", "*.onnx.data", "*.bin", "*.safetensors")
 
 
 def model_hash(root: Path) -> str:
-    """First 16 hex digits of SHA-256 over the model files, sorted by their path within the directory.
+    """The `files_hash` of the model files, sorted by their path within the directory."""
+    return files_hash(root, (name for name, _ in _model_files(root)))
+
+
+def files_hash(root: Path, names: Iterable[str]) -> str:
+    """First 16 hex digits of SHA-256 over files of a directory, without those that are not there.
 
     Of each file: its path in UTF-8 with forward slashes, a zero byte, its size in 8 bytes (big-endian), its contents.
     """
     sha = hashlib.sha256()
-    for name, file in _model_files(root):
+    for name in names:
+        file = root / name
+        if not file.is_file():
+            continue
         sha.update(name.encode() + b"\0" + file.stat().st_size.to_bytes(8, "big"))
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):

@@ -5,7 +5,6 @@ Everything that can be found wrong before gigabytes are loaded is found here.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import ExportObject, Size, read_json, whole
 from reflex_runtime.policies.export.directory import check_directory, from_hub
 from reflex_runtime.policies.export.embodiment import Embodiment, read_embodiment
-from reflex_runtime.policies.export.model_files import model_bytes, model_hash
+from reflex_runtime.policies.export.model_files import files_hash, model_bytes, model_hash
 from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.lerobot.features import WEIGHTS, WHOLE, Features
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel, WholeModel
@@ -184,7 +183,7 @@ def _load(source: str, root: Path) -> LeRobotCheckpoint:
         embodiment=robot or Embodiment(action_names=names),
         wires={"vla-eval": WireMap(execute=min(config.n_action_steps or chunk, chunk))},
         model_hash=model_hash(root),
-        config_hash=hashlib.sha256((root / CONFIG_FILE).read_bytes()).hexdigest()[:16],
+        config_hash=files_hash(root, (CONFIG_FILE, *PROCESSORS)),
         model_bytes=model_bytes(root),
     )
 

@@ -6,7 +6,6 @@ file `reflex_openpi.json` in the checkpoint says which one it was.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import read_json, whole
 from reflex_runtime.policies.export.directory import check_directory
 from reflex_runtime.policies.export.embodiment import Embodiment
-from reflex_runtime.policies.export.model_files import model_bytes, model_hash
+from reflex_runtime.policies.export.model_files import files_hash, model_bytes, model_hash
 from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.lerobot.checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.policies.lerobot.features import WEIGHTS
@@ -163,7 +162,8 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
     delta = trained.delta_actions if keys.delta_actions is None else keys.delta_actions
     if state_in_prompt and not trained.pi05:
         raise ConfigError(f"{root / OPENPI_FILE}: state_in_prompt: found true, expected false for π0")
-    norms = _norms(root, keys.asset_id, trained.pi05, robot)
+    stats = _stats_file(root, keys.asset_id)
+    norms = _norms(stats, trained.pi05, robot)
     aloha = trained.robot == "aloha" and keys.adapt_to_pi
     takes_state = not trained.pi05 or state_in_prompt or delta
     config = {"config": keys.config, "delta_actions": delta, "state_in_prompt": state_in_prompt}
@@ -196,7 +196,7 @@ def _load(source: str, root: Path) -> OpenpiCheckpoint:
         embodiment=read_robot(root, robot.state_dim, robot.action_dim) or Embodiment(name=trained.robot),
         wires=read_wires(wires, IMAGES, robot.state_dim if takes_state else 0, robot.action_dim, {*robot.optional}),
         model_hash=model_hash(root),
-        config_hash=hashlib.sha256((root / OPENPI_FILE).read_bytes()).hexdigest()[:16],
+        config_hash=files_hash(root, (OPENPI_FILE, "config.json", stats.relative_to(root).as_posix())),
         model_bytes=model_bytes(root),
     )
 
@@ -219,8 +219,8 @@ def _configured(root: Path) -> tuple[_OpenpiKeys, _Training]:
     return keys, trained
 
 
-def _norms(root: Path, asset_id: str | None, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm]:
-    """The norms of "state" and "actions" by assets/ID/norm_stats.json; its first dimensions, as openpi pads."""
+def _stats_file(root: Path, asset_id: str | None) -> Path:
+    """assets/ID/norm_stats.json."""
     files = sorted((root / "assets").rglob("norm_stats.json"))
     by_id = {file.parent.relative_to(root / "assets").as_posix(): file for file in files}
     if asset_id is None and len(by_id) != 1:
@@ -229,6 +229,11 @@ def _norms(root: Path, asset_id: str | None, quantiles: bool, robot: _OpenpiRobo
     file = by_id.get(asset_id or next(iter(by_id)))
     if file is None:
         raise ConfigError(f"{root / OPENPI_FILE}: asset_id: found {json.dumps(asset_id)}, expected {', '.join(by_id)}")
+    return file
+
+
+def _norms(file: Path, quantiles: bool, robot: _OpenpiRobot) -> dict[str, Norm]:
+    """The norms of "state" and "actions" by the first dimensions of a norm_stats.json, as openpi pads."""
     table = JsonObject(file, read_json(file))
     stats = JsonObject(file, table.get("norm_stats"), "norm_stats")
     found = {}
