@@ -101,6 +101,15 @@ def test_every_import_is_an_arrow_of_the_design(module: str, path: Path) -> None
             assert part in allowed, f"{where}: not an arrow of the design"
 
 
+def test_what_a_policy_is_depends_on_nothing_that_reads_or_serves_one() -> None:
+    own = f"{PACKAGE}.policies.policy"
+    for module, path in modules():
+        if module.startswith(own):
+            for line, name in imports(ast.parse(path.read_text()), module, path.stem == "__init__"):
+                above = name.startswith(f"{PACKAGE}.policies") and not name.startswith(own)
+                assert not above, f"{path.name}:{line} imports {name}"
+
+
 @pytest.mark.parametrize(
     ("module", "path"), [m for m in modules() if part_of(m[0]) == "core"], ids=lambda value: str(value).split(".")[-1]
 )

@@ -15,7 +15,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.demo.exports import KINDS, VARIANTS, Kind, Variant, export_dir, write_export
 from reflex_runtime.demo.tasks import INSTRUCTIONS
 from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.policy.load import load_policy
+from reflex_runtime.policies.load import load_policy
 
 BOTH = [(variant, kind) for variant in VARIANTS for kind in KINDS]
 

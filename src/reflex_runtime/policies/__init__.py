@@ -22,12 +22,11 @@ else), `observation` (what goes in and comes out), `base` (what both kinds of po
 from __future__ import annotations
 
 from reflex_runtime.policies.export.directory import Export
-from reflex_runtime.policies.export.embodiment import Embodiment
+from reflex_runtime.policies.load import load_policy, served_by
 from reflex_runtime.policies.policy.base import Policy, WarmUp
 from reflex_runtime.policies.policy.decomposed import DecomposedPolicy
 from reflex_runtime.policies.policy.faults import Fault, FaultyProcessor, parse_fault
 from reflex_runtime.policies.policy.guard import ActionGuard, GuardedProcessor
-from reflex_runtime.policies.policy.load import load_policy, served_by
 from reflex_runtime.policies.policy.model import PolicyModel, PolicySource, StagedModel, WholeModel
 from reflex_runtime.policies.policy.monolithic import MonolithicPolicy
 from reflex_runtime.policies.policy.observation import (
@@ -40,6 +39,7 @@ from reflex_runtime.policies.policy.observation import (
 )
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixCache
 from reflex_runtime.policies.policy.prompt import PromptTemplate
+from reflex_runtime.policies.policy.robot import Embodiment
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.tokenizer import WordTokenizer
 from reflex_runtime.policies.policy.units import AddState, AlohaGripper, Binarised, Norm, Scaled

@@ -644,7 +644,7 @@ def test_t7_clock_that_was_never_set_where_the_files_are_as_old(mono: Path) -> N
 def test_t7_a_check_that_breaks_is_a_finding_and_the_others_are_made(
     mono: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def breaks(patient: Any) -> Finding:
+    def breaks(context: Any) -> Finding:
         raise ZeroDivisionError("in the check")
 
     checks = tuple((name, needs, breaks if name == "memory" else look) for name, needs, look in doctor._EXPORT)

@@ -15,7 +15,7 @@ import json_numpy
 import numpy as np
 import pytest
 
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving.wire_names import JSON_NUMPY
 from reflex_runtime.policies.wires.json_numpy import GrootJson, decode, is_json_numpy
 from reflex_runtime.web.errors import ClientError, InvalidRequest

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed
 
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.policies import Export, InvalidRequest
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.wires.xpolicylab import read
 from reflex_runtime.policies.wires.xpolicylab_codec import LabFrame, decode, encode
 from reflex_runtime.telemetry.journal_reader import read_journal

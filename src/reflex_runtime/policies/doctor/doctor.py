@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.policies.doctor import files, runs
-from reflex_runtime.policies.doctor.findings import Clocks, Finding, Patient, Status, failed, skipped
+from reflex_runtime.policies.doctor.findings import CheckContext, Clocks, Finding, Status, failed, skipped
 from reflex_runtime.policies.export.memory import total_memory
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.source import is_export
@@ -96,27 +96,27 @@ def examine(
     do it fails, else it is a warning for the default. clocks, total_memory: for tests.
     """
     clocks = clocks or Clocks()
-    patient = Patient(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory)
-    patient.began = clocks.together()
+    context = CheckContext(str(source), provider, threads, instruction, rtc_horizon, clocks, total_memory)
+    context.began = clocks.together()
     checks: list[Check] = []
     broken: dict[str, Status] = {}
-    for name, needs, look in _EXPORT if is_export(patient.source) else _OTHER:
+    for name, needs, look in _EXPORT if is_export(context.source) else _OTHER:
         began = clocks.monotonic()
         missing = [need for need in needs if need in broken]
         if missing:
             told = [f"{need} {'failed' if broken[need] == 'fail' else 'was skipped'}" for need in missing]
             finding = skipped(f"needs a check that did not pass: {', '.join(told)}")
         else:
-            finding = _looked(look, patient)
+            finding = _looked(look, context)
         if finding.status in ("fail", "skip"):
             broken[name] = finding.status
         checks.append(Check(name, finding, clocks.monotonic() - began))
-    return Diagnosis(patient.source, provider, threads, patient.loaded, checks)
+    return Diagnosis(context.source, provider, threads, context.loaded, checks)
 
 
-def _looked(look: Callable[[Patient], Finding], patient: Patient) -> Finding:
+def _looked(look: Callable[[CheckContext], Finding], context: CheckContext) -> Finding:
     try:
-        return look(patient)
+        return look(context)
     except Exception as error:  # whatever an export makes a check do, the other checks are made
         return failed(
             "a check that ends", f"{type(error).__name__}: {error}",
@@ -124,7 +124,7 @@ def _looked(look: Callable[[Patient], Finding], patient: Patient) -> Finding:
         )
 
 
-_Checks = tuple[tuple[str, tuple[str, ...], Callable[[Patient], Finding]], ...]
+_Checks = tuple[tuple[str, tuple[str, ...], Callable[[CheckContext], Finding]], ...]
 
 _RUNS: Final[_Checks] = (
     ("actions", ("model_load",), runs.check_actions),

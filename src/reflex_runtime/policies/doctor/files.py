@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.doctor.findings import Finding, Patient, failed, json_object, passed, size, some, warned
+from reflex_runtime.policies.doctor.findings import (
+    CheckContext,
+    Finding,
+    failed,
+    json_object,
+    passed,
+    size,
+    some,
+    warned,
+)
 from reflex_runtime.policies.export.config_file import CONFIG_FILE
 from reflex_runtime.policies.export.directory import Export
 from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
@@ -26,12 +35,12 @@ TINY_STD: Final = 1e-6
 # -- files and configuration -------------------------------------------------------------------------------------------
 
 
-def check_files(patient: Patient) -> Finding:
+def check_files(context: CheckContext) -> Finding:
     """Everything is there, can be read, and is what its name says."""
-    root, expected = patient.root, "readable files, ONNX where the name says so, with their external data"
+    root, expected = context.root, "readable files, ONNX where the name says so, with their external data"
     found = {file for pattern in (*MODEL_PATTERNS, "*.json") for file in root.rglob(pattern)}
     total = 0
-    for file in sorted(found | {patient.config_file}):
+    for file in sorted(found | {context.config_file}):
         try:
             with file.open("rb") as stream:
                 head = stream.read(64)
@@ -50,21 +59,21 @@ def check_files(patient: Patient) -> Finding:
                 "run `git lfs install && git lfs pull` where it was cloned, and copy again",
             )
     try:
-        patient.raw = json_object(patient.config_file)
+        context.raw = json_object(context.config_file)
     except ValueError as error:
-        return failed(expected, f"{patient.config_file}: {error}", f"python -m json.tool {patient.config_file}")
+        return failed(expected, f"{context.config_file}: {error}", f"python -m json.tool {context.config_file}")
     graphs = sorted(file for file in found if file.suffix == ".onnx")
     if not graphs:
         return failed(expected, f"no *.onnx below {root}", "export the model again, or name its directory")
-    return _graphs(patient, graphs) or passed(expected, f"{len(found)} files, {size(total)}, {len(graphs)} graphs")
+    return _graphs(context, graphs) or passed(expected, f"{len(found)} files, {size(total)}, {len(graphs)} graphs")
 
 
-def _graphs(patient: Patient, graphs: Sequence[Path]) -> Finding | None:
+def _graphs(context: CheckContext, graphs: Sequence[Path]) -> Finding | None:
     """Read what the graphs say of themselves; a finding when one cannot be what it should."""
     expected, uncounted = "graphs with all of their weights", ""
     for file in graphs:
         try:
-            patient.files[file] = graph = read_onnx(file)
+            context.files[file] = graph = read_onnx(file)
         except NotOnnx as error:
             return failed(expected, f"{file}: {error}", f"copy {file.name} again and compare sizes, or export again")
         for part in graph.external:
@@ -90,11 +99,11 @@ def _graphs(patient: Patient, graphs: Sequence[Path]) -> Finding | None:
     return None
 
 
-def check_normalisation(patient: Patient) -> Finding:
+def check_normalisation(context: CheckContext) -> Finding:
     """Read from the files as they are, so that this is checked even if other keys are wrong."""
-    raw, expected = patient.raw, "statistics of the right lengths, finite, no std or range that is zero or tiny"
+    raw, expected = context.raw, "statistics of the right lengths, finite, no std or range that is zero or tiny"
     named = raw.get("embodiment")
-    beside = patient.root / (named if isinstance(named, str) else EMBODIMENT_FILE)
+    beside = context.root / (named if isinstance(named, str) else EMBODIMENT_FILE)
     try:
         robot = json_object(beside) if beside.is_file() else {}
     except ValueError:
@@ -167,10 +176,10 @@ def _widths(key: str, norm: dict[str, Any], parts: tuple[str, str]) -> tuple[lis
     return wrong, doubtful
 
 
-def check_config(patient: Patient) -> Finding:
+def check_config(context: CheckContext) -> Finding:
     expected = "a configuration that names what there is (docs/exports.md)"
     try:
-        patient.loaded = export = Export.load(patient.root)
+        context.loaded = export = Export.load(context.root)
     except ConfigError as error:
         return failed(
             expected, error.message,
@@ -184,9 +193,9 @@ def check_config(patient: Patient) -> Finding:
     )
 
 
-def check_wires(patient: Patient) -> Finding:
+def check_wires(context: CheckContext) -> Finding:
     """What observations have to hold: those of openpi, and of each wire that has a block; docs/wires.md."""
-    export, expected = patient.export, "names of an observation for all that the policy needs, each once"
+    export, expected = context.export, "names of an observation for all that the policy needs, each once"
     shown = []
     for wire in export.wires or (OPENPI,):
         told = Reading(export, export.wires.get(wire)).describe()
@@ -201,9 +210,9 @@ def check_wires(patient: Patient) -> Finding:
     return passed(expected, "; ".join(shown))
 
 
-def check_opset(patient: Patient) -> Finding:
-    export = patient.export
-    opsets = {name: patient.files[graph.file].opsets for name, graph in export.graphs.items()}
+def check_opset(context: CheckContext) -> Finding:
+    export = context.export
+    opsets = {name: context.files[graph.file].opsets for name, graph in export.graphs.items()}
     shown = ", ".join(f"{name} {of.get('', of.get('ai.onnx', 0))}" for name, of in opsets.items())
     expected = f"opset {export.opset}" if export.opset is not None else "one opset"
     different = {of.get("", of.get("ai.onnx", 0)) for of in opsets.values()} - ({export.opset} - {None})
@@ -218,11 +227,11 @@ def check_opset(patient: Patient) -> Finding:
 # -- the graphs, as they declare themselves ----------------------------------------------------------------------------
 
 
-def check_inputs(patient: Patient) -> Finding:
+def check_inputs(context: CheckContext) -> Finding:
     expected = "every role has a tensor of its type and size, and every input a role"
     problems: list[str] = []
-    for name, graph in patient.export.graphs.items():
-        file = patient.files[graph.file]
+    for name, graph in context.export.graphs.items():
+        file = context.files[graph.file]
         for what, specs, ports in (("input", graph.inputs, file.inputs), ("output", graph.outputs, file.outputs)):
             for role, spec in specs.items():
                 problems += [f"{name}: {what}s.{role}: {text}" for text in _mismatch(spec, ports)]
@@ -235,8 +244,8 @@ def check_inputs(patient: Patient) -> Finding:
             f"write the tensors' names and sizes into {CONFIG_FILE} (inputs, outputs, images, state_dim, action_dim, "
             "chunk_size, max_tokens), or export again with these names and sizes",
         )
-    graphs = patient.export.graphs.values()
-    seen = [_shown(patient.files[graph.file].inputs[s.name]) for graph in graphs for s in graph.inputs.values()]
+    graphs = context.export.graphs.values()
+    seen = [_shown(context.files[graph.file].inputs[s.name]) for graph in graphs for s in graph.inputs.values()]
     return passed(expected, ", ".join(seen))
 
 
@@ -265,10 +274,10 @@ def _shown(port: Declared) -> str:
     return f"{port.name!r} {port.dtype}{dims}"
 
 
-def check_dynamic_batch(patient: Patient) -> Finding:
+def check_dynamic_batch(context: CheckContext) -> Finding:
     expected = "a symbolic first axis on every input and output, in every graph"
-    graphs = patient.export.graphs
-    axes = {name: list(_axes(graph.inputs, graph.outputs, patient.files[graph.file])) for name, graph in graphs.items()}
+    graphs = context.export.graphs
+    axes = {name: list(_axes(graph.inputs, graph.outputs, context.files[graph.file])) for name, graph in graphs.items()}
     for name, ports in axes.items():
         fixed = [(port, axis) for port, axis in ports if isinstance(axis, int)]
         wrong = [f"{name}: {_shown(port)}" for port, axis in fixed if axis != 1 or len(fixed) < len(ports)]

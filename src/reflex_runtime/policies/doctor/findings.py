@@ -1,4 +1,4 @@
-"""The input of the doctor's checks (`Patient`) and their results (`Finding`)."""
+"""The input of the doctor's checks (`CheckContext`) and their results (`Finding`)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Clocks:
 
 
 @dataclass(slots=True)
-class Patient:
-    """The policy under examination, and the results that later checks use."""
+class CheckContext:
+    """What checks read: the policy under examination, and the results of earlier checks."""
 
     source: str
     provider: str

@@ -13,12 +13,11 @@ from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject, described
 from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.policies.policy.robot import Resize, Size
 
 CONFIG_FILE: Final = "reflex_config.json"
 
 ExportKind = Literal["monolithic", "decomposed"]
-Resize = Literal["stretch", "pad", "pad-lerobot", "pad-smolvla"]
-Size = tuple[int, int]  # height, width in pixels
 
 
 def whole(low: int, high: int = 1_000_000) -> Meta:

@@ -19,7 +19,6 @@ from reflex_runtime.policies.export.config_file import (
     CONFIG_FILE,
     ExportConfig,
     ExportObject,
-    Size,
     read_json,
     whole,
 )
@@ -33,6 +32,7 @@ from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.models.onnx_models import OnnxStaged, OnnxWhole
 from reflex_runtime.policies.policy.model import PolicySource
 from reflex_runtime.policies.policy.observation import IMAGE_MASK
+from reflex_runtime.policies.policy.robot import Size
 from reflex_runtime.policies.policy.spec import DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, WordTokenizer, read_tokenizer
 from reflex_runtime.policies.policy.units import AddState

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from reflex_runtime.policies.export.config_file import (
     LARGEST,
     ExportObject,
     ImageSizes,
     Number,
-    Size,
     Text,
     list_of,
     names_of,
@@ -25,30 +21,11 @@ from reflex_runtime.policies.export.config_file import (
     whole,
 )
 from reflex_runtime.policies.export.norms import read_norm
+from reflex_runtime.policies.policy.robot import Embodiment
 from reflex_runtime.policies.policy.units import Norm, frozen
 
 EMBODIMENT_FILE: Final = "embodiment.json"
 _RANGES: Final = "pairs [low, high] of finite numbers with low < high"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Embodiment:
-    """The robot a policy was made for.
-
-    action_space: "absolute" (targets), "relative" (changes), or None when the file does not say.
-    action_ranges: float32 [action_dim, 2], lowest and highest value the robot takes, or None.
-    cameras: (height, width) by name. control_rate_hz: actions executed per second.
-    """
-
-    name: str = "unknown"
-    action_space: Literal["absolute", "relative"] | None = None
-    action_ranges: NDArray[np.float32] | None = None
-    action_names: tuple[str, ...] | None = None
-    action_units: tuple[str, ...] | None = None
-    state_names: tuple[str, ...] | None = None
-    gripper_index: int | None = None
-    cameras: Mapping[str, Size] | None = None
-    control_rate_hz: float | None = None
 
 
 def read_embodiment(

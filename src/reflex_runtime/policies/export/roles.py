@@ -11,8 +11,9 @@ import msgspec
 from msgspec import Meta
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.config_file import ExportConfig, ExportObject, Names, Size, Text, names_of
+from reflex_runtime.policies.export.config_file import ExportConfig, ExportObject, Names, Text, names_of
 from reflex_runtime.policies.policy.observation import IMAGE_MASK
+from reflex_runtime.policies.policy.robot import Size
 from reflex_runtime.processors.onnx import TensorSpec
 
 MODEL_FILE: Final = "model.onnx"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from reflex_runtime.checked import JsonObject
+from reflex_runtime.policies.policy.robot import WireMap
 
 # Wires whose states and actions come in groups: how a picture and a group of the state are named in an observation.
 _GROUPED: Final = {"gr00t": ("video.{}", "state.{}"), "xpolicylab": ("vision/{}", "state/{}")}
@@ -23,27 +23,6 @@ _Names = Annotated[tuple[_Name, ...], Meta(min_length=1, description="a list of 
 _Group = tuple[_Name, Annotated[int, Meta(ge=1)]]
 _Groups = Annotated[tuple[_Group, ...], Meta(min_length=1, description="a list of [group, how many numbers it has]")]
 _Images = Annotated[dict[str, _Name], Meta(description="an object {camera: name in the observation}")]
-
-
-@dataclass(frozen=True, slots=True)
-class WireMap:
-    """What the observations of one wire mean.
-
-    images: the observation's name of each camera of the policy. state: the names whose values make the state, in this
-    order. prompt: the name of the instruction. What is not named is found by its own name. metadata: what the wire
-    announces beside what it knows by itself. dialect: of openpi. execute: of vla-eval, how many actions of a chunk are
-    handed out before the policy is asked again; 0 is all of them. Of wires with groups: how many
-    numbers each of `state` has, and the groups of an action, in this order.
-    """
-
-    images: Mapping[str, str] = field(default_factory=dict)
-    state: tuple[str, ...] = ()
-    prompt: str = ""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    dialect: Literal["openpi", "roboarena"] = "openpi"
-    execute: int = 0
-    state_sizes: tuple[int, ...] = ()
-    actions: tuple[tuple[str, int], ...] = ()
 
 
 # Of each preset: the names of cameras that a policy may have for each picture of the observation; the rest as above.

@@ -17,13 +17,13 @@ from msgspec import Meta
 
 from reflex_runtime.checked import CHECKPOINT_KEYS, JsonObject, json_keys, shorten
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.config_file import ExportObject, Size, read_json, whole
+from reflex_runtime.policies.export.config_file import ExportObject, read_json, whole
 from reflex_runtime.policies.export.directory import check_directory, from_hub
-from reflex_runtime.policies.export.embodiment import Embodiment, read_embodiment
+from reflex_runtime.policies.export.embodiment import read_embodiment
 from reflex_runtime.policies.export.model_files import files_hash, model_bytes, model_hash
-from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.lerobot.features import WEIGHTS, WHOLE, Features
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel, WholeModel
+from reflex_runtime.policies.policy.robot import Embodiment, Size, WireMap
 from reflex_runtime.policies.policy.spec import LEROBOT, DeviceOptions
 from reflex_runtime.processors.onnx import CPU, CUDA
 

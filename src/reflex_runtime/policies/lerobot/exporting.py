@@ -21,8 +21,8 @@ from reflex_runtime.policies.export.embodiment import EMBODIMENT_FILE
 from reflex_runtime.policies.export.new_directory import check_new, new_directory
 from reflex_runtime.policies.lerobot.checkpoint import LeRobotCheckpoint
 from reflex_runtime.policies.lerobot.made_up import EPISODES, MadeUpEpisode, made_up
+from reflex_runtime.policies.load import load_policy
 from reflex_runtime.policies.policy.base import Policy
-from reflex_runtime.policies.policy.load import load_policy
 from reflex_runtime.policies.policy.units import Floats
 
 OPSETS: Final = (18, 23)

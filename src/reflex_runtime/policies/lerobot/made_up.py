@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.export.config_file import Size
+from reflex_runtime.policies.policy.robot import Size
 from reflex_runtime.policies.policy.units import Floats
 
 EPISODES: Final = 6

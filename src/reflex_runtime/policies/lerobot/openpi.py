@@ -20,13 +20,13 @@ from reflex_runtime.checked import JsonObject
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.policies.export.config_file import read_json, whole
 from reflex_runtime.policies.export.directory import check_directory
-from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.export.model_files import files_hash, model_bytes, model_hash
 from reflex_runtime.policies.export.wires import read_wires
 from reflex_runtime.policies.lerobot.checkpoint import check_device, check_lerobot, check_weights, read_robot
 from reflex_runtime.policies.lerobot.features import WEIGHTS
 from reflex_runtime.policies.policy.model import PolicySource, StagedModel
 from reflex_runtime.policies.policy.prompt import PromptTemplate
+from reflex_runtime.policies.policy.robot import Embodiment
 from reflex_runtime.policies.policy.spec import OPENPI, DeviceOptions
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer, read_sentencepiece
 from reflex_runtime.policies.policy.units import AddState, AlohaGripper, Norm, Scaled, Transform, frozen

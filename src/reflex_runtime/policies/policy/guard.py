@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, NonFiniteResult
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.policies.export.embodiment import Embodiment
 from reflex_runtime.policies.policy.observation import ActionChunk, GuardReport, Observation
+from reflex_runtime.policies.policy.robot import Embodiment
 from reflex_runtime.processors.base import Processor
 
 OnBadAction = Literal["error", "hold"]

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.export.config_file import Resize
 from reflex_runtime.policies.policy.history import Glimpse
 from reflex_runtime.policies.policy.prefix_cache import Prefix, PrefixKey
+from reflex_runtime.policies.policy.robot import Resize
 from reflex_runtime.policies.policy.rtc import Anchor
 from reflex_runtime.web.errors import InvalidRequest
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.policies.export.config_file import Resize, Size
-from reflex_runtime.policies.export.embodiment import Embodiment
-from reflex_runtime.policies.export.wires import WireMap
 from reflex_runtime.policies.policy.prompt import PromptTemplate
+from reflex_runtime.policies.policy.robot import Embodiment, Resize, Size, WireMap
 from reflex_runtime.policies.policy.tokenizer import InstructionTokenizer
 from reflex_runtime.policies.policy.units import AddState, Norm, Transform
 from reflex_runtime.processors.onnx import CPU

@@ -8,7 +8,7 @@ from typing import Any
 
 from reflex_runtime.options import settings
 from reflex_runtime.policies import PolicySpec
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving import openapi
 from reflex_runtime.policies.serving.asking import Asking

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.wires.groot_codec import modality_config
 from reflex_runtime.policies.wires.observations import PROMPTS, Reading, text_of
 from reflex_runtime.web.errors import ClientError, InvalidRequest

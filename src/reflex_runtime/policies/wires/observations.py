@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.question import Image
 from reflex_runtime.policies.serving.served import ServedPolicy

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.policies.export.wires import WireMap
+from reflex_runtime.policies.policy.robot import WireMap
 from reflex_runtime.policies.policy.spec import PolicySpec
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
