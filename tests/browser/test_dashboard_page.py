@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from serving.harness import STATE, Server
+from serving.openai_toy import Model, Toy
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
@@ -29,7 +30,7 @@ def browser() -> Iterator[sync_api.Browser]:
 class Looked:
     """A page on a server, with everything that went wrong on it."""
 
-    def __init__(self, browser: sync_api.Browser, server: Server, **options: object) -> None:
+    def __init__(self, browser: sync_api.Browser, server: Server | Toy, **options: object) -> None:
         self.url = f"http://127.0.0.1:{server.port}/dashboard"
         self.page = browser.new_page(**options)
         self.page.set_default_timeout(30_000)
@@ -68,6 +69,18 @@ def test_x4_batches_clients_and_queues_are_seen(browser: sync_api.Browser, tiny:
         }"""
         look.page.wait_for_function(painted)
         assert (look.wrong, look.hosts) == ([], {f"127.0.0.1:{server.port}"})  # nothing of other sites
+        look.page.close()
+
+
+def test_x4_tokens_are_seen(browser: sync_api.Browser) -> None:
+    with Toy(Model()) as toy:
+        look = Looked(browser, toy)
+        look.until("#link", "live")
+        assert toy.complete(user="chat-7", max_tokens=5).status == 200
+        look.until("#clients", "chat-7")
+        look.until("#tiles", "first token, p99")
+        look.until("#tiles", "cache held")
+        assert look.wrong == []
         look.page.close()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from reflex_runtime.core.batch import Done, Failed, Outcome
+from reflex_runtime.core.batch import Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError, QueueFull
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, RequestAnswered
 from reflex_runtime.core.flush import FlushPolicy
@@ -152,3 +152,26 @@ def test_x4_a_snapshot_is_json_and_the_fold_keeps_no_ticket() -> None:
     assert read.batches[0].members[0].client == "r1"
     assert not play.live._running
     assert BatchScheduled in Live.events
+
+
+def test_x4_tokens_first_tokens_and_gaps() -> None:
+    play = Play()
+    play.scheduler.submit(Request(None, client="chat", streams=True), 0.0)
+    for seconds, outcome in ((0.5, More()), (0.1, More("a")), (0.2, More("b")), (0.3, Done("c"))):
+        play.run(seconds, [outcome])
+    (group,) = play.snapshot().groups
+    assert (group.first_p50, group.first_p99) == (pytest.approx(0.6), pytest.approx(0.6))
+    assert (group.gap_p50, group.gap_p99) == (pytest.approx(0.2), pytest.approx(0.3))
+    assert group.tokens > 0.0
+    assert not play.live._parts
+
+
+def test_x4_a_stream_that_had_begun_before_gives_gaps_and_no_first_token() -> None:
+    play = Play()
+    play.scheduler.submit(Request(None, client="chat", streams=True), 0.0)
+    play.run(0.5, [More("a")])
+    play.live = Live(play.now)
+    play.run(0.1, [More("b")])
+    play.run(0.2, [Done("c")])
+    (group,) = play.snapshot().groups
+    assert (group.first_p50, group.gap_p50) == (None, pytest.approx(0.2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -23,21 +23,35 @@ from serving.harness import PATIENCE
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
 
 
+class Numbers:
+    """A fold whose snapshots are numbers, and what the test makes of them."""
+
+    def __init__(self, run: Running) -> None:
+        self.run = run
+
+    def __call__(self, event: Any) -> None:
+        raise AssertionError("no event is published here")
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> dict[str, Any]:
+        self.run.taken += 1
+        return {"number": self.run.taken, "text": self.run.text, "server": server, "never": 1 / self.run.divisor}
+
+
 class Running:
-    """An application with a dashboard on a port; its snapshots are numbers, or what the test makes of them."""
+    """An application with a dashboard on a port."""
 
     def __init__(self, **options: Any) -> None:
-        self.log: list[str] = []
-        self.taken = 0
-        self.text = ""
-        self.watchers = Watchers(lambda: self.log.append("begin"), self.take, lambda: self.log.append("end"))
+        self.sinks: list[Any] = []
+        self.made = self.taken = 0
+        self.text, self.divisor = "", 1
+        self.watchers = Watchers(self.make, self.sinks.append, self.sinks.remove, lambda: {"state": "ready"})
         routes = {route.path: route for route in dashboard_routes(self.watchers)}
         self.app = App(ServeConfig(**options), routes, PLAIN)
         self.port = 0
 
-    def take(self) -> dict[str, Any]:
-        self.taken += 1
-        return {"number": self.taken, "text": self.text}
+    def make(self, now: float) -> Numbers:
+        self.made += 1
+        return Numbers(self)
 
     @asynccontextmanager
     async def asking(self, more: str = "") -> AsyncIterator[asyncio.StreamReader]:
@@ -87,7 +101,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_x4_all_watchers_get_the_same_snapshots_and_none_is_made_without_them() -> None:
     async def check(run: Running) -> None:
-        assert (run.log, run.taken) == ([], 0)
+        assert (run.sinks, run.taken) == ([], 0)
         async with run.asking() as one, run.asking() as two:
             first, second = await line(one), await line(two)
             while first["number"] < second["number"]:
@@ -95,15 +109,15 @@ def test_x4_all_watchers_get_the_same_snapshots_and_none_is_made_without_them() 
             while second["number"] < first["number"]:
                 second = await line(two)
             assert first == second
-            assert run.log == ["begin"]
-            assert len(run.watchers) == 2
+            assert (run.made, len(run.sinks), len(run.watchers)) == (1, 1, 2)
+            assert first["server"] == {"state": "ready", "watchers": 2, "missed": 0}
         await until(lambda: len(run.watchers) == 0)
-        assert run.log == ["begin", "end"]
+        assert run.sinks == []
         taken = run.taken
         async with run.asking() as again:
             await line(again)
         await until(lambda: len(run.watchers) == 0)
-        assert run.log == ["begin", "end"] * 2
+        assert (run.made, run.sinks) == (2, [])
         assert run.taken > taken
         assert run.app.active == 0
 
@@ -150,7 +164,7 @@ def test_x4_a_draining_server_ends_them() -> None:
             run.watchers.close()
             while (await one.readline()) != b"0\r\n":
                 pass
-            assert (run.log, run.app.active) == (["begin", "end"], 0)
+            assert (run.sinks, run.app.active) == ([], 0)
 
     running(check)
 
@@ -159,9 +173,9 @@ def test_x4_a_snapshot_that_fails_is_logged_and_the_next_one_comes(caplog: pytes
     async def check(run: Running) -> None:
         async with run.asking() as one:
             await line(one)
-            take, run.watchers._take = run.watchers._take, lambda: 1 / 0
+            run.divisor = 0
             await until(lambda: "could not be made" in caplog.text)
-            run.watchers._take = take
+            run.divisor = 1
             assert (await line(one))["number"] > 1
 
     running(check)

@@ -72,6 +72,10 @@ class Dispatcher:
         """One more sink, for the events from now on."""
         self._audience.add(sink)
 
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self._audience.remove(sink)
+
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, settled: Callable[[Ticket], None] | None = None) -> Ticket:

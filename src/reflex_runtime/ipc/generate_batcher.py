@@ -148,6 +148,19 @@ class GenerateBatcher:
         finally:
             del answer  # its error has this frame in its traceback: break the reference cycle
 
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with the events of its messages from now on."""
+        self._dispatcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events."""
+        self._dispatcher.remove_sink(sink)
+
+    def queue(self) -> dict[str, Any]:
+        """What waits here, as the scheduler's snapshot tells it."""
+        told: dict[str, Any] = self._dispatcher.scheduler.snapshot()["groups"][GROUP]
+        return told
+
     def get_stats(self) -> dict[str, Any]:
         """Counters and waiting requests; JSON-safe."""
         stats, active = self._stats, self._registry.active_count()

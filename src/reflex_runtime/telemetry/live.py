@@ -7,7 +7,7 @@ list in a snapshot is bounded, and what was left out is counted.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from reflex_runtime.core.events import (
     BatchScheduled,
     Event,
     RequestAnswered,
+    RequestProgressed,
     RequestRejected,
     RequestSettled,
 )
@@ -26,7 +27,7 @@ from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.telemetry.colours import client_label
 
-BATCHES = 128  # in a snapshot: the newest
+BATCHES = 256  # in a snapshot: the newest
 MEMBERS = 64  # of a batch
 CLIENTS = 64  # in a snapshot: those answered last
 REMEMBERED = 1024  # clients whose figures are kept
@@ -85,7 +86,9 @@ class LiveClient(msgspec.Struct):
 
 class LiveGroup(msgspec.Struct):
     """A slot or workload. busy: its share of the device's time since the last snapshot. error: mean of predicted over
-    measured time of the batches since then. rate: answers a second. latency percentiles: seconds, of the last 512."""
+    measured time of the batches since then. rate: answers a second. Percentiles: seconds, of the last 512 answers.
+    tokens: of answers that come in parts, a second; first, gap: seconds from the arrival to the first of them, and
+    between two."""
 
     name: str
     busy: float
@@ -97,6 +100,11 @@ class LiveGroup(msgspec.Struct):
     p99: float | None
     error: float | None
     outcomes: dict[str, int]
+    tokens: float = 0.0
+    first_p50: float | None = None
+    first_p99: float | None = None
+    gap_p50: float | None = None
+    gap_p99: float | None = None
 
 
 class LiveSnapshot(msgspec.Struct):
@@ -128,14 +136,17 @@ class _ClientFigures:
 
 
 class _GroupFigures:
-    __slots__ = ("batches", "busy", "latencies", "outcomes", "rate", "ratios", "requests")
+    __slots__ = ("batches", "busy", "firsts", "gaps", "latencies", "outcomes", "rate", "ratios", "requests", "tokens")
 
     def __init__(self) -> None:
         self.busy = 0.0
         self.batches = self.requests = 0
         self.ratios: list[float] = []
         self.rate = Rate(RATE_S)
+        self.tokens = Rate(RATE_S)
         self.latencies: deque[float] = deque(maxlen=WINDOW)
+        self.firsts: deque[float] = deque(maxlen=WINDOW)
+        self.gaps: deque[float] = deque(maxlen=WINDOW)
         self.outcomes: dict[str, int] = {}
 
 
@@ -145,21 +156,30 @@ class Live:
     busy, batches and ratios of a group are since the last snapshot, everything else since the first event.
     """
 
-    events = frozenset({BatchScheduled, BatchFinished, RequestSettled, RequestRejected, RequestAnswered})
+    events = frozenset(
+        {BatchScheduled, BatchFinished, RequestProgressed, RequestSettled, RequestRejected, RequestAnswered}
+    )
 
     def __init__(self, now: float) -> None:
         self._clients: OrderedDict[Hashable, _ClientFigures] = OrderedDict()
         self._groups: dict[str, _GroupFigures] = {}
         self._running: dict[Batch, LiveBatch] = {}
+        self._parts: dict[Ticket, float | None] = {}  # when the latest part of an answer came; None before the first
         self._ended: deque[LiveBatch] = deque(maxlen=BATCHES)
         self._number = self._count = 0
         self._since = now
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestSettled):
+        if isinstance(event, RequestProgressed):
+            if event.value is not None:
+                self._part(event.at, event.ticket)
+        elif isinstance(event, RequestSettled):
             self._settled(event.at, event.ticket)
         elif isinstance(event, BatchScheduled):
             self._running[event.batch] = _told(event.batch, event.queued)
+            for ticket in event.batch.admitted:
+                if ticket.request.streams:
+                    self._parts.setdefault(ticket, None)
         elif isinstance(event, BatchFinished):
             self._finished(event)
         elif isinstance(event, RequestAnswered):
@@ -194,6 +214,9 @@ class Live:
 
     def _settled(self, now: float, ticket: Ticket) -> None:
         request, outcome = ticket.request, ticket.outcome
+        if ticket in self._parts and isinstance(outcome, Done):
+            self._part(now, ticket)
+        self._parts.pop(ticket, None)
         if not isinstance(outcome, Done):
             self._lost(now, request.client, request.group, outcome.error)
             return
@@ -206,6 +229,16 @@ class Live:
         client.at = now
         group.requests += 1
         group.outcomes["ok"] = group.outcomes.get("ok", 0) + 1
+
+    def _part(self, now: float, ticket: Ticket) -> None:
+        """A part of an answer: a token."""
+        group, before = self._group(ticket.request.group), self._parts.get(ticket, now)
+        group.tokens.arrive(now)
+        if before is None:
+            group.firsts.append(now - ticket.arrived)
+        elif before < now:
+            group.gaps.append(now - before)
+        self._parts[ticket] = now
 
     def _lost(self, now: float, client: Hashable, group: str, error: BaseException) -> None:
         found, figures = self._client(client, group), self._group(group)
@@ -257,13 +290,21 @@ def _told(batch: Batch, queued: int) -> LiveBatch:
 def _group(name: str, found: _GroupFigures, passed: float, now: float) -> LiveGroup:
     ratios, ranked = found.ratios, sorted(found.latencies)
     p50, p95, p99 = (percentile(ranked, share) for share in (0.5, 0.95, 0.99)) if ranked else (None, None, None)
+    parts = [_two(found.firsts), _two(found.gaps)]
     told = LiveGroup(
         name, found.busy / passed, found.batches, found.requests, found.rate.value(now), p50, p95, p99,
-        sum(ratios) / len(ratios) if ratios else None, dict(found.outcomes),
+        sum(ratios) / len(ratios) if ratios else None, dict(found.outcomes), found.tokens.value(now),
+        *parts[0], *parts[1],
     )  # fmt: skip
     found.busy, found.batches = 0.0, 0
     ratios.clear()
     return told
+
+
+def _two(values: Iterable[float]) -> tuple[float | None, float | None]:
+    """p50 and p99."""
+    ranked = sorted(values)
+    return (percentile(ranked, 0.5), percentile(ranked, 0.99)) if ranked else (None, None)
 
 
 def _client(name: Hashable, found: _ClientFigures, now: float) -> LiveClient:

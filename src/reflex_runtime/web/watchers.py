@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any, Final
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
 
 import msgspec
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import Event
+from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.web.errors import TooManyRequests
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.form import PLAIN
@@ -25,16 +28,31 @@ MOST: Final = 16  # watchers
 LINES: Final = b"application/x-ndjson"
 
 
+class Fold(Protocol):
+    """A sink of events that makes snapshots. now: seconds on the clock of the events."""
+
+    def __call__(self, event: Event) -> None: ...
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> Any: ...
+
+
 class Watchers:
     """The watchers of one server. Everything happens on the loop.
 
-    begin: called when the first one comes. take: the snapshot of this moment, to be written as JSON; its first call is
-    one interval after `begin`. end: called when the last one has left.
+    fold: made when the first watcher comes, from the time. add, remove: it as a sink of the server's events; it is one
+    until the last watcher has left. server: what the server itself tells in a snapshot; called before each, so that it
+    may have events delivered.
     missed: snapshots that a watcher did not get, because it had not read those before.
     """
 
-    def __init__(self, begin: Callable[[], None], take: Callable[[], Any], end: Callable[[], None]) -> None:
-        self._begin, self._take, self._end = begin, take, end
+    def __init__(
+        self,
+        fold: Callable[[float], Fold],
+        add: Callable[[Sink], None],
+        remove: Callable[[Sink], None],
+        server: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._make, self._add, self._remove, self._server = fold, add, remove, server
+        self._fold: Fold | None = None
         self._watching: dict[Exchange, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self.missed = 0
@@ -51,8 +69,9 @@ class Watchers:
             exchange.end()
             return
         exchange.on_left = lambda: self._left(exchange)
-        if not self._watching:
-            self._begin()
+        if self._fold is None:
+            self._fold = self._make(time.monotonic())
+            self._add(self._fold)
             self._timer = asyncio.get_running_loop().call_later(EVERY, self._tell)
         self._watching[exchange] = None
 
@@ -71,13 +90,17 @@ class Watchers:
         del self._watching[exchange]
         if not self._watching:
             assert self._timer is not None
+            assert self._fold is not None
             self._timer.cancel()
-            self._end()
+            self._remove(self._fold)
+            self._fold = None
 
     def _tell(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(EVERY, self._tell)
+        assert self._fold is not None
         try:
-            line = msgspec.json.encode(self._take()) + b"\n"
+            server = {**self._server(), "watchers": len(self._watching), "missed": self.missed}
+            line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
         except Exception:  # the next one may be well
             log.exception("a snapshot for those who watch could not be made")
             return

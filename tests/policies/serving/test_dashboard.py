@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from reflex_runtime.telemetry.live import LiveSnapshot
 from serving.harness import STATE, Server
 
 
-def snapshots(server: Server, key: str = "") -> Iterator[Any]:
+def snapshots(server: Server, key: str = "") -> Generator[Any]:
     for line in watched(ServerAddress.of(f"http://127.0.0.1:{server.port}"), key):
         yield json.loads(line)
 
@@ -41,19 +41,19 @@ def test_x4_a_request_is_shown_in_its_batch_with_its_client_and_its_wire(tiny: P
         assert told["groups"][0]["outcomes"] == {"ok": 1}
         policy = told["server"]["policies"]["default"]
         assert policy["slots"] == {"prod": {"verdict": "ok"}}
-        seen.close()  # type: ignore[attr-defined]
+        seen.close()
 
 
 def test_x4_watching_costs_nothing_once_all_have_left(tiny: Path) -> None:
     with Server(tiny) as server:
         seen = snapshots(server)
         assert next(seen)["server"]["watchers"] == 1
-        seen.close()  # type: ignore[attr-defined]
+        seen.close()
         assert server.act().status == 200
         again = snapshots(server)
         assert next(again)["number"] == 1  # another fold, which has seen nothing of the time between
         assert next(again)["clients"] == []
-        again.close()  # type: ignore[attr-defined]
+        again.close()
 
 
 def test_x4_a_server_that_drains_ends_the_stream(tiny: Path) -> None:
@@ -87,7 +87,7 @@ def test_x4_top_shows_batches_clients_and_queues(tiny: Path, capsys: pytest.Capt
         next(seen)
         assert server.post({"state": STATE, "robot_id": "arm-7"}).status == 200
         told = [next(seen), next(seen)]
-        seen.close()  # type: ignore[attr-defined]
+        seen.close()
     view, console = TopView("here"), Console(width=120, record=True)
     for snapshot in told:
         console.print(view.show(msgspec.convert(snapshot, LiveSnapshot), 120))

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from reflex_runtime.config import LLMServeConfig
+from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.engine import EngineConfig, LLMProcessor
 from reflex_runtime.llm.runner import Runner, Step
@@ -67,6 +68,21 @@ class LocalModel:
     async def status(self) -> dict[str, Any]:
         """The same as /health, because the engine is in the server's process."""
         return {}
+
+    def add_sink(self, sink: Sink) -> None:
+        """See `ModelHost.add_sink`."""
+        self.generator.batcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """See `ModelHost.remove_sink`."""
+        self.generator.batcher.remove_sink(sink)
+
+    def queues(self) -> dict[str, Any]:
+        """See `ModelHost.queues`. Events without an answer are delivered first."""
+        batcher = self.generator.batcher
+        batcher.flush()
+        groups: dict[str, Any] = batcher.device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return groups
 
     def refresh(self) -> None:
         """Bring the series in its registry up to date."""

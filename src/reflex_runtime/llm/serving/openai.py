@@ -25,9 +25,11 @@ from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
+from reflex_runtime.web.dashboard import dashboard_routes
 from reflex_runtime.web.errors import CallerLeft
 from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.form import JSON, ErrorForm, Headers, Refusal
@@ -72,7 +74,7 @@ class OpenAI:
         ]
         self.app = App(
             model.config,
-            {route.path: route for route in routes},
+            {route.path: route for route in [*routes, *dashboard_routes(watchers_of(model))]},
             ErrorForm(_refuse, keeps_id=True),
             find=lambda path: name if path.startswith(MODELS + "/") else None,
             on_answer=self._count,

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
+from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.web.errors import NotReady
@@ -44,6 +45,15 @@ class ModelHost(Protocol):
 
     async def metrics(self) -> bytes:
         """Prometheus text of its series that are not in the registry given at `open`."""
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with the events of its batches from now on."""
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events."""
+
+    def queues(self) -> dict[str, Any]:
+        """What waits and runs, by group, as the scheduler's snapshot tells it."""
 
     def turn(self) -> None:
         """Go on in a new trace file; the old one is kept as FILE.1."""
@@ -91,6 +101,8 @@ class ServedModel:
         self.unusable = False  # the directory or an option is wrong: there is nothing to wait for
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
+        self.on_drain: list[Callable[[], None]] = []
+        self._sinks: list[Sink] = []
         self._open, self._on_fatal = open, on_fatal
         self._state = "initializing"
         self._clean = True
@@ -129,7 +141,21 @@ class ServedModel:
                 log.exception("the model could not be started")
         else:
             self._state = "ready"
+            for sink in self._sinks:
+                self.host.add_sink(sink)
         self._clean = True
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with the events of the model's batches, from now on or from its start on."""
+        self._sinks.append(sink)
+        if self.host is not None:
+            self.host.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events."""
+        self._sinks.remove(sink)
+        if self.host is not None:
+            self.host.remove_sink(sink)
 
     def reached(self, state: str) -> None:
         """How far the host has come."""
@@ -154,6 +180,8 @@ class ServedModel:
         """The server is ending: refuse new requests."""
         if self._state != "warmup_failed":
             self._state = "draining"
+        for tell in self.on_drain:
+            tell()
 
     async def stop(self, until: float, answered: Callable[[], Awaitable[None]]) -> bool:
         """Finish open requests until then, end the rest. Returns whether nothing is left running."""

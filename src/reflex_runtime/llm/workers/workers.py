@@ -22,6 +22,7 @@ from prometheus_client import Gauge
 
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.request import Priority
+from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -190,6 +191,20 @@ class Workers:
             line.name: answer["text"] for line, answer in zip(self.lines, answers, strict=True) if answer is not None
         }
         return await asyncio.get_running_loop().run_in_executor(None, worker_metrics.merged, pages)
+
+    def add_sink(self, sink: Sink) -> None:
+        """See `ModelHost.add_sink`: the batches are messages to the processes."""
+        for line in self.lines:
+            line.batcher.add_sink(sink)
+
+    def remove_sink(self, sink: Sink) -> None:
+        """See `ModelHost.remove_sink`."""
+        for line in self.lines:
+            line.batcher.remove_sink(sink)
+
+    def queues(self) -> dict[str, Any]:
+        """What waits for each process."""
+        return {line.name: line.batcher.queue() for line in self.lines}
 
     def turn(self) -> None:
         """See `ModelHost.turn`."""

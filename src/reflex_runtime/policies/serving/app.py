@@ -18,7 +18,7 @@ from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.policies.serving.views import ServerViews, Views
-from reflex_runtime.policies.serving.watching import Watching
+from reflex_runtime.policies.serving.watching import watchers_of
 from reflex_runtime.policies.wires import openpi, vla_eval, xpolicylab
 from reflex_runtime.policies.wires.oip import Sequences
 from reflex_runtime.policies.wires.oip_http import OipHttp
@@ -54,7 +54,7 @@ def application(runtime: PolicyRuntime) -> App:
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    routes = plain.by_path | {route.path: route for route in dashboard_routes(Watching(runtime).watchers)}
+    routes = plain.by_path | {route.path: route for route in dashboard_routes(watchers_of(runtime))}
     app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
     if config.gr00t:
         _listen_groot(app, asking)

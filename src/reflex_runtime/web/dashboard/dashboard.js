@@ -57,7 +57,8 @@ let last = null; // the snapshot before
 function show(snapshot) {
   if (strip === null) begin();
   const { server, groups } = snapshot;
-  $("product").textContent = `${PRODUCTS[server.product] ?? server.product} · ${server.version}`;
+  const what = server.model?.model ?? PRODUCTS[server.product] ?? server.product;
+  $("product").textContent = `${what} · ${server.version}`;
   $("state").textContent = server.error ? `${server.state}: ${server.error}` : server.state;
   $("state").className = `pill ${server.state === "ready" ? "good" : "warn"}`;
   document.title = `Reflex ${server.state === "ready" ? "" : server.state}`;
@@ -79,7 +80,19 @@ function tiles(snapshot, groups) {
   const sizes = snapshot.batches.map((b) => b.size);
   const queues = Object.values(snapshot.server.queues ?? {});
   const work = queues.reduce((total, q) => total + (q.queued_seconds ?? 0), 0);
+  const model = snapshot.server.model;
+  const speaks = groups.some((g) => g.first_p50 !== null || g.tokens > 0);
+  const tokens = !speaks && !model ? [] : [
+    ["tokens a second", round(sum("tokens"))],
+    ["first token, p50", milliseconds(worst("first_p50"))],
+    ["first token, p99", milliseconds(worst("first_p99"))],
+    ["between tokens, p50", milliseconds(worst("gap_p50"))],
+    ["between tokens, p99", milliseconds(worst("gap_p99"))],
+    ["running", String(model?.running ?? "–")],
+    ["cache held", model?.kv_cache_usage === undefined ? "–" : `${Math.round(100 * model.kv_cache_usage)} %`],
+  ];
   const told = [
+    ...tokens,
     ["answers a second", round(sum("rate"))],
     ["requests a batch", sizes.length ? round(sizes.reduce((a, b) => a + b, 0) / sizes.length) : "–"],
     ["device busy", `${Math.round(100 * Math.min(1, sum("busy")))} %`],
@@ -89,6 +102,7 @@ function tiles(snapshot, groups) {
     ["predicted work", milliseconds(work)],
     ["without a result", String(groups.reduce((n, g) => n + Object.entries(g.outcomes).reduce((m, [kind, k]) => (kind === "ok" ? m : m + k), 0), 0))],
   ];
+  if (snapshot.left_out) told.push(["batches not shown", String(snapshot.left_out)]);
   $("tiles").replaceChildren(...told.map(([name, value]) => {
     const tile = document.createElement("div");
     tile.append(Object.assign(document.createElement("dt"), { textContent: name }), Object.assign(document.createElement("dd"), { textContent: value }));

@@ -133,7 +133,8 @@ export class Strip {
     const width = Math.max(LEAST, x(end) - left - 1);
     const height = batch.size * unit;
     let bottom = base;
-    for (const [client, , , entered] of batch.members) {
+    const stacked = [...batch.members].sort(([one], [other]) => this.colour(one) - this.colour(other));
+    for (const [client, , , entered] of stacked) {
       this.cell(pen, this.colour(client), left, bottom - unit, width, unit, entered);
       if (width > 26 && unit > 12) {
         const label = shortName(client, Math.floor(width / 7));

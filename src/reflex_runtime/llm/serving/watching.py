@@ -1,0 +1,30 @@
+"""What a language model's server shows to those who watch it: the live fold, its queues, its places and its cache."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from reflex_runtime.llm.serving.served_model import ServedModel
+from reflex_runtime.telemetry.live import Live
+from reflex_runtime.version import __version__
+from reflex_runtime.web.watchers import Watchers
+
+
+def watchers_of(model: ServedModel) -> Watchers:
+    """Those who watch the server. They are sent away when it drains."""
+    watchers = Watchers(Live, model.add_sink, model.remove_sink, partial(_server, model))
+    model.on_drain.append(watchers.close)
+    return watchers
+
+
+def _server(model: ServedModel) -> dict[str, Any]:
+    return {
+        "product": "llm",
+        "version": __version__,
+        "state": model.state,
+        "error": model.error,
+        "unit": "tokens",
+        "queues": {} if model.host is None else model.host.queues(),
+        "model": model.health(),
+    }
