@@ -1,7 +1,7 @@
 """`@batched` on a `def`: a function over a list that threads and coroutines call with one item.
 
-The function runs on one thread of its own and needs no lock. That thread answers the callers: it releases the lock of a
-thread that waits, and makes one call into a loop per batch for coroutines.
+The function runs on one thread of its own and needs no lock. That thread answers the callers: it wakes the first of the
+threads that wait, each of which wakes the next one (`Relay`), and makes one call into a loop per batch for coroutines.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink, resolve
 from reflex_runtime.drivers.batched_item import Handle, TaskClients, forget_closed
 from reflex_runtime.drivers.device import Device
+from reflex_runtime.drivers.relay import Relay, Sleeper
 from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.function import FunctionProcessor
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_FIRST_LOOK = 0.1  # seconds until a thread that waits looks whether all goes on, and again after twice as long
 _LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has expired yet
 
 
@@ -66,13 +68,12 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise RuntimeError(f"{self._name}(item) would block the running event loop: await {self._name}.aio(item)")
         if timeout is not None and not timeout >= 0.0:
             raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
-        answered = threading.Lock()
-        answered.acquire()
         caller = threading.get_ident()
         request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
-        ticket = driver.submit(request, lambda _: answered.release())
+        sleeper = Sleeper()
+        ticket = driver.ask(request, sleeper)
         try:
-            came = driver.wait(answered, ticket, timeout)
+            came = driver.wait(sleeper, ticket, timeout)
         except BaseException:  # interrupted: the answer has no reader
             driver.device.cancel(ticket)
             raise
@@ -136,6 +137,8 @@ class _Driver:
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
         self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
+        self.relay = Relay(self._wake, self.device.clock)
+        self._unseen = False  # items came that the device was not woken for
         self._starting = threading.Lock()
         self._started = False
 
@@ -152,25 +155,47 @@ class _Driver:
             self.deliver()
             raise
 
+    def ask(self, request: Request, sleeper: Sleeper) -> Ticket:
+        """Admit an item of a thread. The items of threads that were answered together wake the device together."""
+        relay = self.relay
+        later = relay.going
+        ticket = self.submit(request, lambda _: relay.answered(sleeper), wake=not later)
+        if later:
+            self._unseen = True
+            if not relay.going:  # it was over before it could know of this item
+                self._wake()
+        return ticket
+
+    def _wake(self) -> None:
+        """All threads that were answered run again: let the device look at what came meanwhile."""
+        if self._unseen:
+            self._unseen = False
+            self.device.wake()
+
     def deliver(self) -> None:
-        """Deliver the new events and answers, then wake the loops that have answers: each once for all of them."""
+        """Deliver the new events and answers, then wake the threads, one by one, and the loops that have answers: each
+        once for all of them."""
         self.delivery.deliver()
+        self.relay.go()
         for inbox in tuple(self._inboxes.values()):
             inbox.call()
 
-    def wait(self, settled: threading.Lock, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait until the lock is free; returns whether it was within `timeout`. Handles deadlines and hanging calls."""
-        clock = self.device.clock
+    def wait(self, sleeper: Sleeper, ticket: Ticket, timeout: float | None) -> bool:
+        """Wait for the answer; returns whether it came within `timeout`. Handles deadlines and hanging calls."""
+        clock, asleep, due = self.device.clock, sleeper.asleep, ticket.deadline
         began = clock()
-        until, due, look = began + (inf if timeout is None else timeout), ticket.deadline, began + self.watchdog
-        while not settled.acquire(timeout=min(max(0.0, min(until, due, look) - clock()), threading.TIMEOUT_MAX)):
-            now = clock()
-            if now >= due or now >= look:
-                look = self.look()
-                due = inf if now >= due else due
-            elif now >= until:
-                return False
-        return True
+        until, look = began + (inf if timeout is None else timeout), began + min(_FIRST_LOOK, self.watchdog)
+        try:
+            while not asleep.acquire(timeout=min(max(0.0, min(until, due, look) - clock()), threading.TIMEOUT_MAX)):
+                now = clock()
+                if now >= due or now >= look:
+                    look = min(self.look(), 2.0 * now - began)
+                    due = inf if now >= due else due
+                elif now >= until:
+                    return False
+            return True
+        finally:
+            self.relay.runs(sleeper)
 
     def look(self) -> float:
         """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""
