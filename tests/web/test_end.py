@@ -68,6 +68,8 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
 def test_b20_a_signal_while_loading_ends_it_at_once(tiny: Path, tmp_path: Path, number: int) -> None:
     with gated(tiny, tmp_path, "_load") as (server, _):
         assert server.stop(number) == 0  # although the load never ends
+    assert server.log[-2].endswith("a policy is still being loaded or warmed up; leaving without it")
+    assert not any("a batch is still running" in line for line in server.log)
 
 
 def test_b20_sigterm_with_32_in_flight_is_32_right_answers_and_no_process(tiny: Path) -> None:
@@ -232,6 +234,15 @@ config = LLMServeConfig()
 make = serving(config, "toy", opened(lambda: (runner, ByteTokenizer())))
 serve(make, sock, config.drain_timeout_s, None, ready)
 """
+
+
+def test_a_batch_that_hangs_at_the_end_is_named(tiny: Path) -> None:
+    with Server(tiny, "--inject-fault", "prod:hang:1", "--watchdog-s", "0", "--drain-timeout-s", "1") as server:
+        with server.burst([{"state": STATE}]) as burst:
+            burst.send()
+            server.reach(lambda m: m("reflex_in_flight_requests", policy_slot="prod") == 1)
+            server.stop()
+    assert server.log[-2].endswith("a batch is still running; leaving without it")
 
 
 def test_a_second_ctrl_c_ends_a_server_of_policies_at_once(tiny: Path) -> None:

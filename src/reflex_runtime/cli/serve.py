@@ -115,7 +115,6 @@ def _serve(
         parent,
     )
     if not clean:
-        logging.warning("a batch is still running; leaving without it")
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)

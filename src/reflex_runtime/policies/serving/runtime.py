@@ -140,17 +140,23 @@ class PolicyRuntime:
         answered: returns when every request has its answer.
         """
         self._stopped = True
+        running = "" if self._clean else "a policy is still being loaded or warmed up"
         if self._started:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await answered()
             left = max(0.0, until - asyncio.get_running_loop().time())
             ended = await self.batcher.close(drain=True, timeout=left)
-            loading = any(served.exchanging.loading for served in self.policies.values())
-            self._clean = ended and not self.batcher.device.hung and not loading
+            if not ended or self.batcher.device.hung:
+                running = "a batch is still running"
+            elif any(served.exchanging.loading for served in self.policies.values()):
+                running = "a policy is still being loaded"
+            self._clean = not running
         for journal in self.journals:
             journal.close()
         self.preparing.close()
+        if running:
+            log.warning("%s; leaving without it", running)
         return self._clean
 
     def drain(self) -> None:
