@@ -167,15 +167,15 @@ MUTANTS = [
         "-inf < group.paused_until < self._now",
     ),
     M(
-        "core/scheduler.py",
+        "core/tenants.py",
         "what runs counts as waiting",
         "return group.unsettled > sum(",
         "return group.unsettled > 0 * sum(",
     ),
-    M("core/scheduler.py", "a returning group keeps its credit", "min(busy) if busy else", "0.0 if busy else"),
+    M("core/tenants.py", "a returning group keeps its credit", "min(busy) if busy else", "0.0 if busy else"),
     M("core/group.py", "groups ignore their weight", "seconds / (self.config.weight or 1.0)", "seconds"),
     M(
-        "core/scheduler.py",
+        "core/tenants.py",
         "groups in any order",
         "ready.sort(key=lambda g: (g.tenant.device_time, g.tenant.number, g.device_time))",
         "pass",
@@ -468,18 +468,18 @@ MUTANTS = [
     ),
     M("core/filling.py", "offenders share batches", "bool(offenders) and client in offenders and", "False and"),
     M(
-        "core/scheduler.py",
+        "core/group.py",
         "poison is the processor's fault",
         "not (origin.served and origin.guilty)",
         "not failed < 0",
     ),
     M(
-        "core/scheduler.py",
+        "core/group.py",
         "nobody guilty, nobody to blame",
         "not (origin.served and origin.guilty)",
         "not origin.served",
     ),
-    M("core/scheduler.py", "known offenders are crashes", "== len(batch) and not known", "== len(batch)"),
+    M("core/group.py", "known offenders are crashes", "== len(batch) and not known", "== len(batch)"),
     # special cases beside the plain way
     M(
         "core/order.py",
@@ -597,7 +597,12 @@ MUTANTS = [
         "self.queued_units - units",
     ),
     M("core/group.py", "who waits again wants nothing", "self.queued_units += ticket.wants", "pass"),
-    M("core/scheduler.py", "what was cached waits for ever", "fixed, sum(formed.cached.values())", "fixed, 0.0"),
+    M(
+        "core/scheduler.py",
+        "what was cached waits for ever",
+        "queued_units = sum(formed.cached.values())",
+        "queued_units = 0.0",
+    ),
     M("core/admission.py", "an empty queue refuses", "if group.queued > len(leaving) and queued", "if queued"),
     M("core/admission.py", "who leaves still counts", " - sum(t.wants for t in leaving)", ""),
     M(
@@ -785,17 +790,17 @@ MUTANTS = [
         "_, ticket.stage, ticket.wants = made,",
     ),
     M(
-        "core/scheduler.py",
+        "core/group.py",
         "latest-only spares what is prepared",
-        "return [*group.preparing.get(request.client, ()), *waiting]",
+        "return [*self.preparing.get(request.client, ()), *waiting]",
         "return waiting",
     ),
     M("core/scheduler.py", "closing forgets what is prepared", "return iter(preparing + [", "return iter([] + ["),
     M(
         "core/scheduler.py",
         "being prepared is credit",
-        "if not group.active:\n            self._lift(group)",
-        "if group.unsettled == 0:\n            self._lift(group)",
+        "if not group.active:\n            self._tenants.lift(group)",
+        "if group.unsettled == 0:\n            self._tenants.lift(group)",
     ),
     M("core/group.py", "the newcomer is another", "partition.unsettled - 1)", "partition.unsettled)"),
     # two groups or one
@@ -835,8 +840,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "a probe costs its estimate",
-        "if evidence.pending and evidence.probes(ticket):\n                notes",
-        "if False:\n                notes",
+        "if evidence.pending and evidence.probes(ticket):\n                batch.notes",
+        "if False:\n                batch.notes",
     ),
     M(
         "core/forming.py",
@@ -860,14 +865,40 @@ MUTANTS = [
     M("core/backlog.py", "shares are not divided", "> most / clients * SLACK", "> most * SLACK"),
     # tenants
     M(
-        "core/scheduler.py",
+        "core/tenants.py",
         "tenants have no turns",
         "(g.tenant.device_time, g.tenant.number, g.device_time)",
         "g.device_time",
     ),
-    M("core/scheduler.py", "groups of a tenant in any order", "g.tenant.number, g.device_time)", "g.tenant.number)"),
-    M("core/scheduler.py", "a returning tenant keeps its credit", "if not tenant.active:", "if False:"),
-    M("core/scheduler.py", "each group is a tenant", "if config.tenant and t.name", "if False and t.name"),
+    M("core/tenants.py", "groups of a tenant in any order", "g.tenant.number, g.device_time)", "g.tenant.number)"),
+    M("core/tenants.py", "a returning tenant keeps its credit", "if not tenant.active:", "if False:"),
+    M("core/tenants.py", "each group is a tenant", "if config.tenant and t.name", "if False and t.name"),
+    # ahead
+    M("core/ahead.py", "what goes first is not let in", "ticket.tier < self.last", "ticket.tier < -1"),
+    M("core/ahead.py", "everybody is let in", "ticket.tier < self.last", "ticket.tier < 9"),
+    M("core/ahead.py", "a member of the batch cannot leave", "and ticket in self.batch.grants", "and False"),
+    M("core/ahead.py", "a batch formed ahead does not expire", "min(t.deadline for t in batch.grants)", "inf"),
+    M("core/ahead.py", "residents wait behind what is formed", "group.steps", "False"),
+    M("core/ahead.py", "a shadow is formed ahead", "or config.gap_chance", "or False"),
+    M("core/ahead.py", "offenders are formed ahead", "or group.offenders", "or False"),
+    M("core/ahead.py", "what was taken back counts as run", "ticket.batches -= 1", "pass"),
+    M("core/ahead.py", "what was taken back loses its deadline", "if ticket.deadline < inf:", "if False:"),
+    M("core/ahead.py", "what was taken back keeps its room", "group.room += len(batch)", "pass"),
+    M(
+        "core/forming.py",
+        "batches that are not full are formed ahead",
+        "filled.grants and (filled.size_reached",
+        "filled.grants and (True",
+    ),
+    M(
+        "core/forming.py",
+        "deadlines at risk are formed ahead",
+        "if not full or (self.policy.shed and",
+        "if not full or (False and",
+    ),
+    M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = now", "pass"),
+    M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        turns", "turns"),
+    M("core/scheduler.py", "a closed scheduler forms ahead", "is not None or self._closed or", "is not None or"),
 ]
 
 

@@ -192,7 +192,7 @@ def test_items_of_one_turn_wake_the_device_once_after_the_last_of_them() -> None
 
         device.wake = noted  # type: ignore[method-assign]
         tasks = await three.ask()
-        assert device._waiting  # it still sleeps
+        assert device._bell.waiting  # it still sleeps
         assert await asyncio.gather(*tasks) == [2, 4, 6]
         assert len(waiting) == 2  # one for the first call, one for the three
 

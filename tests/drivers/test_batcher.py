@@ -48,7 +48,7 @@ async def outcome(waiter: asyncio.Future[Any]) -> Any:
 async def asleep(batcher: Batcher) -> None:
     """Until the device waits for work: a thread that is just starting takes what it finds, and splits what comes."""
     async with asyncio.timeout(PATIENCE):
-        while not batcher.device._waiting:  # noqa: ASYNC110 - another thread says so, and no event
+        while not batcher.device._bell.waiting:  # noqa: ASYNC110 - another thread says so, and no event
             await asyncio.sleep(0)
 
 

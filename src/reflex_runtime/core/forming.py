@@ -78,6 +78,17 @@ class Former:
         formed.shed, formed.preempted, formed.cached = shed, list(filling.preempted), filling.cached
         return formed if formed.grants or shed or formed.preempted else None
 
+    def form_full(self) -> Formed | None:
+        """The batch, if it is full and no deadline is at risk: more requests could not change it, and it is never held.
+
+        For a partition without residents.
+        """
+        filled = Filling(self.group, self.partition, self.policy).fill()
+        full = filled.grants and (filled.size_reached or filled.passed_over)
+        if not full or (self.policy.shed and at_risk(filled, self.now)):
+            return None
+        return self._finish({}, filled)
+
     def _form_part(self, part: Part) -> Formed | None:
         """Members of a failed call, as they ran in it: sent at once, without others. None if others have taken their
         reserved resources meanwhile."""

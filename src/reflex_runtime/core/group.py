@@ -6,9 +6,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from math import inf, isfinite
+from typing import Any
 
 from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.backlog import Backlog
+from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.evidence import Evidence
@@ -135,6 +137,7 @@ class Group:
         self.seconds_per_item = 0.0
         self.left: list[Ticket] = []  # residents gone since the last batch
         self.promoted = 0
+        self.steps = False  # whether a request has ever come back for another step
 
     def partition(self, key: Hashable) -> Partition:
         """The partition, made if it is new."""
@@ -318,3 +321,39 @@ class Group:
     def drain_time(self) -> float:
         """Predicted seconds until what waits has run."""
         return self.queued * self.seconds_per_item
+
+    def superseded_by(self, request: Request) -> list[Ticket]:
+        """Waiting tickets of the same client, which a newer request replaces."""
+        client = self.clients.get(request.client)
+        waiting = [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
+        return [*self.preparing.get(request.client, ()), *waiting]
+
+    def crashed(self, partition: Partition, batch: Batch, failed: int) -> bool:
+        """Whether a batch counts as a crash of the processor, not as the fault of a member."""
+        part = batch.part
+        if part is None:
+            known = len(batch) == 1 and self.offenders.others_answered(next(iter(batch.grants)).request.client)
+            return failed == len(batch) and not known
+        origin = part.origin
+        origin.pending -= 1
+        origin.guilty = origin.guilty or failed > 0
+        if failed < len(batch):
+            origin.served = True
+            partition.suspects.succeeded(part)
+        return origin.pending == 0 and not (origin.served and origin.guilty)
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Its state, for diagnostics."""
+        residents = sum(len(p.residents) for p in self.active.values())
+        return {
+            "queued": self.queued,
+            "preparing": sum(map(len, self.preparing.values())),
+            "residents": residents,
+            "unsettled": self.unsettled,
+            "clients": len(self.clients),
+            "partitions": len(self.active),
+            "promoted": self.promoted,
+            "paused": self.paused_until > now,
+            "seconds_per_item": self.seconds_per_item,
+            "queued_seconds": self.backlog.seconds,
+        }

@@ -10,6 +10,7 @@ Life of a ticket; `TRANSITIONS` is the table of all allowed changes of state:
        │                   ▼  │
        └──preempted──── RESIDENT ──cancelled, expired, drained──▶ SETTLED
     WAITING ──cancelled, expired, shed, superseded, displaced, drained──▶ SETTLED
+    RUNNING ──taken back before its batch was started (`ahead`)──▶ WAITING
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ URGENT, DEFAULT, BACKGROUND = Priority
 TRANSITIONS: dict[TicketState, frozenset[TicketState]] = {
     PREPARING: frozenset({WAITING, SETTLED}),
     WAITING: frozenset({RUNNING, SETTLED}),
-    RUNNING: frozenset({RESIDENT, SETTLED}),
+    RUNNING: frozenset({WAITING, RESIDENT, SETTLED}),
     RESIDENT: frozenset({RUNNING, WAITING, SETTLED}),
     SETTLED: frozenset(),
 }

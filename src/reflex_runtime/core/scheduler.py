@@ -44,6 +44,7 @@ from math import inf
 from typing import Any
 
 from reflex_runtime.core.admission import admit, in_time
+from reflex_runtime.core.ahead import Ahead, may_lead, put_back
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
@@ -70,7 +71,7 @@ from reflex_runtime.core.events import (
     SchedulerPaused,
 )
 from reflex_runtime.core.forming import Formed, Former
-from reflex_runtime.core.group import Group, GroupConfig, Tenant
+from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Origin
@@ -87,6 +88,7 @@ from reflex_runtime.core.request import (
     Ticket,
     TicketState,
 )
+from reflex_runtime.core.tenants import Tenants
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
@@ -100,8 +102,8 @@ class Scheduler:
 
     def __init__(self, groups: Iterable[GroupConfig] = (GroupConfig(),), max_batches: int = 1) -> None:
         configs = list(groups)
-        self._tenants: list[Tenant] = []
-        self._groups = {config.name: Group(config, self._tenant_of(config)) for config in configs}
+        self._tenants = Tenants()
+        self._groups = {config.name: Group(config, self._tenants.of(config)) for config in configs}
         if not configs:
             raise ConfigError("Scheduler.groups=(): needs at least one group")
         if len(self._groups) < len(configs):
@@ -111,6 +113,7 @@ class Scheduler:
         self._max_batches = max_batches
         self._holding = Holding(configs)
         self._in_flight: dict[Batch, None] = {}
+        self._ahead = Ahead()
         self._unready: LazyHeap[Ticket, float] = LazyHeap()  # tickets that are prepared, by deadline
         self._abandoned: list[Ticket] = []
         self._events: list[Event] = []
@@ -133,7 +136,7 @@ class Scheduler:
         if group is None:
             raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
         ticket = Ticket(request, self._tickets, now)
-        replaced = self._replaced(group, request) if group.config.latest_only else []
+        replaced = group.superseded_by(request) if group.config.latest_only else []
         full = group.queued >= group.config.capacity and not replaced
         displaced = group.to_displace(request, now) if full else None
         try:
@@ -154,6 +157,8 @@ class Scheduler:
             if ticket.deadline < inf:
                 self._unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
+        if ready and self._ahead.lets_in(ticket):
+            self._take_back()
         if group.counts_only and ready and displaced is None and not replaced:
             self._holding.arrived(group, ticket, now)
         return ticket
@@ -185,10 +190,14 @@ class Scheduler:
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
         self._tickets += 1
         self._enter(group, ticket, now)
+        if self._ahead.lets_in(ticket):
+            self._take_back()
 
     def cancel(self, ticket: Ticket, now: float) -> None:
         """Cancel a ticket. Waiting and resident tickets settle at once, a running one at its boundary."""
         self._input(now)
+        if self._ahead.has(ticket):
+            self._take_back()
         if ticket.state is RUNNING:
             ticket.cancel_requested = True
         elif ticket.state is not SETTLED:
@@ -198,6 +207,8 @@ class Scheduler:
         """The caller stopped waiting. The ticket keeps its place until it is answered or the next batch is formed."""
         self._input(now)
         if ticket.state is not SETTLED and not ticket.abandoned:
+            if self._ahead.has(ticket):
+                self._take_back()
             ticket.abandoned = True
             self._abandoned.append(ticket)
             self._events.append(RequestAbandoned(self._now, ticket))
@@ -214,12 +225,14 @@ class Scheduler:
     def set_room(self, group: str, n: int | None, now: float, partition: Hashable | None = None) -> None:
         """From now on at most n new requests may enter the group, or one of its partitions; None removes the limit."""
         self._input(now)
+        self._take_back()
         target = self._groups[group] if partition is None else self._groups[group].partition(partition)
         target.room = n
 
     def pause(self, group: str, until: float, now: float, partition: Hashable | None = None) -> None:
         """Give the group, or one of its partitions, no turn before `until`. A time in the past ends a pause."""
         self._input(now)
+        self._take_back()
         turns = self._groups[group].turns
         turns.resume(now)  # a partition whose pause is over may be forgotten
         target = self._groups[group] if partition is None else self._groups[group].partition(partition)
@@ -231,6 +244,7 @@ class Scheduler:
     def close(self, now: float, drain: bool = True) -> None:
         """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained."""
         self._input(now)
+        self._take_back()
         self._closed, self._holding.draining = True, drain
         if not drain:
             for ticket in self._unsettled():
@@ -260,7 +274,7 @@ class Scheduler:
         if resources is not None:
             resources.rollback(batch) if void else resources.commit(batch)
         partition.in_flight -= 1
-        crashed = not apart and self._crashed(group, partition, batch, len(failed))
+        crashed = not apart and group.crashed(partition, batch, len(failed))
         self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
             self._settle(group, partition, self._apart(partition, batch))
@@ -288,6 +302,38 @@ class Scheduler:
             self._idle_polls.append(self._now)
         return None
 
+    def form_ahead(self, now: float) -> Batch | None:
+        """The batch to run after those in flight, if waiting until they end could not change it (`ahead`).
+
+        It is started with `start_ahead`, then `began`; until it is, inputs may take it back.
+        """
+        self._now = max(self._now, now)
+        self._apply_due()
+        if self._ahead.batch is not None or self._closed or len(self._in_flight) != self._max_batches:
+            return None
+        self._settle_abandoned()
+        for group in self._turns()[:1]:
+            group.promote(self._now)
+            partition = next(iter(group.turns.in_order(self._now)), None)
+            if partition is None or not may_lead(group, partition):
+                continue
+            formed = Former(group, partition, self._holding, self._now).form_full()
+            if formed is not None:
+                self._ahead.set(self._take(group, partition, formed))
+        return self._ahead.batch
+
+    def start_ahead(self) -> Batch | None:
+        """The batch formed ahead, to run at once: what ran before has ended. None if there is none any more."""
+        return self._ahead.pop()
+
+    def began(self, batch: Batch, now: float) -> None:
+        """A batch formed ahead was started then. What ran before it is complete."""
+        batch.scheduled_at = now
+        for ticket in batch.grants:
+            ticket.started = now
+        group = self._groups[batch.group]
+        self._begin(group, group.active[batch.partition], batch)
+
     def expire(self, now: float) -> None:
         """Expire tickets and end pauses without forming a batch: for a driver whose device is busy."""
         self._now = max(self._now, now)
@@ -313,7 +359,7 @@ class Scheduler:
     def expires_at(self) -> float:
         """The earliest deadline of waiting tickets and those being prepared; inf if none has one."""
         unready = top[0] if (top := self._unready.first()) is not None else inf
-        return min(unready, *(group.turns.expires_at() for group in self._groups.values()))
+        return min(unready, self._ahead.expires, *(group.turns.expires_at() for group in self._groups.values()))
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
@@ -332,7 +378,7 @@ class Scheduler:
             "admitted": self._tickets,
             "batches": self._batches,
             "closed": self._closed,
-            "groups": {name: self._describe(group) for name, group in self._groups.items()},
+            "groups": {name: group.describe(self._now) for name, group in self._groups.items()},
         }
 
     def queued(self, group: str) -> int:
@@ -373,6 +419,8 @@ class Scheduler:
 
     def _apply_due(self) -> None:
         """Settle what expired and end what was paused."""
+        if self._ahead.expires <= self._now:
+            self._take_back()
         while (top := self._unready.first()) is not None and top[0] <= self._now:
             self._drop(top[1], Expired("its deadline passed before it was answered"))
         for group in self._groups.values():
@@ -394,18 +442,7 @@ class Scheduler:
     # -- forming -------------------------------------------------------------------------------------------------------
 
     def _turns(self) -> list[Group]:
-        """Groups as they take turns: least device time over weight, of the tenant, then their own; weight 0 only when
-        nothing else waits."""
-        ready = [g for g in self._groups.values() if g.active and g.paused_until <= self._now]
-        if len(ready) > 1:
-            if any(g.config.weight > 0.0 and self._waits(g) for g in ready):
-                ready = [g for g in ready if g.config.weight > 0.0]
-            ready.sort(key=lambda g: (g.tenant.device_time, g.tenant.number, g.device_time))
-        return ready
-
-    def _waits(self, group: Group) -> bool:
-        """Whether the group has anything that does not run."""
-        return group.unsettled > sum(len(batch) for batch in self._in_flight if batch.group == group.name)
+        return self._tenants.turns(self._groups.values(), self._now, self._in_flight)
 
     def _form(self, group: Group) -> Batch | None:
         group.promote(self._now)
@@ -433,11 +470,14 @@ class Scheduler:
             self._preempt(group, ticket)
 
     def _schedule(self, group: Group, partition: Partition, formed: Formed) -> Batch:
+        batch = self._take(group, partition, formed)
+        self._begin(group, partition, batch)
+        return batch
+
+    def _take(self, group: Group, partition: Partition, formed: Formed) -> Batch:
+        """Move the members of a batch out of the queue."""
         self._batches += 1
-        model, evidence, shares, n = group.cost, group.evidence, group.clients.shares, len(formed.grants)
-        notes: dict[str, Any] = {}
-        fixed = model.fixed(next(iter(formed.grants)))
-        expected, queued_units = fixed, sum(formed.cached.values())  # `wants` is without these already
+        queued_units = sum(formed.cached.values())  # `wants` is without these already
         cause = formed.cause
         admission = AdmittedBatch(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
         for ticket, units in formed.grants.items():
@@ -455,12 +495,6 @@ class Scheduler:
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
-            marginal = model.marginal(ticket, units)
-            expected += marginal
-            if evidence.pending and evidence.probes(ticket):
-                notes = {"probe": True}  # its estimate may be wrong: `_ended` charges the measured time
-            else:
-                shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
         self._holding.sent(partition)
@@ -469,28 +503,49 @@ class Scheduler:
             group=group.name,
             partition=partition.key,
             stage=formed.stage,
-            cause=formed.cause,
+            cause=cause,
             scheduled_at=self._now,
             cost=formed.cost,
-            expected=expected if model.unit == "seconds" else 0.0,
+            expected=formed.cost if group.cost.unit == "seconds" else 0.0,  # until `_begin`
             grants=formed.grants,
             admitted=tuple(formed.newcomers),
             left=self.take_left(group.name),
             short_of=formed.short_of if partition.waiting else "",
             cached=formed.cached,
             part=formed.part,
-            notes=notes,
         )
         if formed.part is not None:
             partition.suspects.take(formed.part)
         self._in_flight[batch] = None
+        return batch
+
+    def _begin(self, group: Group, partition: Partition, batch: Batch) -> None:
+        """The batch is started: charge its clients, and publish it."""
+        model, evidence, shares, n = group.cost, group.evidence, group.clients.shares, len(batch)
+        fixed = model.fixed(next(iter(batch.grants)))
+        expected = fixed
+        for ticket, units in batch.grants.items():
+            marginal = model.marginal(ticket, units)
+            expected += marginal
+            if evidence.pending and evidence.probes(ticket):
+                batch.notes["probe"] = True  # its estimate may be wrong: `_ended` charges the measured time
+            else:
+                shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
         if model.unit == "seconds":
+            batch.expected = expected
             evidence.scheduled(batch)
         group.charge(partition, batch.expected)
         idle_polls = tuple(self._idle_polls)
         self._idle_polls.clear()
-        self._events.append(BatchScheduled(self._now, batch, group.queued, idle_polls))
-        return batch
+        self._events.append(BatchScheduled(batch.scheduled_at, batch, group.queued, idle_polls))
+
+    def _take_back(self) -> None:
+        """Undo the batch formed ahead, if there is one: something changes what runs next."""
+        batch = self._ahead.pop()
+        if batch is not None:
+            del self._in_flight[batch]
+            group = self._groups[batch.group]
+            put_back(group, group.active[batch.partition], batch)
 
     # -- completing ----------------------------------------------------------------------------------------------------
 
@@ -521,21 +576,6 @@ class Scheduler:
         if done:
             group.ran(took / done)
 
-    @staticmethod
-    def _crashed(group: Group, partition: Partition, batch: Batch, failed: int) -> bool:
-        """Whether a batch counts as a crash of the processor, not as the fault of a member."""
-        part = batch.part
-        if part is None:
-            known = len(batch) == 1 and group.offenders.others_answered(next(iter(batch.grants)).request.client)
-            return failed == len(batch) and not known
-        origin = part.origin
-        origin.pending -= 1
-        origin.guilty = origin.guilty or failed > 0
-        if failed < len(batch):
-            origin.served = True
-            partition.suspects.succeeded(part)
-        return origin.pending == 0 and not (origin.served and origin.guilty)
-
     def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
         """Queue the members of a call that failed as a whole again, in halves; settle those that leave now."""
         part = batch.part
@@ -552,6 +592,7 @@ class Scheduler:
         """Keep a ticket that ran as a resident until its next step. Returns the error if it leaves instead."""
         if not 0.0 < more.wants < inf:
             return ProcessorError(f"More.wants={more.wants!r}: must be finite and > 0")
+        self._groups[ticket.request.group].steps = True
         ticket.computed += units
         ticket.wants = more.wants
         if more.stage is not None:
@@ -643,61 +684,15 @@ class Scheduler:
 
     # -- small things --------------------------------------------------------------------------------------------------
 
-    def _replaced(self, group: Group, request: Request) -> list[Ticket]:
-        """Waiting tickets of the same client that a newer request supersedes."""
-        client = group.clients.get(request.client)
-        waiting = [] if client is None else sorted(client.waiting(), key=lambda ticket: ticket.seq)
-        return [*group.preparing.get(request.client, ()), *waiting]
-
     def _enter(self, group: Group, ticket: Ticket, now: float) -> None:
         """From now on the ticket may run."""
         if not group.active:
-            self._lift(group)
+            self._tenants.lift(group)
         if self._holding.gaps:
             self._holding.asks(group, now)
         group.enter(ticket, now)
-
-    def _lift(self, group: Group) -> None:
-        """What becomes active gets no credit for its idle time, and no debt for having used an idle device."""
-        tenant = group.tenant
-        if not tenant.active:
-            _lift(tenant, [t for t in self._tenants if (t.weight > 0.0) == (tenant.weight > 0.0)])
-        _lift(group, tenant.groups)
-
-    def _tenant_of(self, config: GroupConfig) -> Tenant:
-        """Its tenant, made with its first group."""
-        found = next((t for t in self._tenants if config.tenant and t.name == config.tenant), None)
-        if found is None:
-            found = Tenant(config.tenant, config.weight, len(self._tenants))
-            self._tenants.append(found)
-        if found.weight != config.weight:
-            raise ConfigError(
-                f"GroupConfig.weight={config.weight!r}: is {found.weight!r} in another group of tenant {found.name!r}"
-            )
-        return found
 
     def _unsettled(self) -> Iterator[Ticket]:
         groups = self._groups.values()
         preparing = [t for g in groups for tickets in g.preparing.values() for t in tickets]
         return iter(preparing + [t for g in groups for p in g.active.values() for t in p.tickets()])
-
-    def _describe(self, group: Group) -> dict[str, Any]:
-        residents = sum(len(p.residents) for p in group.active.values())
-        return {
-            "queued": group.queued,
-            "preparing": sum(map(len, group.preparing.values())),
-            "residents": residents,
-            "unsettled": group.unsettled,
-            "clients": len(group.clients),
-            "partitions": len(group.active),
-            "promoted": group.promoted,
-            "paused": group.paused_until > self._now,
-            "seconds_per_item": group.seconds_per_item,
-            "queued_seconds": group.backlog.seconds,
-        }
-
-
-def _lift(one: Group | Tenant, peers: Sequence[Group | Tenant]) -> None:
-    """Raise its device time to the least of its active peers; where none is active, to the largest of all."""
-    busy = [peer.device_time for peer in peers if peer.active and peer is not one]
-    one.device_time = max(one.device_time, min(busy) if busy else max(peer.device_time for peer in peers))

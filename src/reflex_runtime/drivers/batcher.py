@@ -68,7 +68,7 @@ class Batcher(Generic[V]):
         self._replaces = any(config.latest_only for config in configs)
         self.device = Device(
             self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
-            expendable=expendable, one_thread=one_thread,
+            expendable=expendable, one_thread=one_thread, ahead=True,
         )  # fmt: skip
         self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
         self._watchdog = watchdog

@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -24,11 +25,24 @@ from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, Pr
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.forming_ahead import FormingAhead
+from reflex_runtime.drivers.wakeable import Wakeable
 from reflex_runtime.processors.base import Processor, run_batch
 
 log = logging.getLogger("reflex.device")
 
 Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Returned:
+    """A batch that came back and is not completed. next: the one that was started in its place."""
+
+    batch: Batch
+    outcomes: Sequence[Outcome]
+    elapsed: float
+    at: float
+    next: Batch | None = None
 
 
 class Device:
@@ -42,6 +56,8 @@ class Device:
         lost to one is replaced without being counted, and the group stays in `stopped`, paused, until `resume`.
     one_thread: no other thread may ever call the processors. A batch that hangs is still answered with an error, and
         its late results are dropped.
+    ahead: whether a full batch is formed while the one before runs (`forming_ahead`), which is completed while it runs
+        itself. For a driver that takes the events on another thread.
     hung: batches given up for their time. fatal: whether the device was given up; lost: why.
     """
 
@@ -58,6 +74,7 @@ class Device:
         name: str = "reflex-device",
         expendable: Collection[str] = (),
         one_thread: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -68,10 +85,7 @@ class Device:
         self.expendable = frozenset(expendable)
         self.stopped: frozenset[str] = frozenset()
         self._lock = threading.Lock()
-        self._bell = threading.Lock()  # held but for the moment between a ring and the thread waking up
-        self._bell.acquire()
-        self._waiting = False
-        self._sleeps_until = inf
+        self._bell = Wakeable(self._lock)
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()  # the thread in charge has left its loop, or there is none any more
@@ -80,6 +94,8 @@ class Device:
         self._one_thread = one_thread
         self._late = False  # the thread still runs a batch that was answered for already
         self._running: tuple[Batch, float] | None = None
+        self._returned: _Returned | None = None
+        self._ahead = FormingAhead(scheduler, self._lock, clock, self._settle, f"{name}-ahead") if ahead else None
         self.hung = 0
         self.fatal = False
         self.lost: ProcessorError | None = None
@@ -103,8 +119,8 @@ class Device:
             settled = self.scheduler.settled
             ticket = self.scheduler.submit(request, self.clock(), ready)
             ticket.waiter = waiter
-            if wake and self._waiting and self._must_wake(ticket):
-                self._ring()
+            if wake and self._bell.waiting and self._must_wake(ticket):
+                self._bell.ring()
             settles = self.scheduler.settled != settled  # another request had to make room for it
         if settles:
             self._notify()
@@ -117,9 +133,9 @@ class Device:
 
     def wake(self) -> None:
         """Let a free device look at what was submitted."""
-        if self._waiting:
+        if self._bell.waiting:
             with self._lock:
-                self._ring()
+                self._bell.ring()
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request for its caller."""
@@ -138,8 +154,9 @@ class Device:
     def input(self, action: Callable[[Scheduler, float], Any]) -> Any:
         """Any other input to the scheduler, under the lock; returns what `action(scheduler, now)` does."""
         with self._lock:
+            self._settle()
             result = action(self.scheduler, self.clock())
-            self._ring()
+            self._bell.ring()
         self._notify()
         return result
 
@@ -162,6 +179,7 @@ class Device:
     def take_events(self) -> list[Event]:
         """Events since the last call."""
         with self._lock:
+            self._settle()
             return self.scheduler.take_events()
 
     @property
@@ -236,7 +254,9 @@ class Device:
         until = time.monotonic() + timeout
         with self._lock:
             self._stopping = True
-            self._ring()
+            self._bell.ring()
+            if self._ahead is not None:
+                self._ahead.end()
             thread = self._thread
         if thread is None or thread is threading.current_thread():
             ended = True
@@ -309,11 +329,9 @@ class Device:
                     self._complete(outcomes, now)
                     outcomes.clear()
                 settled = self.scheduler.settled
-                found = self.scheduler.next_batch(now)
+                found = self._take_ahead(now) or self._form(now)
                 news = news or settled != self.scheduler.settled
                 gone = [] if found is not None else self._take_left()
-                if found is not None:
-                    self._running = (found, self.clock())
             if news:
                 self._notify()
             if found is not None:
@@ -326,43 +344,61 @@ class Device:
                 self._wait()
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
-        """The batch that ran came back. The lock is held."""
+        """The batch that ran came back. The lock is held. If the next one is formed, it is completed once that runs."""
         if self._late:  # it was given up and answered meanwhile
             self._late = False
             return
         assert self._running is not None
         batch, since = self._running
-        self.scheduler.complete(batch, outcomes, now - since, now)
         self._running = None
+        self._settle()
+        self._returned = _Returned(batch, tuple(outcomes), now - since, now)
+
+    def _take_ahead(self, now: float) -> Batch | None:
+        """The batch that was formed ahead, if there is one. The lock is held."""
+        batch = self.scheduler.start_ahead() if self._ahead is not None else None
+        if self._returned is not None and batch is not None:
+            self._returned.next = batch
+        else:
+            self._settle()
+            if batch is not None:  # the one before was given up
+                self.scheduler.began(batch, now)
+        if batch is not None:
+            self._start(batch, now)
+        return batch
+
+    def _form(self, now: float) -> Batch | None:
+        """The batch that the scheduler forms now. The lock is held."""
+        began = self.clock()
+        batch = self.scheduler.next_batch(now)
+        if batch is not None:
+            now = self.clock()
+            if self._ahead is not None:
+                self._ahead.formed(batch, now - began)
+            self._start(batch, now)
+        return batch
+
+    def _start(self, batch: Batch, now: float) -> None:
+        self._running = (batch, now)
+        if self._ahead is not None:
+            self._ahead.began(batch, now)
+
+    def _settle(self) -> None:
+        """Complete the batch that came back, if the next one was started first. The lock is held."""
+        returned, self._returned = self._returned, None
+        if returned is not None:
+            self.scheduler.complete(returned.batch, returned.outcomes, returned.elapsed, returned.at)
+            if returned.next is not None:
+                self.scheduler.began(returned.next, returned.at)
 
     def _must_wake(self, ticket: Ticket) -> bool:
         """Whether the sleeping device may have something to do before the time until which it sleeps."""
-        return not self.scheduler.decision_current or ticket.deadline < self._sleeps_until
-
-    def _ring(self) -> None:
-        """Wake the thread if it sleeps. The lock is held."""
-        if self._waiting:
-            self._waiting = False
-            self._bell.release()
+        return not self.scheduler.decision_current or ticket.deadline < self._bell.until
 
     def _wait(self) -> None:
-        """Sleep until an input or until the scheduler has something to do. The lock is held, but not while it sleeps.
-
-        What threading.Condition does, without its lock and queue per sleep: on a cold cache they took 30 us.
-        """
+        """Sleep until an input or until the scheduler has something to do. The lock is held, not while it sleeps."""
         wake = self.scheduler.wake_at()
-        delay = wake - self.clock()
-        if delay <= 0.0:
-            return
-        self._waiting, self._sleeps_until = True, wake
-        self._lock.release()
-        try:
-            rung = self._bell.acquire(timeout=-1.0 if wake == inf else min(delay, threading.TIMEOUT_MAX))
-        finally:
-            self._lock.acquire()
-        if not rung and not self._waiting:  # it was woken just as the time ran out
-            self._bell.acquire()
-        self._waiting = False
+        self._bell.wait(wake - self.clock(), wake)
 
     def _take_left(self) -> list[tuple[Processor, tuple[Ticket, ...]]]:
         return [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
@@ -388,7 +424,7 @@ class Device:
     def _lose(self, error: ProcessorError) -> None:
         """Fail the batch of a lost thread and replace the thread once. The lock is held; `_tell_lost` follows without
         it."""
-        self._waiting = False
+        self._bell.waiting = False
         group = "" if self._running is None else self._running[0].group
         self._cut_short(error)
         if group in self.expendable:
@@ -403,6 +439,8 @@ class Device:
             except RuntimeError:
                 log.exception("the device thread could not be replaced")
         self._generation += 1
+        if self._ahead is not None:
+            self._ahead.end()
         self.fatal, self.lost, self._late = True, error, False
         self.scheduler.close(self.clock(), drain=False)
         self._ended.set()
@@ -415,6 +453,7 @@ class Device:
 
     def _cut_short(self, error: ProcessorError) -> None:
         """Fail the batch that runs, if one does; its thread no longer counts. The lock is held."""
+        self._settle()
         if self._running is not None:
             self._answer_running(error)
             self._late = self._one_thread  # that thread still stops the processors
