@@ -164,6 +164,12 @@ class ServeConfig(ServerConfig):
         "how batch time is predicted: affine learns a fixed and a marginal part, median takes measured time / size",
         choices=("affine", "median"),
     )
+    brief_ms: float = option(
+        0.3,
+        "batches that are proven to be this brief run on the event loop, without a hand-over to the device thread; "
+        "0: none do",
+        low=0, high=5, unit="ms",
+    )
     max_batch: int = option(1, "ignored, accepted for old scripts; use --max-batch-cost-ms", low=1, high=100_000)
     deadline_ms: float = option(
         0.0, "time limit for requests that have none; 0 is none", low=0, high=600_000, unit="ms",

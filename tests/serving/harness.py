@@ -132,7 +132,7 @@ class Server:
             os.mkfifo(pipe)
             self._gate = os.open(pipe, os.O_RDWR)  # for both, so that neither end ever waits to be opened
             before += _HELD.format(pipe=pipe)
-            options = (*options, "--watchdog-s", "0")  # a busy machine takes its time
+            options = (*options, "--watchdog-s", "0", "--brief-ms", "0")  # a busy machine takes its time
         alone = [] if supervised else ["--no-supervise"]
         arguments = ["serve", str(export), "--port", "0", *alone, *options]
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"

@@ -1,8 +1,9 @@
 """The asyncio driver: an event loop submits, cancels and awaits; device work runs in a separate thread.
 
-Futures are resolved and sinks are called on the loop, once per batch. While the device is busy, one loop timer handles
+Futures are resolved and sinks are called on the loop, once per batch. Batches that are proven to be brief run there
+too: one after each turn of the loop, of what was submitted in it. While the device is busy, one loop timer handles
 expiry and the watchdog; while it is free, its thread sleeps until the next deadline. The loop never waits for the
-device.
+device thread.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.audience import Sink as Sink
+from reflex_runtime.drivers.brief import BRIEF
 from reflex_runtime.drivers.device import Clock, Device
 from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.slices import Cancels
@@ -49,6 +51,9 @@ class Batcher(Generic[V]):
         publishes events of its own to the same sinks.
     on_fatal: called on the loop when the device is given up. expendable: see `Device`; noticed within two seconds.
     one_thread: see `Device`; for processors that no second thread may call, even when the first one hangs.
+    brief: batches that take at most so many seconds run on the loop itself if their processor has `any_thread` and many
+        before them were as brief (`drivers/brief.py`); 0: none do. The watchdog cannot answer for one that hangs there:
+        it is logged, and on_stuck is called, on the device thread.
     """
 
     def __init__(
@@ -61,6 +66,8 @@ class Batcher(Generic[V]):
         on_fatal: Callable[[], None] | None = None,
         expendable: Collection[str] = (),
         one_thread: bool = False,
+        brief: float = BRIEF,
+        on_stuck: Callable[[], None] | None = None,
     ) -> None:
         configs = list(groups)
         _check(processors, [config.name for config in configs])
@@ -68,7 +75,8 @@ class Batcher(Generic[V]):
         self._replaces = any(config.latest_only for config in configs)
         self.device = Device(
             self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
-            expendable=expendable, one_thread=one_thread, ahead=True,
+            expendable=expendable, one_thread=one_thread, ahead=True, brief=brief, on_stuck=on_stuck,
+            look_every=watchdog or inf,
         )  # fmt: skip
         self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
         self._watchdog = watchdog
@@ -216,8 +224,12 @@ class Batcher(Generic[V]):
 
     def _wake(self) -> None:
         self._wake_due = False
-        self.device.wake()
-        if self._watchdog > 0:
+        if self.device.turn():
+            self._pump()
+            if not self.scheduler.idle:  # what is left, after the loop had its turn
+                assert self._loop is not None
+                self._wake_soon(self._loop)
+        elif self._watchdog > 0:
             self._arm(self._clock() + self._soon)
 
     def _notified(self) -> None:

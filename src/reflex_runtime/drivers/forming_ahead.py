@@ -65,6 +65,10 @@ class FormingAhead:
         elif self._bell.waiting and self._at < self._bell.until:
             self._bell.ring()
 
+    def rest(self) -> None:
+        """Nothing runs on the device thread: form nothing before the next `began`."""
+        self._at = inf
+
     def end(self) -> None:
         """The thread ends soon."""
         self._ends = True

@@ -24,7 +24,7 @@ else:
 
 
 class Processor(Protocol[V_co]):
-    """What a driver runs batches on; V is the type of its values. Every method is called on the device thread.
+    """What a driver runs batches on; V is the type of its values. Methods are called on the device thread.
 
     repeatable: True when a call that raised has changed no ticket's state, so that it may be repeated with fewer
     tickets to find the bad one; if False, the whole batch fails.
@@ -47,6 +47,11 @@ class Processor(Protocol[V_co]):
 
     def stop(self) -> None:
         """Called once after the last batch."""
+
+
+def may_run_anywhere(processor: Any) -> bool:
+    """Whether a processor says that its batches may run on any thread, one at a time."""
+    return bool(getattr(processor, "any_thread", False))
 
 
 def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
@@ -103,6 +108,7 @@ class BaseProcessor:
     """
 
     repeatable = True
+    any_thread = False
     captured_sizes: tuple[int, ...] = ()
 
     def start(self) -> None:

@@ -17,11 +17,14 @@ V = TypeVar("V")
 class FunctionProcessor(BaseProcessor, Generic[P, V]):
     """Calls `function([payload, …])`; it returns one result per payload, in order.
 
-    repeatable: pass False for a function that must not see a payload twice. Raises TypeError for a function that cannot
-    be called so: a coroutine function, a generator function, or one that does not take a single list.
+    repeatable: pass False for a function that must not see a payload twice. any_thread: pass True for one that may be
+    called on the event loop once it has proven to take a fraction of a millisecond. Raises TypeError for a function
+    that cannot be called so: a coroutine function, a generator function, or one that does not take a single list.
     """
 
-    def __init__(self, function: Callable[[list[P]], Sequence[V]], repeatable: bool = True) -> None:
+    def __init__(
+        self, function: Callable[[list[P]], Sequence[V]], repeatable: bool = True, any_thread: bool = False
+    ) -> None:
         name = name_of(function)
         if is_async(function):
             raise TypeError(
@@ -32,7 +35,7 @@ class FunctionProcessor(BaseProcessor, Generic[P, V]):
             raise TypeError(f"{name} is a method, and there is no object yet to call it on; pass it as `object.method`")
         check_function(function)
         self._function = function
-        self.repeatable = repeatable
+        self.repeatable, self.any_thread = repeatable, any_thread
 
     def run(self, batch: Batch) -> Sequence[V]:
         return checked_results(self._function, self._function(payloads_of(batch)))

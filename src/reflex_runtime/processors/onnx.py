@@ -274,6 +274,7 @@ class OnnxProcessor(BaseProcessor):
     """
 
     def __init__(self, path: str | Path, provider: str = CPU, threads: int = 1) -> None:
+        self.any_thread = provider == CPU
         self.session = OnnxSession(Path(path), provider=provider, threads=threads)
 
     def run(self, batch: Batch) -> Sequence[dict[str, NDArray[Any]] | ProcessorError]:

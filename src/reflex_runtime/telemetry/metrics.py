@@ -28,7 +28,8 @@ class Metrics:
     """A sink that keeps every series of the contract.
 
     Chunks of actions give their cache outcome and steps through `value.cache` and `value.denoising_steps`. What was
-    done to them is in their batch's notes: `clamped`, `held`, `refused`, `rtc`, `steps_spared`, `injected_ms`.
+    done to them is in their batch's notes: `on_loop`, `clamped`, `held`, `refused`, `rtc`, `steps_spared`,
+    `injected_ms`.
     """
 
     events = frozenset({BatchScheduled, BatchFinished, RequestAnswered})
@@ -76,6 +77,9 @@ class Metrics:
         self._warnings = Counter(
             "reflex_request_warnings_total", "Answers that warn of something in the request", (*labels, "kind"),
             registry=r,
+        )
+        self._on_loop = Counter(
+            "reflex_batch_on_loop_total", "Batches that ran on the event loop, as they are brief", labels, registry=r
         )
         self._error = Histogram(
             "reflex_batch_cost_error_ratio", "Predicted over measured batch time", labels,
@@ -202,6 +206,7 @@ class _Slot:
         self.miss = metrics._miss.labels(*labels)
         self.steps = metrics._steps.labels(*labels)
         self.noted = {name: metrics._guard.labels(*labels, name) for name in ("clamped", "held", "refused")} | {
+            "on_loop": metrics._on_loop.labels(*labels),
             "rtc": metrics._rtc.labels(*labels),
             "steps_spared": metrics._spared.labels(*labels),
         }

@@ -29,6 +29,7 @@ HISTOGRAMS = {
 }
 COUNTERS = {
     "reflex_batch_flush_total",
+    "reflex_batch_on_loop_total",
     "reflex_requests_total",
     "reflex_request_warnings_total",
     "reflex_cache_hit_total",
@@ -53,6 +54,7 @@ OF_A_SHADOW = {"reflex_shadow_delay_seconds", "reflex_shadow_divergence"}  # the
 MOVED: dict[str, str] = {
     "reflex_batch_cost_per_flush_ms": "test_b14_a_flush_moves_cost_size_and_reason",
     "reflex_batch_size_per_flush": "test_b14_a_flush_moves_cost_size_and_reason",
+    "reflex_batch_on_loop_total": "test_p50_a_brief_policy_runs_on_the_loop_which_metrics_and_trace_tell",
     "reflex_batch_flush_total": "test_b14_a_flush_moves_cost_size_and_reason",
     "reflex_captured_graph_hit_rate": "test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages",
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",

@@ -15,7 +15,7 @@ from reflex_runtime.policies.policy.model import StagedModel, WholeModel, stacke
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
-from reflex_runtime.processors.onnx import OnnxSession
+from reflex_runtime.processors.onnx import CPU, OnnxSession
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +36,7 @@ class OnnxWhole(WholeModel):
         super().__init__(spec)
         self._graph, self._session = graph, _opened(graph, device)
         self.provider, self.captured_sizes = device.provider, tuple(device.captured_sizes)
+        self.any_thread = device.provider == CPU
         self.batched = self._session.dynamic_batch
 
     def chunk(self, rows: Sequence[Observation], noise: Floats | None) -> Floats:
@@ -63,6 +64,7 @@ class OnnxStaged(StagedModel):
         self._output = expert.outputs["actions"].name
         self._prefix, self._expert = _opened(prefix, device), _opened(expert, device)
         self.provider, self.captured_sizes = device.provider, tuple(device.captured_sizes)
+        self.any_thread = device.provider == CPU
         self.batched = self._prefix.dynamic_batch and self._expert.dynamic_batch
         for made, read in past_kv.items():
             left, right = self._prefix.outputs[made], self._expert.inputs[read]

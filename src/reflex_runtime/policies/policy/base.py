@@ -75,6 +75,7 @@ class Policy(BaseProcessor):
             )
         self.model, self.spec, self.slot = model, spec, slot
         self.captured_sizes = tuple(model.captured_sizes)
+        self.any_thread = model.any_thread
         self.padded_stages: tuple[str, ...] = self.stages
         self.shape: Hashable = _shape(spec)
         self.history = ObservationHistory(spec.observation_steps) if spec.observation_steps > 1 else None

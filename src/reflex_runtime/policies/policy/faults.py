@@ -25,7 +25,7 @@ from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ProcessorHung
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.observation import ActionChunk
-from reflex_runtime.processors.base import Processor
+from reflex_runtime.processors.base import Processor, may_run_anywhere
 
 FaultKind = Literal["raise", "nan", "hang", "slow", "die"]
 SLOTS: Final = ("prod", "a", "b", "shadow")
@@ -104,6 +104,11 @@ class FaultyProcessor:
         self._inner, self.faults, self._latency, self._seed, self._sleep = inner, tuple(faults), latency, seed, sleep
         self.repeatable = inner.repeatable
         self.release = threading.Event()
+
+    @property
+    def any_thread(self) -> bool:
+        """Not with faults: they hang, and end their thread."""
+        return not self.faults and may_run_anywhere(self._inner)
 
     def start(self) -> None:
         self._inner.start()

@@ -19,7 +19,7 @@ from reflex_runtime.core.errors import ConfigError, NonFiniteResult
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.observation import ActionChunk, GuardReport, Observation
 from reflex_runtime.policies.policy.robot import Embodiment
-from reflex_runtime.processors.base import Processor
+from reflex_runtime.processors.base import Processor, may_run_anywhere
 
 OnBadAction = Literal["error", "hold"]
 _CLEAN = GuardReport()
@@ -113,6 +113,11 @@ class GuardedProcessor:
     def __init__(self, inner: Processor, guard: ActionGuard) -> None:
         self._inner, self.guard = inner, guard
         self.repeatable = inner.repeatable
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether the policy's calls may be made on any thread."""
+        return may_run_anywhere(self._inner)
 
     def start(self) -> None:
         self._inner.start()

@@ -27,6 +27,7 @@ class PolicyModel:
     spec: what it expects and gives. provider: the device it runs on. batched: a call with n rows is one call, not n.
     captured_sizes: batch sizes it pads to (CUDA graphs). half: it computes in 16 bits.
     warming: the policy warms up; what is made once for a shape is made now, as nobody waits.
+    any_thread: its calls may be made on any thread, one at a time.
     notes: of the batch that runs now, for the trace; the policy sets it before each call and a model may add to it. A
         model with captured sizes adds `captured`: whether the call ran at one.
     """
@@ -34,6 +35,7 @@ class PolicyModel:
     provider: str = CPU
     batched: bool = True
     half: bool = False
+    any_thread: bool = False
     warming: bool = False
     captured_sizes: Sequence[int] = ()
 

@@ -15,7 +15,7 @@ from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.policies.policy.base import Policy
-from reflex_runtime.processors.base import Processor
+from reflex_runtime.processors.base import Processor, may_run_anywhere
 
 
 class Version:
@@ -48,6 +48,11 @@ class SlotProcessor:
     def __init__(self, first: Version) -> None:
         self._versions: dict[Hashable, Processor] = {first.policy.shape: first.processor}
         self._started: set[Hashable] = set()
+
+    @property
+    def any_thread(self) -> bool:
+        """Whether calls of all its versions may be made on any thread."""
+        return all(map(may_run_anywhere, self._versions.values()))
 
     def add(self, version: Version) -> None:
         """Add a version, so that its batches can run."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
+EXIT_STUCK = 1  # status of a server whose event loop hangs in a model
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
 
 
@@ -232,6 +234,8 @@ class PolicyRuntime:
             self.config.watchdog_s,
             on_fatal=self._on_fatal,
             expendable=expendable,
+            brief=self.config.brief_ms / 1e3,
+            on_stuck=_leave,
         )
         of_group = {slot.group: served for served in self.policies.values() for slot in served.slots.values()}
 
@@ -273,3 +277,10 @@ class PolicyRuntime:
             except Exception:
                 log.exception("the look at objective, guards and versions failed, and comes again in a second")
         asyncio.get_running_loop().call_later(TICK, self._tick)
+
+
+def _leave() -> None:
+    """The event loop hangs in a model: nothing can be answered any more, and a supervisor starts the server again."""
+    log.error("leaving: a batch on the event loop does not come back, and no request can be answered")
+    logging.shutdown()
+    os._exit(EXIT_STUCK)
