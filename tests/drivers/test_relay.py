@@ -127,7 +127,7 @@ def test_an_item_wakes_the_device_when_all_threads_that_were_answered_run_again(
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(double, 1)
         assert came.wait(PATIENCE)
-        assert driver.device._waiting
+        assert driver.device._bell.waiting
         driver.relay.runs(answered)
         assert asked.result(PATIENCE) == 2
     assert double.close()
