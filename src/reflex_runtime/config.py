@@ -50,6 +50,9 @@ class ServerConfig:
         "a small parent process restarts the server after a crash; off under another supervisor",
         group="faults and the end",
     )
+    log_format: str = option(
+        "text", "lines for people, or a JSON object a line for a log collector", choices=("text", "json")
+    )
 
     def __post_init__(self) -> None:
         validate(self)

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
 from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
@@ -73,8 +74,9 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.web.form import PLAIN
     from reflex_runtime.web.supervisor import supervise
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logs.begin()
     config, places = read(ServeConfig, "serve", args.config, environment(), vars(args), (POLICIES,))
+    logs.use(config.log_format)
     asked = policies_of(config, args.source, args.config)
     serve = partial(_serve, config, places, asked)
     if not config.supervise:

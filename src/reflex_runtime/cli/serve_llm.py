@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reflex_runtime.cli import logs
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
 from reflex_runtime.cli.worker_settings import check_model, gpu_of, load_model, settings_of, trace_of
 from reflex_runtime.config import LLMServeConfig, ServeConfig
@@ -81,8 +82,11 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.web.form import ErrorForm
     from reflex_runtime.web.supervisor import supervise
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    logs.begin()
     config = load(LLMServeConfig, "serve", args.config, environment(), vars(args), beside=(BATCHER,))
+    logs.use(config.log_format)
+    if config.log_format != "text":
+        os.environ["REFLEX_LOG_FORMAT"] = config.log_format  # for the runtime processes, from their first line on
     batcher = load(GenerateBatcherConfig, BATCHER, args.config, {}, {}, beside=("serve",))
     if batcher != GenerateBatcherConfig() and not config.workers:
         logging.warning("%s: [%s] has no effect without --workers", args.config, BATCHER)

@@ -30,7 +30,11 @@ def options_of(kind: type[Any], served: str) -> dict[str, str]:
 
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
-    """The effective configuration as one table. name: of what is served. more: further rows."""
+    """The effective configuration as one table, or a line of a log in JSON. name: of what is served. more: rows."""
+    if config.log_format == "json":
+        told = dict((*table(config), *more))
+        logging.info("reflex serve %s", name, extra={"settings": told})
+        return
     from rich.console import Console
     from rich.table import Table
 

@@ -11,6 +11,8 @@ import signal
 import sys
 from typing import Any
 
+from reflex_runtime.cli import logs
+
 _EPILOG = """\
 `reflex serve MODEL_DIR --workers N` starts this command with one end of a socket pair as its standard input; your
 program may do the same. The messages are JSON-RPC 2.0 in length-prefixed frames (docs/workers.md). `load_model` names
@@ -38,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     from reflex_runtime.telemetry.lines import turn_all
 
     form = f"%(asctime)s %(levelname)s %(name)s[{os.getpid()}] %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
+    logs.begin(form)
+    logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
 

@@ -1,0 +1,54 @@
+"""--log-format: the log of a server for a collector, from the supervisor, the server and its runtime processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reflex_runtime.cli.logs import JsonLog
+from serving.harness import Server
+
+SMALL = ("--kv-cache-gb", "0.05")
+
+
+def lines(server: Server) -> list[dict[str, Any]]:
+    """Every line of its log."""
+    return [json.loads(line) for line in server.log if line != "<end>"]
+
+
+def test_x6_a_log_in_json_is_one_object_a_line(tiny: Path) -> None:
+    with Server(tiny, "--log-format", "json", supervised=True) as server:
+        assert server.post({"state": [float("nan"), 0.0]}).status == 422
+        server.stop()
+        told = lines(server)
+    messages = [line["message"] for line in told]
+    assert any(message.startswith("ready on http://") for message in messages)
+    assert {"time", "level", "logger", "message", "pid", "thread"} == set(told[0]) - {"settings"}
+    (settings,) = [line["settings"] for line in told if "settings" in line]
+    assert settings["--log-format"].startswith("json")
+    assert {line["level"] for line in told} <= {"INFO", "WARNING"}
+
+
+@pytest.mark.parametrize("more", [(), ("--workers", "1")])
+def test_x6_the_log_of_a_model_server_is_json_too(more: tuple[str, ...]) -> None:
+    with Server("scribe", "--log-format", "json", *SMALL, *more) as server:
+        server.stop()
+        told = lines(server)
+    assert any(line["message"].startswith("ready on http://") for line in told)
+
+
+def test_x6_an_exception_stays_on_its_line() -> None:
+    try:
+        raise ValueError("no\nsuch thing")
+    except ValueError:
+        record = logging.LogRecord("reflex", logging.ERROR, "f", 1, "it %s", ("failed",), sys.exc_info())
+    text = JsonLog().format(record)
+    assert "\n" not in text
+    told = json.loads(text)
+    assert (told["message"], told["error"], told["error_message"]) == ("it failed", "ValueError", "no\nsuch thing")
+    assert "raise ValueError" in told["traceback"]
