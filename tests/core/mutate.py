@@ -899,6 +899,13 @@ MUTANTS = [
     M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = now", "pass"),
     M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        turns", "turns"),
     M("core/scheduler.py", "a closed scheduler forms ahead", "is not None or self._closed or", "is not None or"),
+    M(
+        "core/time_cost.py",
+        "every stage learns padded sizes",
+        "self.padded(n) if batch.stage in self.padded_stages else n",
+        "self.padded(n)",
+    ),
+    M("core/time_cost.py", "stages that pad cost what they are given", "if stages[i] in pads:", "if False:"),
 ]
 
 
