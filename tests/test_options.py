@@ -35,6 +35,8 @@ def another(kind: type[Any], field: Field[Any]) -> Any:
         return not field.default
     if meta["choices"]:
         return next(choice for choice in meta["choices"] if choice != field.default)
+    if field.default is None:
+        return meta["high"]
     if meta["low"] is not None:
         return meta["high"] if field.default == meta["low"] else type(field.default)((meta["low"] + field.default) / 2)
     return ("word",) if meta["repeat"] else TEXTS.get(field.name, "text")

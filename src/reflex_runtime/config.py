@@ -156,9 +156,10 @@ class ServeConfig(ServerConfig):
         low=10, high=10_000, unit="ms",
         group="batching",
     )
-    batch_timeout_ms: float = option(
-        5.0,
-        "longest hold on a free device; it waits only for just answered clients that are expected to ask again",
+    batch_timeout_ms: float | None = option(
+        None,
+        "longest hold on a free device, which waits only for clients whose next request is due, if that pays; by "
+        "default it may last as long as a batch",
         low=0, high=1000, unit="ms",
     )
     max_batch_size: int = option(256, "most requests in a batch, whatever their cost", low=1, high=4096)

@@ -158,7 +158,7 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
             raise ValueError
         if kind is int:
             return int(value) if not isinstance(value, float) else _whole(value)
-        if kind is float:
+        if kind in (float, float | None):
             number = float(value)
             if number != number:
                 raise ValueError
@@ -169,8 +169,8 @@ def convert(value: Any, kind: Any, where: str, meta: Mapping[str, Any] | None = 
             return str(value)
         return tuple(value.split(",")) if isinstance(value, str) else tuple(str(v) for v in value)
     except (ValueError, KeyError, TypeError, OverflowError):
-        wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number", float: "a number"}.get(
-            kind, "text"
+        wanted = {bool: "true or false", bool | None: "true or false", int: "a whole number"}.get(
+            kind, "a number" if kind in (float, float | None) else "text"
         )
         if meta and meta["low"] is not None:
             wanted += f" in {_range(meta)}"

@@ -136,8 +136,8 @@ MUTANTS = [
     M(
         "core/holding.py",
         "holds start again after every batch of others",
-        "if partition.hold_since is None else partition.hold_since\n",
-        "if True else partition.hold_since\n",
+        "if partition.hold_since is None else partition.hold_since)\n",
+        "if True else partition.hold_since)\n",
     ),
     M(
         "core/group.py",
@@ -152,7 +152,7 @@ MUTANTS = [
         "self.turns.shares.charge(partition, max(0.0, seconds))",
     ),
     M("core/group.py", "half the time limit does not promote", "0.5 * limit", "5 * limit"),
-    M("core/group.py", "answers are not remembered", "if answered and client.unsettled == 0:", "if False:"),
+    M("core/group.py", "answers are not remembered", "if client.unsettled == 0 and client", "if False and client"),
     # life cycle
     M(
         "core/scheduler.py",
@@ -295,8 +295,8 @@ MUTANTS = [
     M(
         "core/holding.py",
         "a hold is decided again without an input",
-        "if partition.hold_input != self.inputs:",
-        "if True:",
+        "if partition.hold_input != self.inputs or (",
+        "if True or (",
     ),
     M(
         "core/holding.py",
@@ -343,7 +343,7 @@ MUTANTS = [
     M("core/joining.py", "regular clients join though each has its turn", "inf if in_turns <= 1.0 else ", ""),
     M("core/returns.py", "the irregular take turns", " or client.thinks.spread > IRREGULAR * seconds", ""),
     M("core/returns.py", "those that have gone take turns", "now - client.answered > 2.0 * longest", "False"),
-    M("core/returns.py", "too many clients are looked at", "if count == RECENT or not ordered", "if not ordered"),
+    M("core/returns.py", "too many clients are looked at", "if count == IN_TURNS or not ordered", "if not ordered"),
     M("core/returns.py", "no clients take turns", "return share or inf", "return share"),
     M("core/returns.py", "chunks that nobody measured have turns", "if seconds <= 0.0:", "if False:"),
     M("core/forming.py", "elders are answered late", "(*hopeless, *overtaken)", "hopeless"),
@@ -439,8 +439,8 @@ MUTANTS = [
     M("core/affine.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value
     M("core/returns.py", "more come than fit", "(expected if expected < places else places)", "expected"),
-    M("core/returns.py", "waiting is free", "- waits - queued * wait", "- waits"),
-    M("core/returns.py", "held beyond the limit", "min(wait + JUST_LATE, longest), g", "wait + JUST_LATE, g"),
+    M("core/returns.py", "waiting is free", "- waits - (queued + left) * wait", "- waits"),
+    M("core/returns.py", "held beyond the limit", "(min(wait + JUST_LATE, longest), expected), g", "(9.9, 0.0), g"),
     M("core/select.py", "device time is free", "cost = KAPPA * price * seconds", "cost = 0.0 * price * seconds"),
     M(
         "core/select.py",
@@ -778,8 +778,8 @@ MUTANTS = [
     M(
         "core/group.py",
         "what is prepared takes no place",
-        "[ticket] = None\n        self._count(ticket)\n",
-        "[ticket] = None\n",
+        "ticket.admitted)\n        self._count(ticket)\n",
+        "ticket.admitted)\n",
     ),
     M("core/group.py", "what is prepared is not its client's", "+ len(self.preparing.get(client, ()))", ""),
     M("core/scheduler.py", "prepared twice", "        if ticket.state is not PREPARING:\n            return\n", ""),
@@ -804,11 +804,11 @@ MUTANTS = [
     ),
     M("core/group.py", "the newcomer is another", "partition.unsettled - 1)", "partition.unsettled)"),
     # two groups or one
-    M("core/returns.py", "two groups stay two", "if freed and now", "if False and now"),
-    M("core/returns.py", "merged again and again", "now + MERGE_EVERY * fixed", "now"),
-    M("core/returns.py", "merged into a longer cycle", "min(fixed, longest)", "longest"),
-    M("core/returns.py", "a merge ends at an input", "max(best, until - now) if merging", "best if merging"),
-    M("core/returns.py", "a group too many for the batch", "0 < thinkers <= places", "0 < thinkers"),
+    M("core/returns.py", "two groups stay two", "if r > rate", "if False and r > rate"),
+    M("core/gathering.py", "gathering is never tried", "if self._left <= 0 and self.differs:", "if False:"),
+    M("core/returns.py", "those that come later are gathered", "<= soon, self.prepares", "<= 1e9, self.prepares"),
+    M("core/gathering.py", "chance begins it", "if self.on else 0.0", "if False else 0.0"),
+    M("core/returns.py", "what is prepared does not wait", "(queued + left) * wait", "queued * wait"),
     M("core/holding.py", "one size tells all", "if not group.cost.told_apart(head):", "if False:"),
     M("core/cost.py", "seconds before they are measured", "if self._fit.samples >= WARM_SAMPLES else 0.0", ""),
     M("core/holding.py", "the budget is no limit to company", "elif marginal > 0.0 and", "elif False and"),

@@ -653,7 +653,9 @@ def test_t6_a_batch_tells_when_it_was_decided_to_send_nothing() -> None:
     ask(scheduler, 1.0)
     for now in (1.0, 1.25):
         assert scheduler.next_batch(now) is None
-    scheduler.submit(Request(), 1.5, ready=False)  # an input, and so another decision
+    scheduler.submit(Request(), 1.25, ready=False)  # cannot change the decision
+    assert scheduler.next_batch(1.3) is None
+    scheduler.set_room("default", None, 1.5)  # an input, and so another decision
     for now in (1.5, 1.75):
         assert scheduler.next_batch(now) is None
     batch = take(scheduler, 2.0)

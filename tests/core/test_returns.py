@@ -10,8 +10,8 @@ import pytest
 
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
-from reflex_runtime.core.request import Request
-from reflex_runtime.core.returns import HISTORY, JUST_LATE, MERGE_EVERY, PARTS, RECENT, REMEMBERED, ThinkTimes
+from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.returns import HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import ask, finish, scheduler_of, take, trained
@@ -21,9 +21,15 @@ HERE = "partition"
 MANY = 1000  # places
 
 
-def hold(returns: ThinkTimes, now: float, longest: float, n: int, fixed: float, **more: object) -> float:
-    options = {"places": MANY, "freed": False, **more}
-    return returns.hold(HERE, now, longest, n, fixed=fixed, **options)  # type: ignore[arg-type]
+def hold(
+    returns: ThinkTimes, now: float, longest: float, n: int, fixed: float, places: int = MANY, where: str = HERE
+) -> float:
+    """By the gain for this batch; nobody comes early enough to be gathered."""
+    return returns.hold(where, now, longest, n, places, fixed, fixed + 0.002 * n, 0.0)[0][0]
+
+
+def gathers(returns: ThinkTimes, now: float, longest: float, n: int, fixed: float) -> float:
+    return returns.hold(HERE, now, longest, n, MANY, fixed, fixed + 0.002 * n, 0.0)[1][0]
 
 
 def possible_waits(age: float, thinks: Sequence[float], longest: float) -> list[tuple[float, float, float]]:
@@ -35,6 +41,12 @@ def possible_waits(age: float, thinks: Sequence[float], longest: float) -> list[
     size = len(soon) if soon[-1] - soon[0] <= JUST_LATE else ceil(len(soon) / PARTS)
     parts = [soon[i : i + size] for i in range(0, len(soon), size)]
     return [(max(0.0, p[-1] - age), len(p) / len(left), sum(x - age for x in p) / len(left)) for p in parts]
+
+
+def ends_of(age: float, thinks: Sequence[float], longest: float, fixed: float) -> list[float]:
+    """Where a hold for this client may end: for one that usually comes within a, only within a quarter of it."""
+    gathered = bool(thinks) and sorted(thinks)[len(thinks) // 2] <= fixed
+    return [h for h, _, _ in possible_waits(age, thinks, longest) if not gathered or h <= fixed / 4]
 
 
 def gain(h: float, waits: Sequence[tuple[float, float, float]], n: int, fixed: float, places: int = MANY) -> float:
@@ -73,13 +85,14 @@ def test_b6_the_hold_is_the_best_of_all() -> None:
         longest, places = random.choice([0.001, 0.005, 0.02]), random.choice([1, 2, MANY])
         found = hold(returns, now, longest, n, fixed, places=places)
         waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
-        best = max((gain(h, waits, n, fixed, places) for h, _, _ in waits), default=0.0)
+        ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]
+        best = max((gain(h, waits, n, fixed, places) for h in ends), default=0.0)
         if found == 0.0:
             assert best <= 2e-9
         else:
             held += 1
-            capped += best < max(gain(h, waits, n, fixed) for h, _, _ in waits) - 1e-9
-            until = max(h for h, _, _ in waits if h + JUST_LATE <= found + 1e-12 or found == longest)
+            capped += best < max(gain(h, waits, n, fixed) for h in ends) - 1e-9
+            until = max(h for h in ends if h + JUST_LATE <= found + 1e-12 or found == longest)
             assert gain(until, waits, n, fixed, places) == pytest.approx(best, abs=2e-9) or found == longest
             assert best > 0.0
             assert found <= longest
@@ -113,7 +126,7 @@ def test_b6_clients_that_come_back_much_later_are_not() -> None:
 
 def test_b6_clients_of_another_partition_are_not() -> None:
     returns, now = returning(0.001)
-    assert returns.hold("other", now, 0.005, 1, MANY, 0.020, False) == 0.0
+    assert hold(returns, now, 0.005, 1, 0.020, where="other") == 0.0
 
 
 def test_b6_nothing_is_held_without_time_gain_or_places() -> None:
@@ -201,28 +214,62 @@ def alternating(think: float, cycles: int = 6) -> tuple[ThinkTimes, float]:
     return returns, now
 
 
-def test_a_complete_group_waits_for_the_other_once_where_one_group_is_faster() -> None:
+def test_a_complete_group_gathers_those_that_come_within_the_fixed_part() -> None:
     returns, now = alternating(0.014)
     assert hold(returns, now, 0.050, 4, 0.020) == 0.0  # for this batch alone it does not pay
-    until = now + hold(returns, now, 0.050, 4, 0.020, freed=True)
-    assert until == pytest.approx(now + 0.014 + JUST_LATE)
-    assert now + 0.001 + hold(returns, now + 0.001, 0.050, 4, 0.020) == pytest.approx(until)  # it stands
-    again = now + MERGE_EVERY * 0.020
-    returns.answered(4, again - 0.001)
-    assert hold(returns, again - 0.001, 0.050, 4, 0.020, freed=True) == 0.0  # once
-    returns.arrived(4, HERE, again)
-    returns.answered(4, again)
-    assert hold(returns, again, 0.050, 4, 0.020, freed=True) > 0.0
+    assert gathers(returns, now, 0.050, 4, 0.020) == pytest.approx(0.014 + JUST_LATE)
+    _, expected = returns.hold(HERE, now, 0.050, 4, MANY, 0.020, 0.028, 0.0)[1]
+    assert expected == pytest.approx(4.0)
+    assert gathers(returns, now + 0.014 + 2 * JUST_LATE, 0.050, 4, 0.020) == 0.0  # they did not come
 
 
 @pytest.mark.parametrize(
-    ("think", "longest", "places"),
-    [(0.022, 0.050, MANY), (0.014, 0.013, MANY), (0.014, 0.050, 3)],
-    ids=["not_faster", "short_hold", "few_places"],
+    ("think", "longest", "waiting"),
+    [(0.022, 0.050, 4), (0.014, 0.013, 4), (0.014, 0.050, 40)],
+    ids=["not_faster", "short_hold", "few_for_many"],
 )
-def test_two_groups_stay_two_where(think: float, longest: float, places: int) -> None:
+def test_two_groups_stay_two_where(think: float, longest: float, waiting: int) -> None:
     returns, now = alternating(think)
-    assert hold(returns, now, longest, 4, 0.020, places=places, freed=True) == 0.0
+    assert gathers(returns, now, longest, waiting, 0.020) == 0.0
+
+
+# -- pictures that are decoded -----------------------------------------------------------------------------------------
+
+
+def decoding(count: int, each: float = 0.001) -> tuple[ThinkTimes, float]:
+    """So many requests that are prepared one by one; one took `each` before."""
+    returns = ThinkTimes()
+    tickets = [Ticket(Request(client=i, partition=HERE), i, 0.0) for i in range(count + 1)]
+    for ticket in tickets:
+        returns.prepares(ticket, 0.0)
+    returns.prepared(tickets[0], each)
+    returns.enters(tickets[0], each)
+    return returns, each
+
+
+def test_pictures_that_are_decoded_are_due_one_by_one() -> None:
+    returns, now = decoding(3)
+    seconds, expected = returns.hold(HERE, now, 0.050, 1, MANY, 0.020, 0.022, 0.0)[0]
+    assert (seconds, expected) == (pytest.approx(0.003 + JUST_LATE), 3.0)
+    assert returns.hold("other", now, 0.050, 1, MANY, 0.020, 0.022, 0.0)[0] == (0.0, 0.0)
+
+
+def test_those_that_are_decoded_longer_wait_as_well() -> None:
+    """Twenty more pictures: a hold for the first few delays all of them."""
+    assert hold(*decoding(3, 0.004), 0.050, 1, 0.020) > 0.004
+    assert hold(*decoding(23, 0.004), 0.050, 1, 0.020) == 0.0
+
+
+def test_a_picture_that_is_decoded_no_more_is_not_due() -> None:
+    returns = ThinkTimes()
+    gone, ready = (Ticket(Request(client=i, partition=HERE), i, 0.0) for i in range(2))
+    for ticket in (ready, gone):
+        returns.prepares(ticket, 0.0)
+    returns.prepared(ready, 0.001)
+    returns.enters(ready, 0.001)
+    assert hold(returns, 0.001, 0.050, 1, 0.020) > 0.0
+    returns.prepared(gone, 0.001)
+    assert hold(returns, 0.001, 0.050, 1, 0.020) == 0.0
 
 
 def test_memory_is_bounded() -> None:

@@ -13,7 +13,7 @@ from reflex_runtime.options import add_options, did_you_mean, one_line, option, 
 from reflex_runtime.sources import load
 
 if TYPE_CHECKING:
-    from reflex_runtime.sim import Callers, Think, WorkloadPart
+    from reflex_runtime.sim import Callers, Setting, Think, WorkloadPart
     from reflex_runtime.sim.compare import Bench
 
 _EPILOG = """\
@@ -78,9 +78,10 @@ class SimulateConfig:
         needs="policy=window|policy=by_cost|compare",
         unless="stages",
     )
-    batch_timeout_ms: float = option(
-        5.0,
-        "longest hold; for window only when callers are expected back",
+    batch_timeout_ms: float | None = option(
+        None,
+        "longest hold; for window only when callers are expected back, and by default as long as a batch may take; 5 "
+        "for the other rules",
         low=0,
         high=1000,
         unit="ms",
@@ -153,13 +154,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _one(config: SimulateConfig) -> int:
-    from reflex_runtime.sim import RULES, Affine, Noisy, Report, Setting, simulate
+    from reflex_runtime.sim import RULES, Affine, Noisy, Report, simulate
 
     device = Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3)
     slo = config.slo_ms / 1e3
-    setting = Setting(
-        config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3, slo or 1.0, device, config.max_batch_size
-    )
+    setting = replace(_setting(config), goal=slo or 1.0, device=device, max_batch_size=config.max_batch_size)
     rule = RULES[config.policy]
     done = simulate(
         rule.make(setting),
@@ -185,6 +184,7 @@ def _compare(config: SimulateConfig) -> int:
     overload = compare.overload(bench, _progress)
     _show(compare.overload_table(overload, compare.overload_bounds(bench, _progress)) + "\n")
     _show(compare.closed_table(compare.closed_loop(bench, _progress)) + "\n")
+    _show(compare.returning_table(compare.returning(bench, _progress)) + "\n")
     _show(compare.feeds_table(compare.feeds(bench, _progress)) + "\n")
     _show(compare.fairness_table(compare.fairness(bench, _progress)) + "\n")
     _show(compare.priority_table(compare.priority(bench, _progress)))
@@ -217,7 +217,7 @@ def _ratios(text: str) -> list[float]:
 
 
 def _bench(config: SimulateConfig) -> Bench:
-    from reflex_runtime.sim import Affine, Setting, compare
+    from reflex_runtime.sim import Affine, compare
 
     return compare.Bench(
         device=Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3),
@@ -226,8 +226,17 @@ def _bench(config: SimulateConfig) -> Bench:
         duration=config.duration_s,
         warmup=config.warmup_s,
         seed=config.seed,
-        setting=Setting(config.max_batch_cost_ms / 1e3, config.batch_timeout_ms / 1e3),
+        setting=_setting(config),
     )
+
+
+def _setting(config: SimulateConfig) -> Setting:
+    from reflex_runtime.sim import Setting
+
+    if config.batch_timeout_ms is None:
+        return Setting(config.max_batch_cost_ms / 1e3)
+    hold = config.batch_timeout_ms / 1e3
+    return Setting(config.max_batch_cost_ms / 1e3, hold, hold=hold)
 
 
 def _progress(what: str) -> None:

@@ -33,7 +33,7 @@ class FlushPolicy:
     group_commit: while a batch of the partition is in flight, waiting requests are held up to hold_max, also at the
         target: the return of that batch is the next occasion to send, so waiting costs little. A full batch is sent.
     returns: longest hold, in seconds, for clients whose next request is due, if it pays (`returns.py`); counted
-        from max(oldest arrival, device free). 0 switches it off.
+        from max(oldest arrival, device free), and never longer than max_batch_cost. 0 switches it off.
     shed: refuse waiting requests whose deadline cannot be met any more, and choose the set of largest expected value
         when deadlines are at risk.
     """
@@ -53,14 +53,15 @@ class FlushPolicy:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
         _check("max_batch_size", self.max_batch_size, 1, 1_000_000)
         _check("target", self.target, 1, 1_000_000)
-        _check("returns", self.returns, 0.0, 60.0)
+        if self.returns != inf:
+            _check("returns", self.returns, 0.0, 60.0)
         _check("quiet", self.quiet, 0.0, 3600.0)
         for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
             for value in tiers:
                 _check(name, value, 0.0, 3600.0)
 
     @classmethod
-    def window(cls, max_batch_cost: float, batch_timeout: float = 0.005, max_batch_size: int = 256) -> Self:
+    def window(cls, max_batch_cost: float, batch_timeout: float = inf, max_batch_size: int = 256) -> Self:
         """The default: work conserving, held only for expected returns, shedding only what has a deadline."""
         return cls(max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, returns=batch_timeout, shed=True)
 

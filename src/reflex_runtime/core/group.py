@@ -10,7 +10,7 @@ from typing import Any
 
 from reflex_runtime.core.adapt import Controller
 from reflex_runtime.core.backlog import Backlog
-from reflex_runtime.core.batch import Batch
+from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.cost import CostModel
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.evidence import Evidence
@@ -20,10 +20,12 @@ from reflex_runtime.core.order import ClientQueue, Clients, ClientShare, Partiti
 from reflex_runtime.core.request import BACKGROUND, URGENT, Request, Ticket
 from reflex_runtime.core.resources import Resources
 from reflex_runtime.core.returns import ThinkTimes
+from reflex_runtime.core.shares import Prices
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.core.turns import Turns
 
 IDLE_PARTITIONS = 256
+USUAL = 1.0 / 32.0  # weight of a batch in the usual size
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class Group:
         self.cost = config.cost()
         self.evidence = Evidence()
         self.clients = Clients()
+        self.prices = Prices()
         self.think_times = ThinkTimes()
         self.offenders = Offenders()
         flush = config.flush
@@ -134,6 +137,7 @@ class Group:
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter, of all partitions; None when unlimited
         self.device_time = 0.0  # virtual: seconds over weight
+        self.usual_size = 0.0  # of its batches, a slow mean
         self.seconds_per_item = 0.0
         self.left: list[Ticket] = []  # residents gone since the last batch
         self.promoted = 0
@@ -166,7 +170,7 @@ class Group:
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
         self.turns.touch(partition)
-        self.think_times.arrived(request.client, request.partition, now)
+        self.think_times.enters(ticket, now)
         partition.enter(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
             partition.deadlines.push(ticket.deadline, ticket)
@@ -186,11 +190,13 @@ class Group:
     def prepare(self, ticket: Ticket) -> None:
         """Count an admitted ticket that cannot run yet; it only takes a place."""
         self.preparing.setdefault(ticket.request.client, {})[ticket] = None
+        self.think_times.prepares(ticket, ticket.admitted)
         self._count(ticket)
         self.unsettled += 1
 
-    def end_preparing(self, ticket: Ticket) -> None:
+    def end_preparing(self, ticket: Ticket, now: float) -> None:
         """Free the place of `prepare`: the ticket enters now, or has ended."""
+        self.think_times.prepared(ticket, now)
         client = ticket.request.client
         tickets = self.preparing[client]
         del tickets[ticket]
@@ -240,9 +246,14 @@ class Group:
         room, shared = partition.room, self.room
         return room if shared is None else shared if room is None else min(room, shared)
 
+    def began(self, size: int) -> None:
+        """A batch of so many was started."""
+        self.usual_size += (size - self.usual_size) * (USUAL if self.usual_size else 1.0)
+
     def scheduled(self, partition: Partition, newcomers: int) -> None:
         """A batch of the partition is in flight, with so many that entered."""
         partition.in_flight += 1
+        partition.gathering.left()
         if partition.room is not None:
             partition.room -= newcomers
         if self.room is not None:
@@ -265,8 +276,10 @@ class Group:
         client: ClientShare = ticket.queue.client
         self.clients.leave(client)
         self.unsettled -= 1
-        if answered and client.unsettled == 0:
-            self.think_times.answered(client.key, now)
+        if answered:
+            partition.gathering.answered(now - ticket.admitted)
+            if client.unsettled == 0 and client.key not in self.preparing:
+                self.think_times.answered(client.key, now)
 
     def requeue(self, ticket: Ticket) -> None:
         """A resident was preempted: it waits again, first of its client."""
@@ -304,6 +317,16 @@ class Group:
     def promote(self, now: float) -> None:
         """Apply aging to every partition."""
         self.promoted += self.turns.promote(now)
+
+    def price(self, ticket: Ticket, units: float, marginal: float, size: int, cause: Cause) -> float:
+        """What the ticket's client is charged for these units in a batch of this size, over its weight: the price of
+        its kind, and at least its part of a call that was made for it alone."""
+        fixed, request = self.cost.fixed(ticket), ticket.request
+        kind = (request.shape, ticket.stage, request.cost_class, units)
+        price = self.prices.of(kind, marginal + fixed / (self.usual_size or size))
+        if cause is Cause.APART:
+            price = max(price, marginal + fixed / size)
+        return price / request.weight
 
     def charge(self, partition: Partition, seconds: float) -> None:
         """Charge device seconds to the partition; a negative number corrects an earlier charge."""

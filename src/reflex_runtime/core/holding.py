@@ -20,7 +20,8 @@ from reflex_runtime.core.flush import FlushPolicy, Tiers
 from reflex_runtime.core.group import Group, GroupConfig
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.rate import Rate
-from reflex_runtime.core.request import URGENT, Ticket
+from reflex_runtime.core.request import DEFAULT, PREPARING, URGENT, Ticket
+from reflex_runtime.core.returns import NO_HOLD, Hold
 from reflex_runtime.core.select import Filled
 
 
@@ -48,21 +49,42 @@ class Holding:
             self._asked.arrive(now)
 
     def arrived(self, group: Group, ticket: Ticket, now: float) -> None:
-        """A ticket came while nothing could run. If it cannot change that, the decision stays valid.
+        """A ticket came while nothing could run. If it cannot change that, it is no input: the decision stays valid.
 
-        This is checked only for the usual waits, for a count or a time, where it is cheap. Most arrivals change
-        nothing, and the device thread need not wake up for them.
+        This is checked only where it is cheap: for one that is still prepared, for waits for a count or a time, and
+        for waits for several clients until the last of them has come. Most arrivals change nothing, and the device
+        thread need not wake up for them.
         """
-        if self._idle_after != self.inputs - 1 or len(group.active) > 1:
+        if self._idle_after != self.inputs - 1:
             return
-        policy, partition = group.config.flush, group.active[ticket.request.partition]
-        until = partition.hold_until
-        if partition.hold_input != self._idle_after or until <= now or now + policy.hold_max[ticket.tier] < until:
-            return
-        if ticket.request.client in group.offenders or partition.residents or group.room_in(partition) is not None:
-            return
-        if partition.waiting < min(policy.max_batch_size, group.offenders.limit):
-            partition.hold_input = self._idle_after = self.inputs
+        if ticket.state is not PREPARING:
+            if len(group.active) > 1:
+                return
+            partition = group.active[ticket.request.partition]
+            if partition.hold_input != self._idle_after or partition.hold_until <= now:
+                return
+            if ticket.request.client in group.offenders or partition.residents or group.room_in(partition) is not None:
+                return
+            if not (self._counts_on if group.counts_only else self._expected)(group, partition, ticket, now):
+                return
+        self.inputs -= 1
+
+    @staticmethod
+    def _counts_on(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
+        """Whether batches leave by size and time, and neither is reached."""
+        policy = group.config.flush
+        if now + policy.hold_max[ticket.tier] < partition.hold_until:
+            return False
+        return partition.waiting < min(policy.max_batch_size, group.offenders.limit)
+
+    @staticmethod
+    def _expected(group: Group, partition: Partition, ticket: Ticket, now: float) -> bool:
+        """Whether the batch is held for further clients."""
+        if ticket.tier is not DEFAULT or ticket.deadline < inf:
+            return False
+        partition.hold_for -= 1
+        partition.hold_came = True
+        return partition.hold_for > 0
 
     @staticmethod
     def changed(partition: Partition) -> None:
@@ -103,10 +125,10 @@ class Holding:
         full = filled.tally.cost >= policy.max_batch_cost * (1.0 - 1e-9)
         if self.draining or full or filled.passed_over or filled.apart:
             return -inf
-        if partition.hold_input != self.inputs:
+        if partition.hold_input != self.inputs or (partition.hold_came and partition.hold_until <= now):
             if filled.size_reached and policy.target <= policy.max_batch_size:
                 return -inf
-            partition.hold_input = self.inputs
+            partition.hold_input, partition.hold_came = self.inputs, False
             partition.hold_until = self._decide(group, partition, policy, filled, now)
         if partition.hold_until > now and partition.hold_since is None:
             partition.hold_since = self.free_since
@@ -117,9 +139,13 @@ class Holding:
             return -inf
         heads = partition.heads()
         until = _by_clock(policy, heads, len(filled.grants), partition)
-        if policy.returns > 0.0 and heads[URGENT] is None:
-            until = max(until, now + self._for_returns(group, partition, policy, filled, heads, now))
         tightest = partition.deadlines.first()
+        partition.hold_for = 0
+        if policy.returns > 0.0 and heads[URGENT] is None:
+            seconds, expected = self._for_returns(group, partition, policy, filled, heads, now)
+            if now + seconds > until:
+                until = now + seconds
+                partition.hold_for = int(expected + 1e-9) if tightest is None else 0
         if until > now and tightest is not None and filled.tally.seconds > 0.0:
             next_one = filled.tally.seconds + line_of(group.cost, next(iter(filled.grants)))[1]
             until = min(until, tightest[0] - next_one * (1.0 + 2.0 * filled.tally.sigma))
@@ -133,12 +159,12 @@ class Holding:
         filled: Filled,
         heads: Sequence[float | None],
         now: float,
-    ) -> float:
-        """Seconds for which waiting for due clients pays; 0.0 if it does not."""
+    ) -> Hold:
+        """The wait for clients whose next request is due, if it pays."""
         seconds, queued, returns = filled.tally.seconds, len(filled.grants), group.think_times
         places = filled.places - queued
         if not returns.worth(queued, places, seconds):  # the fixed part is not above it
-            return 0.0
+            return NO_HOLD
         head = next(iter(filled.grants))
         fixed, marginal, _ = line_of(group.cost, head)
         if not group.cost.told_apart(head):
@@ -147,16 +173,13 @@ class Holding:
             places = int(min(places, (policy.max_batch_cost - seconds) / marginal + 1e-9))
         oldest = min(h for h in heads if h is not None)
         # From when it could first have been sent: other partitions' batches in between do not restart its hold.
-        since = self.free_since if partition.hold_since is None else partition.hold_since
-        return returns.hold(
-            partition.key,
-            now,
-            longest=max(oldest, since) + policy.returns - now,
-            queued=queued,
-            places=places,
-            fixed=fixed,
-            freed=partition.arrivals.last <= self.free_since == now,
-        )
+        since = max(oldest, self.free_since if partition.hold_since is None else partition.hold_since)
+        longest = since + min(policy.returns, policy.max_batch_cost) - now
+        gain, gathered = returns.hold(partition.key, now, longest, queued, places, fixed, seconds, now - since)
+        gathering = partition.gathering
+        if gathered > gain:
+            gathering.differs = True
+        return max(gain, gathered) if gathering.on else gain
 
     def gap_at(self, group: Group, grants: Mapping[Ticket, float]) -> float:
         """When a gap long enough for this batch is likely, if no other group has a request until then."""

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from reflex_runtime.core.gathering import Gathering
 from reflex_runtime.core.heap import FEW, LazyHeap
 from reflex_runtime.core.isolation import Suspects
 from reflex_runtime.core.rate import Rate
@@ -367,6 +368,9 @@ class Partition:
         "arrivals",
         "counter",
         "deadlines",
+        "gathering",
+        "hold_came",
+        "hold_for",
         "hold_input",
         "hold_since",
         "hold_until",
@@ -397,8 +401,11 @@ class Partition:
         self.in_flight = 0  # batches
         self.arrivals = Rate()
         self.usual_limit = 0.0  # slow mean of the time limits asked for, seconds; 0 when none was
-        self.hold_until = -inf  # decided after input number `hold_input`; these three are `Holding`'s
+        self.gathering = Gathering()
+        self.hold_until = -inf  # decided after input number `hold_input`; these are `Holding`'s
         self.hold_input = -1
+        self.hold_for = 0  # clients that are to come before it is decided again
+        self.hold_came = False  # whether some of them have
         self.hold_since: float | None = None  # when the device was free for what is held; None otherwise
 
     @property

@@ -129,7 +129,8 @@ class Ticket:
     """The scheduler's record of one request. Only `core/` writes to it, apart from `waiter`.
 
     seq: order of arrival in this scheduler.   arrived, deadline: absolute times (deadline inf when none).
-    ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew.
+    ready_at: when it could first run, inf until it is prepared; `prepared` gives `seq` and `arrived` anew, and
+    `admitted` stays.
     tier: the tier it is served in; differs from the request's priority once aged.
     stage, wants: a resident's next stage, and the units left.
     granted, cached, recomputed: units granted in all, found already computed, and granted again after preemption;
@@ -144,6 +145,7 @@ class Ticket:
     __slots__ = (
         "abandoned",
         "admission",
+        "admitted",
         "answered",
         "arrived",
         "batches",
@@ -175,7 +177,7 @@ class Ticket:
     def __init__(self, request: Request, seq: int, now: float) -> None:
         self.request = request
         self.seq = seq
-        self.arrived = self.ready_at = now
+        self.admitted = self.arrived = self.ready_at = now
         self.deadline = inf if request.time_limit is None else now + request.time_limit
         self.state = WAITING
         self.tier: Priority = request.priority

@@ -2,17 +2,25 @@
 
 Cameras send by the clock; robots and files send some time after their answer. Two habits of each client are recorded:
 the last 32 gaps between its requests, and the last 32 times from an answer to its next request. The more regular one
-predicts its next request. With n waiting and a batch whose fixed part takes a seconds, the batch is held for the h
-that maximises
+predicts its next request. Some requests are prepared before they can run (pictures are decoded): those that are being
+prepared are due for certain, one by one at the pace at which such requests became ready. With n waiting and a batch
+whose fixed part takes a seconds, the batch is held for the h that maximises
 
-    G(h) = a · E(h) − W(h) − n · h
+    G(h) = a · E(h) − W(h) − (n + P(h)) · h
 
-where E(h) is the expected number of absent clients back within h, at most as many as the batch has places for, and
-W(h) the sum of their expected times until then. If no G(h) > 0, nothing is held. (With T(n) = a + b·n this is
-E·T(n) − W − n·(h + b·E): a client that joins saves itself a whole batch, and lengthens this one for n others.)
+where E(h) is the expected number of absent clients that can run within h, at most as many as the batch has places for,
+W(h) the sum of their expected times until then, and P(h) the number of those being prepared that are not ready then. If
+no G(h) > 0, nothing is held. (With T(n) = a + b·n this is E·T(n) − W − P·h − n·(h + b·E): a client that joins saves
+itself a whole batch, and lengthens this one for n others.)
 
-G considers one batch only. But two groups of clients that take turns cost a more in every cycle than one group. So a
-group that is complete when the device becomes free waits for the other one, once, if that takes less than a.
+G considers one batch only. But two groups of callers that take turns cost a more in every cycle than one. So
+there is a second hold, to gather callers: the h that maximises
+
+    (n + E(h)) / (h + held + T(n))
+
+the requests of the batch over the time from its first hold to its end. (Not T(n + E): what comes too late runs later,
+and takes its b there.) Here E counts clients that usually come within a of their answer, and those being prepared.
+`gathering` decides which of the two holds is used: the second only where it was measured to answer sooner.
 """
 
 from __future__ import annotations
@@ -22,20 +30,26 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from math import inf
 
-RECENT = 64  # absent clients considered per decision: those answered last
+from reflex_runtime.core.request import Ticket
+
+IN_TURNS = 64  # most clients that take turns
+RECENT = 128  # absent clients considered per decision: those answered last
 REMEMBERED = 1024  # clients whose habits are kept
 HISTORY = 32  # values of each habit
 REGULAR = 3  # gaps needed for a prediction
 IRREGULAR = 0.67  # spread of think times, as a share of a chunk, above which clients that met do not meet again
+PACE = 0.125  # weight of the latest time that preparing took
 PARTS = 3  # steps by which a habit's distribution is summed
 JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times
 BRIEF = 0.0001  # seconds: a shorter hold is not worth it, because ending one takes as long
-A_TIE = 1e-9  # seconds of gain below which the shorter hold wins
-MERGE_EVERY = 64.0  # times a, at least: seconds between two attempts to merge two groups
-NEARLY_ALL = 0.9  # share of a group to wait for
+BRIEFLY = 0.25  # times a: for longer, callers are only waited for where they are gathered
+A_TIE = 1e-9  # seconds of gain, or share of a rate, below which the shorter hold wins
 
-_Due = tuple[float, float, float, bool]  # seconds from now, probability, probability · mean seconds, by think time
+Hold = tuple[float, float]  # seconds, and how many are expected to come meanwhile
+NO_HOLD = (0.0, 0.0)
+# seconds from now, probability, probability · mean seconds, whether callers are gathered for it, whether it is prepared
+_Due = tuple[float, float, float, bool, bool]
 
 
 class _Habit:
@@ -63,13 +77,14 @@ class _Habit:
 class _Client:
     """One client. since, ordered: start of the interval that predicts its next request, and past lengths, sorted."""
 
-    __slots__ = ("answered", "asked", "gaps", "ordered", "partition", "since", "thinks")
+    __slots__ = ("answered", "asked", "gaps", "ordered", "partition", "prepares", "since", "thinks")
 
     def __init__(self) -> None:
         self.partition: Hashable = None
         self.asked: float | None = None
         self.answered: float | None = None
         self.gaps, self.thinks = _Habit(), _Habit()
+        self.prepares = False  # whether its requests are prepared first
         self.since = 0.0
         self.ordered: list[float] = []
 
@@ -94,15 +109,15 @@ class _Client:
         """Whether it ever was."""
         return self.answered is not None or bool(self.thinks.ordered)
 
-    def due(self, now: float, longest: float, found: list[_Due]) -> int:
-        """Add its possible times within `longest`, given that it has not come yet. 1 if its think time predicts, else
-        0."""
+    def due(self, now: float, longest: float, soon: float, found: list[_Due]) -> None:
+        """Add its possible times within `longest`, given that it has not come yet. Callers are gathered for a client
+        that usually comes within `soon` of its answer."""
         ordered, age = self.ordered, now - self.since
         first = bisect_left(ordered, age - JUST_LATE)
         possible = len(ordered) - first
         if not possible or ordered[first] > age + longest:
-            return 0
-        thinks = self.since == self.answered
+            return
+        gathers, prepares = self.since == self.answered and ordered[len(ordered) // 2] <= soon, self.prepares
         last = bisect_right(ordered, age + longest, first)
         step = 1 + (last - first - 1) // PARTS
         if ordered[last - 1] - ordered[first] <= JUST_LATE:
@@ -110,9 +125,8 @@ class _Client:
         while first < last:
             part = ordered[first : first + step if first + step < last else last]
             share, wait = len(part) / possible, part[-1] - age
-            found.append((wait if wait > 0.0 else 0.0, share, sum(part) / possible - share * age, thinks))
+            found.append((wait if wait > 0.0 else 0.0, share, sum(part) / possible - share * age, gathers, prepares))
             first += step
-        return int(thinks)
 
 
 class ThinkTimes:
@@ -121,15 +135,38 @@ class ThinkTimes:
     def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, _Client] = OrderedDict()
         self._absent: OrderedDict[Hashable, _Client] = OrderedDict()  # answered and not back, most recent last
-        self._merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
-        self._merge_again = -inf
+        self._preparing: dict[Ticket, None] = {}  # admitted and soon ready, in that order
+        self._pace = 0.0  # seconds from one that is ready to the next, or from its admission
+        self._ready: Ticket | None = None  # the last one, until it enters
+        self._ready_at = -inf
 
     def worth(self, n: int, places: int, fixed: float) -> float:
         """Upper bound: skip holds that would not pay even if every absent client returned now. Seconds, else 0.0."""
-        worth = min(len(self._absent), places) * fixed
+        worth = min(len(self._absent) + len(self._preparing), places) * fixed
         return worth if worth > n * BRIEF else 0.0
 
-    def arrived(self, client: Hashable, partition: Hashable, now: float) -> None:
+    def enters(self, ticket: Ticket, now: float) -> None:
+        """The ticket waits from now on: it has just been admitted, or `prepared`."""
+        client = ticket.request.client
+        if self._ready is ticket:
+            self._ready = None
+            self._clients[client].partition = ticket.request.partition
+        else:
+            self.arrived(client, ticket.request.partition, now).prepares = False
+
+    def prepares(self, ticket: Ticket, now: float) -> None:
+        """The ticket was admitted, and is prepared now."""
+        self.arrived(ticket.request.client, ticket.request.partition, now).prepares = True
+        self._preparing[ticket] = None
+
+    def prepared(self, ticket: Ticket, now: float) -> None:
+        """The ticket is not prepared any more."""
+        del self._preparing[ticket]
+        took = now - max(self._ready_at, ticket.admitted)
+        self._pace += (took - self._pace) * (PACE if self._pace else 1.0)
+        self._ready, self._ready_at = ticket, now
+
+    def arrived(self, client: Hashable, partition: Hashable, now: float) -> _Client:
         known = self._clients.get(client)
         if known is None:
             known = self._clients[client] = _Client()
@@ -137,6 +174,7 @@ class ThinkTimes:
                 self._absent.pop(self._clients.popitem(last=False)[0], None)
         known.ask(partition, now)
         self._absent.pop(client, None)
+        return known
 
     def answered(self, client: Hashable, now: float) -> None:
         """The client got its answer and has no other ticket."""
@@ -153,7 +191,7 @@ class ThinkTimes:
         """Share of the device that the active clients take if each comes in turn, for `seconds`. inf if they are not so
         regular that two of them that once met do not meet again.
 
-        Considers the most recently answered clients until one that has gone; inf for more than `RECENT`, and for none.
+        Considers the most recently answered clients until one that has gone; inf for more than IN_TURNS, and for none.
         seconds: 0.0 until measured; then inf.
         """
         if seconds <= 0.0:
@@ -165,52 +203,69 @@ class ThinkTimes:
             longest = max(longest, ordered[-1] if ordered else 0.0)
             if client.answered is not None and now - client.answered > 2.0 * longest:
                 break
-            if count == RECENT or not ordered or client.thinks.spread > IRREGULAR * seconds:
+            if count == IN_TURNS or not ordered or client.thinks.spread > IRREGULAR * seconds:
                 return inf
             share += seconds / (seconds + ordered[len(ordered) // 2])
         return share or inf
 
     def hold(
-        self, partition: Hashable, now: float, longest: float, queued: int, places: int, fixed: float, freed: bool
-    ) -> float:
-        """Seconds to hold a batch of the partition, at most `longest`; 0.0 to send at once.
+        self,
+        partition: Hashable,
+        now: float,
+        longest: float,
+        queued: int,
+        places: int,
+        fixed: float,
+        seconds: float,
+        held: float,
+    ) -> tuple[Hold, Hold]:
+        """How to hold a batch of the partition, at most for `longest`: by the gain G for this batch, and to gather
+        callers.
 
-        queued: n. places: how many more may join. fixed: a. freed: whether the device has just become free, after all n
-        had come.
+        queued: n. places: how many more may join. fixed: a. seconds: T(n). held: for how long it has been held.
         """
         worth = self.worth(queued, places, fixed)
         if longest <= 0.0 or worth <= 0.0:
-            return 0.0
+            return NO_HOLD, NO_HOLD
         found: list[_Due] = []
-        thinkers = 0
         for client in self._absent.values():
             if client.partition == partition:
-                thinkers += client.due(now, longest, found)
+                client.due(now, longest, fixed, found)
+        if self._preparing or self._pace:
+            found = self._once_prepared(partition, now, longest, found)
         if not found:
-            return 0.0
+            return NO_HOLD, NO_HOLD
         found.sort()
-        best = gain = expected = waits = 0.0
-        for wait, share, seconds, _ in found:
-            if queued * wait >= worth:
-                break
+        best = gathered = NO_HOLD
+        gain = expected = waits = back = 0.0
+        rate = queued / (held + seconds)
+        left = sum(prepared for *_, prepared in found)
+        for wait, share, mean, gathers, prepared in found:
+            left -= prepared
             expected += share
-            waits += seconds
-            g = fixed * (expected if expected < places else places) - waits - queued * wait
-            if g > gain + A_TIE:
-                best, gain = min(wait + JUST_LATE, longest), g
-        if freed and now >= self._merge_again and 0 < thinkers <= places:
-            together = _until_nearly_all(found, thinkers)
-            if best < together < min(fixed, longest):
-                self._merging, self._merge_again = (partition, now + together), now + MERGE_EVERY * fixed
-        merging, until = self._merging
-        return max(best, until - now) if merging == partition else best
+            waits += mean
+            g = fixed * (expected if expected < places else places) - waits - (queued + left) * wait
+            if g > gain + A_TIE and not (gathers and wait > BRIEFLY * fixed):
+                best, gain = (min(wait + JUST_LATE, longest), expected), g
+            if gathers:
+                back += share
+                r = (queued + (back if back < places else places)) / (held + wait + seconds)
+                if r > rate * (1.0 + A_TIE):
+                    gathered, rate = (min(wait + JUST_LATE, longest), expected), r
+        return best, gathered
 
-
-def _until_nearly_all(found: list[_Due], thinkers: int) -> float:
-    """Seconds until nearly all clients that think are back, slightly late ones included; inf if unknown."""
-    expected = 0.0
-    for wait, share, _, thinks in found:
-        expected += share * thinks
-        if expected >= NEARLY_ALL * thinkers:
-            return wait + JUST_LATE
-    return inf
+    def _once_prepared(self, partition: Hashable, now: float, longest: float, found: list[_Due]) -> list[_Due]:
+        """The same when they are ready. They are prepared one by one, those first that have come."""
+        pace, clients, ready = self._pace, self._clients, 0.0
+        made: list[_Due] = []
+        for ticket in self._preparing:
+            if clients[ticket.request.client].partition == partition:
+                ready += pace
+                made.append((ready, 1.0, ready, True, True))
+        for wait, share, mean, gathers, prepares in sorted(found):
+            if prepares:
+                ready = max(ready, wait) + pace * share
+                made.append((ready, share, mean + (ready - wait) * share, gathers, False))
+            else:
+                made.append((wait, share, mean, gathers, False))
+        return [due for due in made if due[0] <= longest]

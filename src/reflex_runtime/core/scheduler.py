@@ -157,9 +157,7 @@ class Scheduler:
             if ticket.deadline < inf:
                 self._unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
-        if ready and self._ahead.lets_in(ticket):
-            self._take_back()
-        if group.counts_only and ready and displaced is None and not replaced:
+        if displaced is None and not replaced:
             self._holding.arrived(group, ticket, now)
         return ticket
 
@@ -190,8 +188,7 @@ class Scheduler:
         ticket.arrived, ticket.ready_at, ticket.seq = now, now, self._tickets
         self._tickets += 1
         self._enter(group, ticket, now)
-        if self._ahead.lets_in(ticket):
-            self._take_back()
+        self._holding.arrived(group, ticket, now)
 
     def cancel(self, ticket: Ticket, now: float) -> None:
         """Cancel a ticket. Waiting and resident tickets settle at once, a running one at its boundary."""
@@ -522,15 +519,15 @@ class Scheduler:
     def _begin(self, group: Group, partition: Partition, batch: Batch) -> None:
         """The batch is started: charge its clients, and publish it."""
         model, evidence, shares, n = group.cost, group.evidence, group.clients.shares, len(batch)
-        fixed = model.fixed(next(iter(batch.grants)))
-        expected = fixed
+        expected = model.fixed(next(iter(batch.grants)))
         for ticket, units in batch.grants.items():
             marginal = model.marginal(ticket, units)
             expected += marginal
             if evidence.pending and evidence.probes(ticket):
                 batch.notes["probe"] = True  # its estimate may be wrong: `_ended` charges the measured time
             else:
-                shares.charge(ticket.queue.client, (marginal + fixed / n) / ticket.request.weight)
+                shares.charge(ticket.queue.client, group.price(ticket, units, marginal, n, batch.cause))
+        group.began(n)
         if model.unit == "seconds":
             batch.expected = expected
             evidence.scheduled(batch)
@@ -643,7 +640,7 @@ class Scheduler:
         self._settle(group, group.active[ticket.request.partition], ((ticket, Failed(error)),))
 
     def _end_preparing(self, group: Group, ticket: Ticket) -> None:
-        group.end_preparing(ticket)
+        group.end_preparing(ticket, self._now)
         self._unready.discard(ticket)
 
     def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
@@ -691,6 +688,8 @@ class Scheduler:
         if self._holding.gaps:
             self._holding.asks(group, now)
         group.enter(ticket, now)
+        if self._ahead.lets_in(ticket):
+            self._take_back()
 
     def _unsettled(self) -> Iterator[Ticket]:
         groups = self._groups.values()

@@ -9,10 +9,14 @@ Only the number of members at each counter is kept: many enter at the same one, 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from reflex_runtime.core.heap import FEW
+
+CHEAPER, DEARER = 0.75, 1.25  # of a price: what changes it
+KINDS = 1024  # whose prices are kept
 
 
 class ShareHolder(Protocol):
@@ -76,3 +80,26 @@ class Shares:
             del members[counter]
         else:
             members[counter] = count - 1
+
+
+class Prices:
+    """What requests are charged: their cost in a batch of the usual size, as it was when it last changed by more than a
+    quarter.
+
+    Not their part of the batch they were in: a client did not choose that it was small. And not each estimate: equal
+    requests with slightly different charges overtake each other by a whole round.
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, float] = {}
+
+    def of(self, kind: Hashable, cost: float) -> float:
+        """The price of a request of this kind, that costs so much by the present estimate."""
+        known = self._known.get(kind, 0.0)
+        if not CHEAPER * known <= cost <= DEARER * known:
+            if len(self._known) >= KINDS:
+                self._known.clear()
+            known = self._known[kind] = cost
+        return known

@@ -146,7 +146,8 @@ class Device:
         """Let a free device look at what was submitted."""
         if self._bell.waiting:
             with self._lock:
-                self._bell.ring()
+                if not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until:
+                    self._bell.ring()
 
     def turn(self) -> bool:
         """Let a free device take what was submitted: here, if its batch is brief, else on its thread.

@@ -9,6 +9,7 @@ from reflex_runtime.core.request import Priority, Request
 from reflex_runtime.sim import rules
 from reflex_runtime.sim.clairvoyant import most_on_time
 from reflex_runtime.sim.report import Report, columns
+from reflex_runtime.sim.rivals import WholeGroup
 from reflex_runtime.sim.rules import DEVICE, Rule, Setting
 from reflex_runtime.sim.run import simulate
 from reflex_runtime.sim.service import Affine, Noisy, Service
@@ -44,6 +45,7 @@ OVERLOAD_RULES = (
     rules.WINDOW,
 )
 CLOSED_RULES = (rules.UNHELD, rules.HOLD_ALWAYS, rules.WINDOW)
+RETURN_RULES = (rules.UNHELD, rules.WINDOW_3, rules.WINDOW)
 FEED_RULES = (rules.BY_SIZE, rules.GREEDY, rules.FEEDS)
 FAIR_RULES = (rules.GREEDY, rules.ONE_IN_FLIGHT, rules.UNPLANNED, rules.WINDOW)
 PRIORITY_RULES = (rules.GREEDY, rules.UNPLANNED, rules.WINDOW)
@@ -147,6 +149,26 @@ def closed_loop(bench: Bench, progress: Progress = lambda _: None) -> Results:
     return results
 
 
+def returning(bench: Bench, progress: Progress = lambda _: None) -> Results:
+    """Callers that ask again at once, or some time after their answer, also with a picture that is decoded first, one
+    after the other: against rules that do not know when they come, and one that knows their number."""
+    ms = 0.001
+    cases: list[tuple[int, float, float]] = [
+        (n, think * ms, decoding * ms)
+        for n in (8, 32)
+        for think, decoding in ((0.3, 0.0), (9.0, 0.0), (15.0, 0.0), (30.0, 0.0), (0.3, 0.3), (0.3, 1.0), (0.3, 1.5))
+    ]
+    results: Results = {}
+    for n, think, decoding in cases:
+        name = f"{n}, after {think / ms:g} ms" + (f", {decoding / ms:g} ms a picture" if decoding else "")
+        workload = [Callers(n, Around(think, 0.1 * think), prepared_in=decoding)]
+        whole = Rule("whole group", lambda s, n=n: WholeGroup(n))  # type: ignore[misc]
+        for rule in (*RETURN_RULES, whole):
+            progress(f"returns: {name}, {rule.name}")
+            results.setdefault(name, {})[rule.name] = bench.run(rule, workload, noise=min(bench.noise, 0.03))
+    return results
+
+
 def feeds(bench: Bench, progress: Progress = lambda _: None) -> Results:
     """Cameras of equal and of different rates, and files that ask at once, on one processor; holds up to 50 ms.
 
@@ -232,6 +254,13 @@ def closed_table(results: Results) -> str:
     return columns(header, rows)
 
 
+def returning_table(results: Results) -> str:
+    """Mean batch · throughput · median · 99th percentile."""
+    header = ["batch · requests/s · p50 · p99 ms", *next(iter(results.values()))]
+    rows = [[case, *(_returning_cell(r) for r in by_rule.values())] for case, by_rule in results.items()]
+    return columns(header, rows)
+
+
 def feeds_table(results: Results) -> str:
     """Frames lost · 95th percentile of the frames' age · share of the time the processor ran · mean batch."""
     header = ["lost · p95 ms · busy · batch", *next(iter(results.values()))]
@@ -257,6 +286,10 @@ def priority_table(results: Results) -> str:
     shares = {rule: by[""].on_time_by for rule, by in results.items()}
     rows = [[rule, f"{by['urgent']:.3f}", f"{by['default']:.3f}"] for rule, by in shares.items()]
     return columns(["urgent in overload", "urgent on time", "default on time"], rows)
+
+
+def _returning_cell(report: Report) -> str:
+    return f"{report.batch_size or 0.0:.1f} · {_closed_cell(report)}"
 
 
 def _feeds_cell(report: Report) -> str:

@@ -281,7 +281,10 @@ class _Measured:
             asked = line.schedule
             if asked is not None:
                 order = inf if asked.ticket is None else float(asked.ticket)
-                found.append((asked.arrived, 1, order, self._submitter(line, asked)))
+                came = asked.arrived if asked.admitted is None else asked.admitted
+                found.append((came, 1, order, self._submitter(line, asked)))
+                if asked.ticket is not None and (made := self._made(line, asked)) is not None:
+                    found.append((made[0], 1, order, self._preparer(asked.ticket, made[1])))
         for end in recording.ended:
             if end.ticket is None:
                 continue
@@ -294,8 +297,11 @@ class _Measured:
 
     def _submitter(self, line: RequestLine, asked: Scheduled) -> Callable[[float, bool], None]:
         def submit(now: float, busy: bool) -> None:
+            request, ready = _request(line), asked.admitted is None and asked.ready
+            if asked.admitted is not None and request.time_limit is not None:  # what was left of it is recorded
+                request = replace(request, time_limit=request.time_limit + asked.arrived - asked.admitted)
             try:
-                ticket = self._scheduler.submit(_request(line), now)
+                ticket = self._scheduler.submit(request, now, ready)
             except Rejected:
                 return
             seq = -1 - line.seq if asked.ticket is None else asked.ticket  # admitted here, refused there
@@ -303,6 +309,22 @@ class _Measured:
             self._seqs[ticket] = seq
 
         return submit
+
+    def _made(self, line: RequestLine, asked: Scheduled) -> tuple[float, Request | ProcessorError] | None:
+        """When it had been prepared, and to what; None if it was not."""
+        if asked.admitted is not None:
+            return asked.arrived, _request(line)
+        end = None if asked.ticket is None else self._ended.get(asked.ticket)
+        if asked.ready or end is None or end.outcome in ("cancelled", "expired"):
+            return None
+        return end.at, ProcessorError("it could not be prepared when it was recorded")
+
+    def _preparer(self, seq: int, made: Request | ProcessorError) -> Callable[[float, bool], None]:
+        def prepare(now: float, busy: bool) -> None:
+            if seq in self._tickets:
+                self._scheduler.prepared(self._tickets[seq], made, now)
+
+        return prepare
 
     def _canceller(self, seq: int) -> Callable[[float, bool], None]:
         def cancel(now: float, busy: bool) -> None:
@@ -385,7 +407,8 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
     if not lines:
         raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
     first, last = _span(recording)
-    arrivals = [Arrival(line.schedule.arrived - first, _request(line)) for line in lines if line.schedule]
+    asked = [(line, line.schedule) for line in lines if line.schedule is not None and line.schedule.ready]
+    arrivals = [Arrival(schedule.arrived - first, _request(line)) for line, schedule in asked]
     run = simulate(
         scheduler_of(recording, changes),
         RecordedArrivals(arrivals),

@@ -14,7 +14,7 @@ from math import inf
 from reflex_runtime.core.batch import Batch, Cause, More, Outcome
 from reflex_runtime.core.batch import Done as _Done
 from reflex_runtime.core.batch import Failed as _Failed
-from reflex_runtime.core.errors import Shed
+from reflex_runtime.core.errors import ReflexError, Shed
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Request, Ticket, TicketState
 
@@ -44,12 +44,17 @@ class Rival:
 
     # -- what the loop asks ------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, now: float) -> Ticket:
+    def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
         ticket = Ticket(request, self._tickets, now)
         self._tickets += 1
-        self.queue.append(ticket)
+        if ready:
+            self.queue.append(ticket)
         self._events.append(RequestQueued(now, ticket))
         return ticket
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
+        ticket.arrived = now
+        self.queue.append(ticket)
 
     def next_batch(self, now: float) -> Batch | None:
         self.wake = inf
@@ -169,6 +174,17 @@ class HoldAlways(Rival):
             return n
         self.wake = due
         return 0
+
+
+class WholeGroup(Rival):
+    """Every batch waits until all callers are back, whose number it knows."""
+
+    def __init__(self, callers: int) -> None:
+        super().__init__()
+        self._callers = callers
+
+    def choose(self, now: float) -> int:
+        return self._callers if len(self.queue) >= self._callers else 0
 
 
 class AlwaysJoin(Rival):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.cost import UnitCost
@@ -25,7 +26,8 @@ class Setting:
     """The inputs of a rule.
 
     max_batch_cost, batch_timeout, goal: seconds; goal is the answer time aimed at. device: the true mean times, for the
-    rules that do not learn. max_batch_size: most requests in a batch, for the rules that count.
+    rules that do not learn. max_batch_size: most requests in a batch, for the rules that count. hold: longest hold of
+    the window rule.
     """
 
     max_batch_cost: float = 0.100
@@ -33,6 +35,7 @@ class Setting:
     goal: float = 0.100
     device: Affine = DEVICE
     max_batch_size: int = 32
+    hold: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Rule:
 
 
 def _window(s: Setting, planned: bool = True, cap: int = 0) -> Decider:
-    flush = FlushPolicy.window(s.max_batch_cost, s.batch_timeout)
+    flush = FlushPolicy.window(s.max_batch_cost, s.hold)
     controller = Planner() if planned else None
     return Scheduler([GroupConfig(flush=flush, controller=controller, max_in_flight_per_client=cap)])
 
@@ -88,4 +91,5 @@ UNPLANNED = Rule("window without planner", partial(_window, planned=False), blin
 EARLY_DROP = Rule("early drop (Nexus)", lambda s: EarlyDrop(s.device.of), blind=False)
 MARGINAL_WAIT = Rule("marginal wait (BentoML)", lambda s: MarginalWait(s.device.of, s.goal), blind=False)
 FEEDS = Rule("feeds", _feeds)  # a coordinator's
+WINDOW_3 = Rule("window of 3 ms", lambda s: HoldAlways(0.003))
 HOLD_ALWAYS = Rule("hold always", lambda s: HoldAlways(s.batch_timeout))

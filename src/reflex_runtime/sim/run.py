@@ -27,8 +27,11 @@ RETRY = 0.001  # seconds a refused caller waits at least, so that it cannot ask 
 class Decider(Protocol):
     """The scheduler as the loop uses it; `core.scheduler.Scheduler` is one."""
 
-    def submit(self, request: Request, now: float) -> Ticket:
+    def submit(self, request: Request, now: float, ready: bool = True) -> Ticket:
         """Admit a request or raise Rejected."""
+
+    def prepared(self, ticket: Ticket, made: Request | ReflexError, now: float) -> None:
+        """One that was not ready now is."""
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now, if any."""
@@ -133,6 +136,7 @@ class _Loop:
         self._run = Run(warmup, duration)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._entries = 0
+        self._prepared_at = 0.0  # when the last request that came is prepared
         self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
         self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
 
@@ -177,15 +181,21 @@ class _Loop:
         for _ in range(arrival.overrun):
             self._ended(arrival, now, "overrun", 0.0)
         try:
-            ticket = self._scheduler.submit(self._as_shown(request), now)
+            ticket = self._scheduler.submit(self._as_shown(request), now, arrival.prepared_in <= 0.0)
         except Rejected as error:
             self._answered(arrival, now, error, 0.0)
             if stream.waits:
                 self._plan(stream, stream.next(now + max(RETRY, error.retry_after or 0.0)))
         else:
             self._asked[ticket] = (stream, arrival)
+            if arrival.prepared_in > 0.0:
+                self._prepared_at = max(self._prepared_at, now) + arrival.prepared_in
+                self._at(self._prepared_at, lambda: self._prepared(ticket))
         if not stream.waits:
             self._plan(stream, stream.next(now))
+
+    def _prepared(self, ticket: Ticket) -> None:
+        self._scheduler.prepared(ticket, ticket.request, self._clock.now())
 
     def _start(self, batch: Batch) -> None:
         now = self._clock.now()

@@ -20,13 +20,14 @@ class Arrival(NamedTuple):
     """A request and the time it is made, in seconds.
 
     since: from when its latency counts, if that is earlier. overrun: older frames that it replaced before they were
-    asked.
+    asked. prepared_in: seconds that it takes before it can run; requests are prepared one after the other.
     """
 
     at: float
     request: Request
     since: float | None = None
     overrun: int = 0
+    prepared_in: float = 0.0
 
 
 class RequestStream(Protocol):
@@ -282,13 +283,14 @@ class _OpenStream:
 class Callers:
     """`count` callers, each a client of its own, that ask, wait for the answer, think, and ask again.
 
-    The first requests are spread over one think time.
+    The first requests are spread over one think time. prepared_in: seconds before each can run, see `Arrival`.
     """
 
     count: int
     think: Think
     request: Request = field(default_factory=Request)
     name: str = "caller"
+    prepared_in: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.count >= 1:
@@ -296,7 +298,7 @@ class Callers:
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
         return [
-            _Caller(self.think, replace(self.request, client=f"{self.name}-{i}"), Random(f"{seed}/{i}"))
+            _Caller(self, replace(self.request, client=f"{self.name}-{i}"), Random(f"{seed}/{i}"))
             for i in range(self.count)
         ]
 
@@ -304,16 +306,16 @@ class Callers:
 class _Caller:
     waits = True
 
-    def __init__(self, think: Think, request: Request, rng: Random) -> None:
-        self._think, self._request, self._rng = think, request, rng
+    def __init__(self, source: Callers, request: Request, rng: Random) -> None:
+        self._source, self._request, self._rng = source, request, rng
         self._started = False
 
     def next(self, now: float) -> Arrival | None:
-        after = self._think.draw(self._rng)
+        after = self._source.think.draw(self._rng)
         if not self._started:
             self._started = True
             after *= self._rng.random()
-        return Arrival(now + after, self._request)
+        return Arrival(now + after, self._request, prepared_in=self._source.prepared_in)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,10 +96,16 @@ def scheduled(ticket: int | None, arrived: float, facts: Facts) -> Scheduled:
     return Scheduled(ticket, arrived, str(client), int(priority), limit, *keys, stage, weight, wants)
 
 
+def _scheduled(taken: Taken, facts: Facts) -> Scheduled:
+    made = scheduled(taken.ticket, taken.arrived, facts)
+    made.admitted, made.ready = taken.admitted, taken.ready
+    return made
+
+
 class Taken(msgspec.Struct):
     """An answer as it waits to be written. entered: ids of those that entered with its batch.
 
-    ticket, arrived, facts: of a request that came to the scheduler and could run.
+    ticket, arrived, admitted, ready, facts: of a request that came to the scheduler, see `Scheduled`.
     """
 
     answered: Answered
@@ -109,6 +115,8 @@ class Taken(msgspec.Struct):
     entered: list[str]
     ticket: int | None = None
     arrived: float = 0.0
+    admitted: float | None = None
+    ready: bool = True
     facts: Facts | None = None
 
 
@@ -136,7 +144,7 @@ def request_line(taken: Taken, seq: int, origin: float, began: float) -> Request
         status=taken.status,
         batch=None if batch is None else AdmittedIn(batch.id, batch.size, batch.reason, batch.cause, taken.entered),
         cost=Cost(None if batch is None else batch.cost * 1e3, round(a.measured_ms, 6)),
-        schedule=None if taken.facts is None else scheduled(taken.ticket, taken.arrived, taken.facts),
+        schedule=None if taken.facts is None else _scheduled(taken, taken.facts),
         model_hash=a.model_hash,
         wire=taken.wire,
     )

@@ -209,7 +209,8 @@ class Cost(msgspec.Struct):
 class Scheduled(msgspec.Struct):
     """What the scheduler was asked. ticket: its order of arrival there, unique in the file; None when it was refused.
 
-    arrived: when it could first run (its pictures were decoded), on the scheduler's clock. The rest is the
+    arrived: when it could first run (its pictures were decoded), on the scheduler's clock; admitted: when it came, if
+    that was earlier. ready: False if it ended before it could run; then it came at `arrived`. The rest is the
     `core.request.Request`.
     """
 
@@ -224,6 +225,8 @@ class Scheduled(msgspec.Struct):
     stage: str = ""
     weight: float = 1.0
     wants: float = 1.0
+    admitted: float | None = None
+    ready: bool = True
 
 
 class Failure(msgspec.Struct):

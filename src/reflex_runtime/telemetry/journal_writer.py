@@ -285,7 +285,7 @@ class JournalWriter:
 
     def _failed(self, event: RequestSettled | RequestProgressed) -> None:
         ticket = event.ticket
-        if isinstance(event, RequestSettled) and ticket.ready_at < inf:
+        if isinstance(event, RequestSettled):
             self._put(EndedLine(ticket.seq, event.at, _ending(ticket)))
 
     def _follow(self, event: RequestSettled | RequestProgressed) -> None:
@@ -315,8 +315,10 @@ class JournalWriter:
             return
         entered = [] if answered.batch is None else self._entered.get(answered.batch.id, [])
         taken = Taken(answered, event.outcome, event.status, event.wire, entered)
-        if ticket is not None and ticket.ready_at < inf:  # else it ended before it could run
+        if ticket is not None:
             taken.ticket, taken.arrived, taken.facts = ticket.seq, ticket.arrived, facts_of(ticket.request)
+            taken.admitted = ticket.admitted if ticket.admitted < ticket.arrived else None
+            taken.ready = ticket.ready_at < inf
         if self._put(taken):
             self._waiting_bytes += size
 

@@ -195,6 +195,19 @@ class Batches(Memory, Wake, Conservation):
             share, active = share + seconds / (seconds + habits[len(habits) // 2]), active + 1
         return share if active else inf
 
+    def price(self, w: World, ticket: Seen, units: float, marginal: float, size: int, cause: str) -> float:
+        """What it is charged: the cost in a batch of the usual size, as it was when it last changed by more than a
+        quarter; at least its part of a call that was made for it alone."""
+        usual = 0.0
+        for n in w.sizes:
+            usual = usual + (n - usual) / 32 if usual else float(n)
+        cost = marginal + w.meter.fixed(ticket) / (usual or size)
+        key = (ticket.request.shape, ticket.stage, ticket.request.cost_class, units)
+        if not 0.75 * w.prices.get(key, 0.0) <= cost <= 1.25 * w.prices.get(key, 0.0):
+            w.prices[key] = cost
+        own = marginal + w.meter.fixed(ticket) / size
+        return max(w.prices[key], own) if cause == "apart" else w.prices[key]
+
     def schedule(
         self,
         w: World,
@@ -206,19 +219,21 @@ class Batches(Memory, Wake, Conservation):
     ) -> Expected:
         budget = w.flush.max_batch_cost
         cost = w.meter.cost(*cost_of, budget)
-        fixed = w.meter.fixed(batch[0][0])
-        expected = fixed
+        expected = w.meter.fixed(batch[0][0])
         for ticket, units in batch:
             charge = w.meter.charge(ticket, units)
             expected += charge
             if ticket not in w.probes:  # the estimate of such a one is in doubt
-                w.counters[ticket.client] += (charge + fixed / len(batch)) / ticket.request.weight
+                price = self.price(w, ticket, units, charge, len(batch), cause)
+                w.counters[ticket.client] += price / ticket.request.weight
             ticket.state = "running"
             ticket.granted += units
         for where in (partition, None):
             if w.rooms.get(where) is not None:
                 w.rooms[where] -= len(admitted)  # type: ignore[operator]
         w.was_held[partition] = False
+        w.sizes.append(len(batch))
+        w.happened.setdefault(partition, []).append(None)
         self.batches += 1
         left, w.left = w.left, []
         expected = expected if w.meter.in_seconds else 0.0

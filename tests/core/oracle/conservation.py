@@ -19,6 +19,7 @@ class Conservation(Views):
         w = self.worlds[ticket.request.group]
         if ticket.state == "preparing":
             self.preparing.remove(ticket)
+            w.made_ready.append((ticket.admitted, self.now))
             ticket.state, ticket.result = "settled", result
             self.settled.append((ticket.seq, result))
             return
@@ -36,8 +37,11 @@ class Conservation(Views):
                 w.renewed += [(key, self.now, ticket.shared) for key in (ticket.request.shape, kind(ticket))]
         self.memory = [(t, u) for t, u in self.memory if t is not ticket]
         w.holds.pop(ticket.request.partition, None)  # what it was held for has changed
+        if result == "ok":
+            w.happened.setdefault(ticket.request.partition, []).append(self.now - ticket.admitted)
         if not self.unsettled(w.name, client=ticket.client):
-            if result == "ok":
+            prepared = [t for t in self.preparing if (t.request.group, t.client) == (w.name, ticket.client)]
+            if result == "ok" and not prepared:
                 w.answers.append((ticket.client, self.now, True))
             w.rest = max(w.rest, w.counters[ticket.client])
         if not self.unsettled(w.name, ticket.request.partition):

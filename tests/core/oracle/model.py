@@ -19,8 +19,9 @@ class Oracle(Batches):
 
     def input(self, now: float) -> None:
         self.now = max(self.now, now)
-        self.quiet = False
+        self.stood, self.quiet = self.quiet, False
         for world in self.worlds.values():
+            self.promised[world.name] = dict(world.holds)
             world.holds.clear()
 
     def submit(self, request: Request, now: float, ready: bool = True) -> Seen | str:
@@ -32,6 +33,7 @@ class Oracle(Batches):
             seq=self.tickets,
             request=request,
             arrived=now,
+            admitted=now,
             deadline=now + limit,
             tier=request.priority,
             stage=request.stage,
@@ -74,12 +76,40 @@ class Oracle(Batches):
             self.settle(displaced, "queue_full")
         self.tickets += 1
         ticket.share = w.meter.share(ticket, w.flush)
+        w.answers.append((ticket.client, now, False))
+        w.places_of[ticket.client], w.prepares[ticket.client] = request.partition, not ready
         if ready:
             self.enter(w, ticket)
         else:
             ticket.state = "preparing"
             self.preparing.append(ticket)
+        if displaced is None and not replaced and self.changes_nothing(w, ticket):
+            self.stand()
         return ticket
+
+    def stand(self) -> None:
+        """What was found before the last input stands."""
+        self.quiet = True
+        for world in self.worlds.values():
+            world.holds = dict(self.promised[world.name])
+
+    def changes_nothing(self, w: World, ticket: Seen) -> bool:
+        """Whether one that came leaves the device waiting: it cannot run yet, or others are expected beside it."""
+        partition = ticket.request.partition
+        if not self.stood:
+            return False
+        if ticket.state == "preparing":
+            return True
+        if self.promised[w.name].get(partition, -inf) <= self.now or self.partitions(w.name) != [partition]:
+            return False
+        if ticket.client in w.offenders or self.places(w, partition)[1] is not None:
+            return False
+        plain = ticket.tier is Priority.DEFAULT and ticket.deadline == inf and w.flush.returns > 0
+        if not plain or any(t.state == "resident" for t in self.unsettled(w.name, partition)):
+            return False
+        w.hold_for[partition] -= 1
+        w.came[partition] = True
+        return w.hold_for[partition] > 0
 
     def waits_too_long(self, w: World, ticket: Seen, stay: list[Seen]) -> bool:
         """More seconds wait in its priority and above than may, and its client has its even share of them."""
@@ -119,7 +149,6 @@ class Oracle(Batches):
             ticket.probe = True
         self.all.append(ticket)
         self.open.append(ticket)
-        w.answers.append((ticket.client, now, False))
         if w.adapting is not None:
             others = len(self.unsettled(w.name, request.partition)) - 1
             w.adapting.log.append(("came", request.partition, now, others))
@@ -139,13 +168,17 @@ class Oracle(Batches):
         if self.cannot_make_it(self.worlds[made.group], ticket) and self.refuses(self.worlds[made.group], ticket):
             self.settle(ticket, "deadline_unreachable")
             return
+        self.worlds[made.group].made_ready.append((ticket.admitted, now))
         self.preparing.remove(ticket)
         ticket.state = "waiting"
         ticket.seq = self.tickets
         self.tickets += 1
         w = self.worlds[made.group]
+        w.places_of[ticket.client] = made.partition
         ticket.share = w.meter.share(ticket, w.flush)
         self.enter(w, ticket)
+        if self.changes_nothing(w, ticket):
+            self.stand()
 
     def cannot_make_it(self, w: World, ticket: Seen) -> bool:
         """By the estimate."""

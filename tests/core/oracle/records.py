@@ -24,6 +24,7 @@ class Seen:
     seq: int
     request: Request
     arrived: float
+    admitted: float
     deadline: float
     tier: Priority
     stage: str
@@ -91,8 +92,14 @@ class World:
     free_from: dict[Hashable, float] = field(default_factory=dict)  # of what is held: since when the device was free
     holds: dict[Hashable, float] = field(default_factory=dict)  # promised, until the next input
     left: list[Seen] = field(default_factory=list)
-    merging: tuple[Hashable, float] = (None, -inf)  # the partition that waits for another group, until when
-    merge_again: float = -inf
+    hold_for: dict[Hashable, int] = field(default_factory=dict)  # how many are to come before it is looked at again
+    came: dict[Hashable, bool] = field(default_factory=dict)  # whether some of them have
+    happened: dict[Hashable, list[float | str | None]] = field(default_factory=dict)  # see `wake.gathered`
+    made_ready: list[tuple[float, float]] = field(default_factory=list)  # (admitted, ready)
+    sizes: list[int] = field(default_factory=list)  # of its batches
+    prices: dict[Hashable, float] = field(default_factory=dict)
+    places_of: dict[Hashable, Hashable] = field(default_factory=dict)  # the partition of each client's last request
+    prepares: dict[Hashable, bool] = field(default_factory=dict)  # whether that was prepared
     answers: list[tuple[Hashable, float, bool]] = field(default_factory=list)  # client, when, answered (else it came)
     probes: list[Seen] = field(default_factory=list)  # those let in although the estimate says they cannot make it
     renewed: list[tuple[Hashable, float, float]] = field(default_factory=list)  # shape or kind, when, seconds it took

@@ -27,6 +27,8 @@ class Views:
         self.batches = 0
         self.closed = self.draining = False
         self.quiet = False  # next_batch found nothing and nothing came since
+        self.stood = False  # quiet, before the last input
+        self.promised: dict[str, dict[Hashable, float]] = {}  # holds, before the last input
         self.held_until = inf
         self.free_since = -inf
 

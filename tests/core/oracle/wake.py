@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import ceil, inf
+from math import ceil, inf, sqrt
 
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Priority
 
 from .cost import Members
-from .records import NEARLY, Seen, World
+from .records import NEARLY, World
 from .views import Views
 
 LATE = 2.0**-12  # seconds by which a client may be late and still be waited for
-Due = tuple[float, float, float, bool]
+Due = tuple[float, float, float, bool, bool]
 
 
 @dataclass
@@ -98,9 +98,46 @@ def spread(values: Sequence[float]) -> float:
     return found[3 * n // 4] - found[n // 4] if n else inf
 
 
-def thoughts(waits: Sequence[Due]) -> float:
-    """Expected number of clients, of those predicted by their think times."""
-    return sum(share for _, share, _, by_think in waits if by_think)
+def gathered(happened: Sequence[float | str | None]) -> bool:
+    """Whether callers are gathered, from all that happened: latencies of answers, batches that left (None), and
+    "differs" where gathering would have held one for longer."""
+    on, differs, pause, left = False, False, 8, 8
+    batches: list[list[float]] = []
+    answers: list[float] = []
+    before: tuple[float, float] | None = None
+    for what in happened:
+        if what == "differs":
+            differs = True
+        elif isinstance(what, float):
+            answers.append(what)
+        elif answers:
+            batches, answers, left = [*batches, answers][-6:], [], left - 1
+            if before is None:
+                if left <= 0 and differs:
+                    before, on, differs, left = figures(batches), not on, False, 8
+                continue
+            if left == 6:
+                batches = []
+            if left >= 5 or (left > 0 and figures(batches)[0] < 1.25 * before[0]):
+                continue
+            mean, error = figures(batches)
+            by_chance = 2 * sqrt(error**2 + before[1] ** 2) if on else 0.0
+            if mean < 0.99 * before[0] and mean + by_chance < before[0]:
+                pause = left = 32
+                differs = False
+            else:
+                pause = min(2 * pause, 512)
+                on, differs, left = not on, False, pause
+            before = None
+    return on
+
+
+def figures(batches: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Mean latency of the answers, and its standard error by the means of the batches."""
+    sums = [sum(b) for b in batches]
+    mean = sum(sums) / sum(len(b) for b in batches)
+    spread = sum((s / len(b) - mean) ** 2 for s, b in zip(sums, batches, strict=True))
+    return mean, sqrt(spread / (len(batches) * max(1, len(batches) - 1)))
 
 
 class Wake(Views):
@@ -111,7 +148,7 @@ class Wake(Views):
         budget = w.flush.max_batch_cost
         if self.draining or passed_over or w.meter.cost([], members, budget) >= budget * (1 - NEARLY):
             return False
-        if partition not in w.holds:
+        if partition not in w.holds or (w.came.get(partition) and w.holds[partition] <= self.now):
             rule = self.rule(w, partition)
             if size_reached and rule.target <= rule.max_batch_size:
                 return False
@@ -125,22 +162,26 @@ class Wake(Views):
 
     def hold_until(self, w: World, partition: Hashable, members: Members) -> float:
         until = self.due(w, partition, len(members))
-        if w.flush.returns > 0 and not any(t.tier is Priority.URGENT for t in self.waiting(w.name, partition)):
-            until = max(until, self.now + self.hold_for_returns(w, partition, members))
         deadlines = [t.deadline for t in self.unsettled(w.name, partition) if t.state != "running"]
+        w.hold_for[partition], w.came[partition] = 0, False
+        if w.flush.returns > 0 and not any(t.tier is Priority.URGENT for t in self.waiting(w.name, partition)):
+            seconds, expected = self.hold_for_returns(w, partition, members)
+            if self.now + seconds > until:
+                until = self.now + seconds
+                w.hold_for[partition] = int(expected + NEARLY) if min(deadlines) == inf else 0
         seconds, sigma = w.meter.seconds(members, w.flush.max_batch_cost)
         if until > self.now and min(deadlines) < inf and seconds > 0.0:
             one_more = seconds + w.meter.line(members[0][0])[1]
             until = min(until, min(deadlines) - one_more * (1.0 + 2.0 * sigma))
         return until
 
-    def hold_for_returns(self, w: World, partition: Hashable, members: Members) -> float:
-        """Seconds for which clients that are due are worth waiting for."""
+    def hold_for_returns(self, w: World, partition: Hashable, members: Members) -> tuple[float, float]:
+        """Seconds for which clients that are due are worth waiting for, and how many are expected to come."""
         budget, n = w.flush.max_batch_cost, len(members)
         seconds, _ = w.meter.seconds(members, budget)
         oldest = min(t.arrived for t in self.waiting(w.name, partition))
-        since = w.free_from[partition] if w.was_held.get(partition) else self.free_since
-        longest = max(oldest, since) + w.flush.returns - self.now
+        since = max(oldest, w.free_from[partition] if w.was_held.get(partition) else self.free_since)
+        longest = since + min(w.flush.returns, budget) - self.now
         free, room = self.places(w, partition)
         places = int(min(free, inf if room is None else room, w.most())) - n
         fixed, marginal = w.meter.line(members[0][0])
@@ -149,74 +190,80 @@ class Wake(Views):
         elif marginal > 0.0 and w.meter.in_seconds:
             places = int(min(places, (budget - seconds) / marginal + NEARLY))
         if seconds <= 0.0 or longest <= 0.0 or places <= 0.0 or fixed <= 0.0:
-            return 0.0
-        if min(self.absent(w), places) * fixed <= n * 0.0001:  # not worth ending a hold
-            return 0.0
-        waits, thinkers = self.due_within(w, partition, longest)
-        best = (0.0, 0.0)  # gain, hold
-        for i, (wait, *_) in enumerate(waits):
-            back, sums = sum(share for _, share, _, _ in waits[: i + 1]), sum(mean for _, _, mean, _ in waits[: i + 1])
-            gain = fixed * min(back, places) - sums - n * wait
-            if gain > best[0] + NEARLY:
-                best = (gain, min(wait + LATE, longest))
-        newest = max(t.arrived for t in self.all if (t.request.group, t.request.partition) == (w.name, partition))
-        if newest <= self.free_since == self.now >= w.merge_again and 0 < thinkers <= places:
-            back = [wait for i, (wait, *_) in enumerate(waits) if thoughts(waits[: i + 1]) >= 0.9 * thinkers]
-            if back and best[1] < back[0] + LATE < min(fixed, longest):
-                w.merging = (partition, self.now + (back[0] + LATE))
-                w.merge_again = self.now + 64 * fixed
-        merging, until = w.merging
-        return max(best[1], until - self.now) if waits and merging == partition else best[1]
+            return 0.0, 0.0
+        preparing = [t for t in self.preparing if t.request.group == w.name]
+        if min(len(self.absent(w)) + len(preparing), places) * fixed <= n * 0.0001:  # not worth ending a hold
+            return 0.0, 0.0
+        waits = self.due_within(w, partition, longest, fixed)
+        for_this, for_all = (0.0, 0.0, 0.0), (n / (self.now - since + seconds), 0.0, 0.0)  # worth, hold, expected
+        for i, (wait, _, _, gathers, _) in enumerate(waits):
+            some = waits[: i + 1]
+            back, sums = sum(share for _, share, *_ in some), sum(mean for _, _, mean, *_ in some)
+            until = min(wait + LATE, longest)
+            delayed = n + sum(prepared for *_, prepared in waits[i + 1 :])
+            gain = fixed * min(back, places) - sums - delayed * wait
+            if gathers and wait > fixed / 4:
+                gain = -inf
+            if gain > for_this[0] + NEARLY:
+                for_this = (gain, until, back)
+            rate = n + min(places, sum(share for _, share, _, gathers, _ in some if gathers))
+            rate /= self.now - since + wait + seconds
+            if gathers and rate > for_all[0] * (1 + NEARLY):
+                for_all = (rate, until, back)
+        happened = w.happened.setdefault(partition, [])
+        if for_all[1:] > for_this[1:]:
+            happened.append("differs")
+        return max(for_this[1:], for_all[1:]) if gathered(happened) else for_this[1:]
 
-    def is_absent(self, mine: list[Seen]) -> bool:
-        """Whether the client of these was answered and has asked nothing since."""
-        return all(t.state == "settled" for t in mine) and max(mine, key=lambda t: t.ended).result == "ok"
+    def absent(self, w: World) -> dict[Hashable, float]:
+        """Clients that were answered and have asked nothing since, and when that was."""
+        last = {client: (at, answered) for client, at, answered in w.answers}
+        return {client: at for client, (at, answered) in last.items() if answered}
 
-    def absent(self, w: World) -> int:
-        by_client: dict[Hashable, list[Seen]] = {}
-        for ticket in self.all:
-            if ticket.request.group == w.name:
-                by_client.setdefault(ticket.client, []).append(ticket)
-        return sum(self.is_absent(mine) for mine in by_client.values())
-
-    def due_within(self, w: World, partition: Hashable, longest: float) -> tuple[list[Due], int]:
-        """When absent clients may ask: (seconds from now, probability, that times their mean, by think time), in order;
-        and how many of them are predicted by their think time."""
+    def due_within(self, w: World, partition: Hashable, longest: float, fixed: float) -> list[Due]:
+        """When others may join: (seconds from now, probability, that times their mean, whether callers are gathered for
+        it, whether it is prepared first), in order."""
         found: list[Due] = []
-        thinkers = 0
-        for client in {t.client for t in self.all if t.request.group == w.name}:
-            mine = [t for t in self.all if t.request.group == w.name and t.client == client]
-            last = max(mine, key=lambda t: t.ended)
-            if not self.is_absent(mine):
+        for client, answered in self.absent(w).items():
+            if w.places_of[client] != partition:
                 continue
-            if mine[-1].request.partition != partition:
-                continue
-            gaps = [after.arrived - before.arrived for before, after in pairwise(mine)][-32:]
-            thinks = self.thinks(mine)[-32:]
+            mine = [(at, is_answer) for c, at, is_answer in w.answers if c == client]
+            came = [at for at, is_answer in mine if not is_answer]
+            gaps = [after - before for before, after in pairwise(came)][-32:]
+            thinks = [b[0] - a[0] for a, b in pairwise(mine) if a[1] and not b[1]][-32:]
             by_clock = len(gaps) >= 3 and spread(gaps) < spread(thinks) - 0.0001
-            assert last.settled_at is not None
-            age = self.now - (mine[-1].arrived if by_clock else last.settled_at)
-            possible = sorted(x for x in (gaps if by_clock else thinks) if x >= age - LATE)
+            age = self.now - (came[-1] if by_clock else answered)
+            known = sorted(gaps if by_clock else thinks)
+            gathers = not by_clock and bool(known) and known[len(known) // 2] <= fixed
+            possible = [x for x in known if x >= age - LATE]
             soon = [x for x in possible if x <= age + longest]
             size = ceil(len(soon) / 3)
             if soon and soon[-1] - soon[0] <= LATE:
                 size = len(soon)
             for part in [soon[i : i + size] for i in range(0, len(soon), size)] if soon else []:
                 share = len(part) / len(possible)
-                found.append((max(0.0, part[-1] - age), share, sum(part) / len(possible) - share * age, not by_clock))
-            thinkers += bool(soon) and not by_clock
-        return sorted(found), thinkers
+                mean = sum(part) / len(possible) - share * age
+                found.append((max(0.0, part[-1] - age), share, mean, gathers, w.prepares[client]))
+        return self.once_prepared(w, partition, longest, sorted(found))
 
-    def thinks(self, mine: list[Seen]) -> list[float]:
-        """Times from an answer that left the client nothing to wait for to its next request."""
-        found = []
-        for i, ticket in enumerate(mine):
-            last = max(mine[:i], key=lambda t: t.ended, default=None)
-            if last is None or last.result != "ok" or not all(0 <= t.ended < ticket.ended_before for t in mine[:i]):
-                continue
-            assert last.settled_at is not None
-            found.append(ticket.arrived - last.settled_at)
-        return found
+    def once_prepared(self, w: World, partition: Hashable, longest: float, found: list[Due]) -> list[Due]:
+        """The same when they are ready, behind those that are prepared now, one by one."""
+        pace, last = 0.0, -inf
+        for admitted, ready in w.made_ready:
+            took, last = ready - max(last, admitted), ready
+            pace = pace + (took - pace) / 8 if pace else took
+        at = 0.0
+        made: list[Due] = []
+        for ticket in self.preparing:
+            if ticket.request.group == w.name and w.places_of[ticket.client] == partition:
+                at += pace
+                made.append((at, 1.0, at, True, True))
+        for wait, share, mean, gathers, prepared in found:
+            if prepared:
+                at = max(at, wait) + pace * share
+                mean, wait = mean + (at - wait) * share, at
+            made.append((wait, share, mean, gathers, False))
+        return sorted(due for due in made if due[0] <= longest)
 
     def due(self, w: World, partition: Hashable, waiting: int) -> float:
         """Until when the clock alone holds what waits."""

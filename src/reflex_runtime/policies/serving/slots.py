@@ -173,6 +173,7 @@ def group_of(
     # Values alone, so that it keeps no policy.
     cost = partial(TimeCost, policy.stages, affine, policy.captured_sizes, padded_stages=policy.padded_stages)
     budget = config.max_batch_cost_ms / 1e3
+    hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
     if slot == SHADOW:
         alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
         return GroupConfig(
@@ -180,7 +181,7 @@ def group_of(
         )
     return GroupConfig(
         name=policy.slot,
-        flush=FlushPolicy.window(budget, config.batch_timeout_ms / 1e3, config.max_batch_size),
+        flush=FlushPolicy.window(budget, hold, config.max_batch_size),
         capacity=config.max_queue,
         max_queued_seconds=config.max_queue_s or inf,
         max_in_flight_per_client=config.max_in_flight_per_client,
