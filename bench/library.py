@@ -250,7 +250,7 @@ def library(scale: float) -> list[Row]:
     """Rows for every way, number of callers and time of a call."""
     kinds = [(who, name, way) for who, ways in CALLERS_OF.items() for name, way in ways.items()]
     found: dict[tuple[float, int, str, str], list[Found]] = {}
-    rounds = max(2, int(5 * scale))
+    rounds = max(2, int(4 * scale))
     for number in range(rounds):
         say(f"  library: round {number + 1} of {rounds}")
         for step, callers in itertools.product(STEPS, FULL):
@@ -261,18 +261,20 @@ def library(scale: float) -> list[Row]:
         of = {name: found[step, callers, who, name] for name in ways}
         usual = found[step, callers, "tasks" if who == "threads" else who, "Batcher"]
         what = f"{callers} {who}, calls of {step * 1e3:g} ms"
-        rows += _costs(what, of, usual) if step == 0.0 else _groups(what, of, FULL[callers])
+        rows += _costs(what, of, usual)
+        if step > 0.0:
+            rows += _groups(what, of, FULL[callers])
     return rows
 
 
 def _costs(what: str, of: dict[str, list[Found]], usual: list[Found]) -> list[Row]:
-    rows = [
-        row("library", f"{what}: CPU per item, {name}", [f.cpu * 1e6 for f in ways], "us") for name, ways in of.items()
-    ]
-    for name in of:
+    """CPU per item. usual: of `Batcher`, for as many callers that are tasks."""
+    rows = []
+    for name, ways in of.items():
+        rows.append(row("library", f"{what}: CPU per item, {name}", [f.cpu * 1e6 for f in ways], "us"))
         if name.startswith("@batched"):
-            ratios = [mine.cpu / other.cpu for mine, other in zip(of[name], usual, strict=True)]
-            rows.append(row("library", f"{what}: {name} over Batcher", ratios, "x", most=1.2))
+            ratios = [mine.cpu / other.cpu for mine, other in zip(ways, usual, strict=True)]
+            rows.append(row("library", f"{what}: CPU per item, {name} over Batcher", ratios, "x", most=1.2))
     return rows
 
 

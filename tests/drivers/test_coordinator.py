@@ -723,7 +723,7 @@ def test_f9_an_interrupted_caller_takes_its_frame_back() -> None:
     coordinator = Coordinator(detector)
 
     class Interrupt:
-        def __index__(self) -> int:
+        def __radd__(self, other: float) -> float:
             raise KeyboardInterrupt
 
     with coordinator as handle:

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from drivers.helpers import PATIENCE
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.drivers import relay as relay_module
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
 from reflex_runtime.drivers.batched_function import BatchedFunction
+from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.drivers.decorator import batched
 from reflex_runtime.drivers.relay import STALLED, Relay, Sleeper
 
 
 class Played:
-    """A relay with three sleepers on a clock that the test sets. over: how often it said that all run."""
+    """A relay with three sleepers on a clock that the test sets. over: how often it woke the device."""
 
     def __init__(self) -> None:
         self.now, self.over = 64.0, 0
-        self.relay = Relay(self._over, lambda: self.now)
+        self.relay = Relay(lambda: self.now, self._noted)
         self.sleepers = [Sleeper() for _ in range(3)]
 
-    def _over(self) -> None:
+    def _noted(self) -> None:
         self.over += 1
 
     def answer(self, *numbers: int) -> None:
         for number in numbers:
             self.relay.answered(self.sleepers[number])
         self.relay.go()
+        if self.relay.going:
+            self.relay.came()
 
     def run(self, number: int) -> None:
         self.relay.runs(self.sleepers[number])
@@ -152,3 +158,42 @@ def test_a_thread_that_was_answered_and_never_runs_holds_up_no_items() -> None:
     double, _ = doubling()
     assert double(1, timeout=PATIENCE) == 2
     assert double.close()
+
+
+# -- in a coordinator --------------------------------------------------------------------------------------------------
+
+
+class Echo:
+    id = "echo"
+
+    def on_start(self) -> None:
+        pass
+
+    def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
+        return [entry.frame for entry in entries]
+
+    def on_stop(self) -> None:
+        pass
+
+
+def test_a_frame_wakes_the_thread_when_all_that_were_answered_run_again() -> None:
+    coordinator = BatchCoordinator(Echo(), BatchConfig(max_latency=0.0))
+    answered, came, wakes = Sleeper(), threading.Event(), []
+    with coordinator as handle:
+        submit = coordinator._device.submit
+
+        def noted(request: Request, waiter: object = None, wake: bool = True, ready: bool = True) -> Ticket:
+            wakes.append(wake)
+            came.set()
+            return submit(request, waiter, wake, ready)
+
+        coordinator._device.submit = noted  # type: ignore[method-assign]
+        coordinator.relay.answered(answered)
+        coordinator.relay.go()
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(handle.submit_and_wait, "cam", "frame")
+            assert came.wait(PATIENCE)
+            coordinator.relay.runs(answered)
+            assert asked.result(PATIENCE) == "frame"
+        assert handle.submit_and_wait("cam", "next") == "next"
+    assert wakes == [False, True]

@@ -30,7 +30,6 @@ from reflex_runtime.processors.function import FunctionProcessor
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_FIRST_LOOK = 0.1  # seconds until a thread that waits looks whether all goes on, and again after twice as long
 _LATE = 0.001  # seconds; a loop's timer may fire this early, when nothing has expired yet
 
 
@@ -137,8 +136,7 @@ class _Driver:
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
         self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
-        self.relay = Relay(self._wake, self.device.clock)
-        self._unseen = False  # items came that the device was not woken for
+        self.relay = Relay(self.device.clock, self.device.wake)
         self._starting = threading.Lock()
         self._started = False
 
@@ -161,16 +159,8 @@ class _Driver:
         later = relay.going
         ticket = self.submit(request, lambda _: relay.answered(sleeper), wake=not later)
         if later:
-            self._unseen = True
-            if not relay.going:  # it was over before it could know of this item
-                self._wake()
+            relay.came()
         return ticket
-
-    def _wake(self) -> None:
-        """All threads that were answered run again: let the device look at what came meanwhile."""
-        if self._unseen:
-            self._unseen = False
-            self.device.wake()
 
     def deliver(self) -> None:
         """Deliver the new events and answers, then wake the threads, one by one, and the loops that have answers: each
@@ -182,20 +172,14 @@ class _Driver:
 
     def wait(self, sleeper: Sleeper, ticket: Ticket, timeout: float | None) -> bool:
         """Wait for the answer; returns whether it came within `timeout`. Handles deadlines and hanging calls."""
-        clock, asleep, due = self.device.clock, sleeper.asleep, ticket.deadline
-        began = clock()
-        until, look = began + (inf if timeout is None else timeout), began + min(_FIRST_LOOK, self.watchdog)
-        try:
-            while not asleep.acquire(timeout=min(max(0.0, min(until, due, look) - clock()), threading.TIMEOUT_MAX)):
-                now = clock()
-                if now >= due or now >= look:
-                    look = min(self.look(), 2.0 * now - began)
-                    due = inf if now >= due else due
-                elif now >= until:
-                    return False
-            return True
-        finally:
-            self.relay.runs(sleeper)
+        clock, due = self.device.clock, ticket.deadline
+
+        def look() -> float:
+            at = self.look()
+            return at if clock() >= due else min(at, due)
+
+        first = min(due, clock() + self.watchdog)
+        return self.relay.wait(sleeper, inf if timeout is None else timeout, first, look)
 
     def look(self) -> float:
         """Expire items past their deadline, and give up a call that hangs. Returns when to look again."""

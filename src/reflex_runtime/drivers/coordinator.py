@@ -43,6 +43,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery, Sink
 from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor, Owned, id_of
 from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.drivers.relay import Relay, Sleeper
 from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 
 log = logging.getLogger("reflex.coordinator")
@@ -135,11 +136,10 @@ class BatchHandle:
         coordinator = self._coordinator
         if coordinator.answers_here:
             raise ConfigError(f"{coordinator.id}: submit_and_wait on the thread that answers would wait for itself")
-        settled = threading.Lock()
-        settled.acquire()
-        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, lambda _: settled.release())
+        sleeper, relay = Sleeper(), coordinator.relay
+        ticket = coordinator.submit(feed_id, frame, view, sequence, pts, time_limit, lambda _: relay.answered(sleeper))
         try:
-            answered = settled.acquire(timeout=coordinator.patience)
+            answered = relay.wait(sleeper, coordinator.patience)
         except BaseException:  # interrupted: the answer has no reader
             coordinator.cancel(ticket)
             raise
@@ -195,12 +195,13 @@ class BatchCoordinator:
         self._device = Device(
             self._scheduler,
             {self.id: self._owned},
-            self._delivery.deliver,
+            self._deliver,
             clock,
             self._died,
             name=f"reflex-{self.id}",
             one_thread=True,
         )
+        self.relay = Relay(clock, self._device.wake)
         self._loss: DeviceLost | None = None  # published after everything else
         self._sequences: dict[str, count[int]] = {}
         self._watchdog = config.watchdog or inf
@@ -314,11 +315,14 @@ class BatchCoordinator:
             numbers = self._new_feed(feed_id)
         payload = (feed_id, frame, view, next(numbers) if sequence is None else sequence, pts)
         request = Request(payload, group=self.id, client=feed_id, time_limit=time_limit)
+        later = self.relay.going
         try:
-            ticket = self._device.submit(request, settled)
+            ticket = self._device.submit(request, settled, wake=not later)
         except Rejected as error:
-            self._delivery.deliver()
+            self._deliver()
             raise self._worded(error, feed_id) from None
+        if later:
+            self.relay.came()
         if self._alarm == inf or ticket.deadline < self._alarm:
             self._set_alarm(min(ticket.deadline, ticket.arrived + self._watchdog))
         return ticket
@@ -338,7 +342,9 @@ class BatchCoordinator:
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
-        return self._delivery.after(self._meter.take)()
+        taken = self._delivery.after(self._meter.take)
+        self.relay.go()
+        return taken()
 
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:
@@ -371,6 +377,11 @@ class BatchCoordinator:
             return Closed(f"{self.id}: the coordinator {why}", **more)
         return error
 
+    def _deliver(self) -> None:
+        """Deliver the new events and answers, then wake the threads that have theirs."""
+        self._delivery.deliver()
+        self.relay.go()
+
     # -- its thread ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, ready: Future[None]) -> None:
@@ -401,7 +412,7 @@ class BatchCoordinator:
         assert self._device.lost is not None
         if not self._signalled:
             self._loss = DeviceLost(self._clock(), self._device.lost)
-            self._delivery.deliver()
+            self._deliver()
 
     # -- the timekeeper: what must happen while the processor is busy --------------------------------------------------
 
@@ -425,7 +436,7 @@ class BatchCoordinator:
             try:
                 self._device.expire()
                 self._device.check(self._watchdog)
-                self._delivery.deliver()
+                self._deliver()
             except Exception:  # it must go on: batches and deadlines depend on it
                 log.exception("%s: the timekeeper failed", self.id)
             if not self._scheduler.idle:
