@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench import (
+    ahead,
     core,
     faults,
     feeds,
@@ -33,7 +34,7 @@ from bench import (
 )
 from bench.report import Row, as_json, say, table
 
-CASES = ("core", "scaling", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
+CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
 USUAL = CASES[:-9]  # the others are asked for by name
 
@@ -59,6 +60,7 @@ def main() -> int:
             "core": lambda: core.core(scale),
             "scaling": lambda: core.scaling(scale),
             "library": lambda: library.library(scale),
+            "ahead": lambda: ahead.ahead(scale),
             "feeds": lambda: feeds.feeds(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "workers": lambda: ipc.workers(Path(root), scale),

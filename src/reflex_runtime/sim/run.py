@@ -104,6 +104,8 @@ def simulate(
     blind: bool = False,
     sinks: Sequence[Callable[[Event], None]] = (),
     outcome: Callable[[Ticket, float], Outcome] | None = None,
+    between: float = 0.0,
+    lead: float | None = None,
 ) -> Run:
     """Run a workload through a scheduler in virtual time. Same arguments, same result, byte for byte.
 
@@ -113,8 +115,13 @@ def simulate(
     sinks: called with every event of the scheduler.
     outcome: the processor's answer for a ticket and its granted units; by default Done if that was all it wanted, else
     another step of the same stage.
+    between: seconds that the device waits before each batch, while its driver completes the last one and forms this.
+    lead: seconds before the predicted end of a batch at which the next one is formed ahead, where it may be: it then
+    starts without that wait. None forms none ahead; otherwise the scheduler is a `Scheduler`.
     """
-    return _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome).run(workload)
+    loop = _Loop(scheduler, service, duration, warmup, seed, blind, sinks, outcome or _outcome)
+    loop.between, loop.lead = between, lead
+    return loop.run(workload)
 
 
 class _Loop:
@@ -139,6 +146,9 @@ class _Loop:
         self._prepared_at = 0.0  # when the last request that came is prepared
         self._shown: dict[Request, Request] = {}  # what a blind scheduler is shown instead
         self._asked: dict[Ticket, tuple[RequestStream, Arrival]] = {}
+        self._running: Batch | None = None  # the one started last
+        self.between = 0.0
+        self.lead: float | None = None
 
     def run(self, workload: WorkloadPart | Iterable[WorkloadPart]) -> Run:
         sources = workload if isinstance(workload, Iterable) else (workload,)
@@ -150,7 +160,7 @@ class _Loop:
         while True:
             batch = scheduler.next_batch(clock.now())
             if batch is not None:
-                self._start(batch)
+                self._start(batch, self.between)
             if self._take_events() or batch is not None:
                 idle_wakes = 0
             wake = scheduler.wake_at()
@@ -197,16 +207,31 @@ class _Loop:
     def _prepared(self, ticket: Ticket) -> None:
         self._scheduler.prepared(ticket, ticket.request, self._clock.now())
 
-    def _start(self, batch: Batch) -> None:
-        now = self._clock.now()
+    def _start(self, batch: Batch, wait: float) -> None:
+        now = self._clock.now() + wait
         taken = self._service.seconds(batch, now, self._noise)
-        self._at(now + taken, lambda: self._finish(batch, taken))
+        self._running = batch
+        self._at(now + taken, lambda: self._finish(batch, now, taken))
+        if self.lead is not None:
+            self._at(max(now, now + batch.expected - self.lead), lambda: self._form_ahead(batch))
 
-    def _finish(self, batch: Batch, taken: float) -> None:
+    def _form_ahead(self, running: Batch) -> None:
+        if running is self._running:
+            self._scheduler.form_ahead(self._clock.now())  # type: ignore[attr-defined]
+
+    def _finish(self, batch: Batch, started: float, taken: float) -> None:
+        now = self._clock.now()
         outcomes = [self._outcome(ticket, units) for ticket, units in batch.grants.items()]
-        self._scheduler.complete(batch, outcomes, taken, self._clock.now())
+        ahead: Batch | None = None
+        if self.lead is not None:
+            ahead = self._scheduler.start_ahead()  # type: ignore[attr-defined]
+        self._scheduler.complete(batch, outcomes, taken, now)
+        self._running = None if self._running is batch else self._running
+        if ahead is not None:
+            self._scheduler.began(ahead, now)  # type: ignore[attr-defined]
+            self._start(ahead, 0.0)
         self._run.batches.append(
-            Ran(batch.scheduled_at, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)
+            Ran(started, taken, len(batch), batch.expected, batch.cause.value, batch.reason.value)
         )
 
     def _take_events(self) -> bool:
