@@ -146,7 +146,7 @@ class Device:
         """Let a free device look at what was submitted."""
         if self._bell.waiting:
             with self._lock:
-                if not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until:
+                if self._has_news():
                     self._bell.ring()
 
     def turn(self) -> bool:
@@ -157,7 +157,7 @@ class Device:
         if not self._bell.waiting:
             return False
         with self._lock:
-            batch = self._form_here()
+            batch = self._form_here() if self._has_news() else None
             if batch is None:
                 return False
         outcomes: list[Outcome] = [Failed(ProcessorError("the thread that ran it was interrupted"))] * len(batch)
@@ -319,6 +319,10 @@ class Device:
         self._notify()
 
     # -- the thread that calls `turn` ----------------------------------------------------------------------------------
+
+    def _has_news(self) -> bool:
+        """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
+        return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
 
     def _form_here(self) -> Batch | None:
         """The batch to run on the calling thread; otherwise the device thread is woken. The lock is held."""
