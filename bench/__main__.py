@@ -17,6 +17,7 @@ from pathlib import Path
 from bench import (
     ahead,
     core,
+    costs,
     faults,
     feeds,
     hostile,
@@ -35,8 +36,9 @@ from bench import (
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("closed-pictures", "arriving-pictures", "faults", "hostile", "pictures", "soak", "versions", "wires", "torch")
-USUAL = CASES[:-9]  # the others are asked for by name
+CASES += ("closed-pictures", "arriving-pictures", "costs", "faults", "hostile", "pictures", "soak", "versions")
+CASES += ("wires", "torch")
+USUAL = CASES[:-10]  # the others are asked for by name
 
 
 def main() -> int:
@@ -70,6 +72,7 @@ def main() -> int:
             "arriving": lambda: serving.arriving(heavy, scale),
             "closed-pictures": lambda: serving.closed_pictures(Path(root), scale),
             "arriving-pictures": lambda: serving.arriving_pictures(Path(root), heavy, scale),
+            "costs": lambda: costs.costs(tiny, scale),
             "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),

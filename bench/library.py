@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bench.report import Row, row, say
@@ -104,11 +105,12 @@ async def by_hand(model: Model) -> AsyncIterator[Ask]:
 
 
 @asynccontextmanager
-async def batcher(model: Model) -> AsyncIterator[Ask]:
-    """`Batcher.run`; each caller is a client."""
+async def batcher(model: Model, any_thread: bool = False) -> AsyncIterator[Ask]:
+    """`Batcher.run`; each caller is a client. any_thread: brief calls may be made on the loop."""
     flush = FlushPolicy(max_batch_size=SIZE, returns=HOLD, shed=True)
+    processor = FunctionProcessor(model, any_thread=any_thread)
 
-    async with Batcher({"default": FunctionProcessor(model)}, [GroupConfig(flush=flush)]) as made:
+    async with Batcher({"default": processor}, [GroupConfig(flush=flush)]) as made:
 
         def ask(item: int) -> Awaitable[Any]:
             return made.run(Request(item, client=item))
@@ -174,6 +176,7 @@ def on_def_from_threads(model: Model) -> Iterator[Ask]:
 FROM_TASKS: dict[str, Any] = {
     "by hand": by_hand,
     "Batcher": batcher,
+    "Batcher, any_thread": partial(batcher, any_thread=True),
     "@batched def": on_def,
     "@batched async def": on_async_def,
 }
@@ -272,6 +275,9 @@ def _costs(what: str, of: dict[str, list[Found]], usual: list[Found]) -> list[Ro
     rows = []
     for name, ways in of.items():
         rows.append(row("library", f"{what}: CPU per item, {name}", [f.cpu * 1e6 for f in ways], "us"))
+        if name.startswith("Batcher"):
+            ratios = [mine.cpu / other.cpu for mine, other in zip(ways, of["by hand"], strict=True)]
+            rows.append(row("library", f"{what}: CPU per item, {name} over by hand", ratios, "x", most=1.2))
         if name.startswith("@batched"):
             ratios = [mine.cpu / other.cpu for mine, other in zip(ways, usual, strict=True)]
             rows.append(row("library", f"{what}: CPU per item, {name} over Batcher", ratios, "x", most=1.2))

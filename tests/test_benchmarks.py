@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from bench.apps.ablated import STAGES
 from bench.load import masked
 from bench.report import row, table
 from websockets.frames import Frame, Opcode
@@ -27,3 +30,10 @@ def test_frames_of_the_load_generator_are_frames(size: int) -> None:
     with pytest.raises(StopIteration) as stop:
         next(Frame.parse(reader.read_exact, mask=True))
     assert (stop.value.value.opcode, bytes(stop.value.value.data)) == (Opcode.BINARY, payload)
+
+
+def test_the_page_of_costs_has_every_stage_that_is_measured_in_their_order() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "costs.md").read_text(encoding="utf-8")
+    places = [text.find(f"| {what}") for what, _ in STAGES.values()]
+    assert -1 not in places
+    assert places == sorted(places)
