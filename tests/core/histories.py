@@ -297,7 +297,7 @@ class Play:
         if self.oracle.quiet:  # next_batch has said there is nothing before then
             for between in (self.now, (self.now + at) / 2):
                 before = len(self.scheduler._events)
-                assert self.scheduler.next_batch(between) is None, "something became possible before wake_at()"
+                assert self.formed(between) is None, "something became possible before wake_at()"
                 assert len(self.scheduler._events) == before, "something happened before wake_at()"
                 assert self.scheduler.wake_at() == at
                 assert self.oracle.next_batch(between) is None
@@ -308,7 +308,7 @@ class Play:
         assert happened, "nothing happened at wake_at()"
 
     def step(self) -> Batch | None:
-        batch, expected = self.scheduler.next_batch(self.now), self.oracle.next_batch(self.now)
+        batch, expected = self.formed(self.now), self.oracle.next_batch(self.now)
         assert (batch is None) == (expected is None), f"{batch} instead of {expected}"
         if batch is None or expected is None:
             assert self.scheduler.wake_at() == self.oracle.wake_at()
@@ -397,11 +397,27 @@ class Play:
             return Done()
         return More(None, ticket.wants - units) if ticket.wants > units else More("token", 1.0)
 
+    # -- slices ------------------------------------------------------------------------------------------------------
+
+    def formed(self, now: float) -> Batch | None:
+        """What `next_batch` says once all has left that must; the oracle lets it go at once."""
+        batch = self.scheduler.next_batch(now)
+        while batch is None and self.scheduler.behind:
+            batch = self.scheduler.next_batch(now)
+        self.catch_up(now)
+        return batch
+
+    def catch_up(self, now: float) -> None:
+        while self.scheduler.behind:
+            assert self.scheduler.wake_at() <= now
+            self.scheduler.expire(now)
+
     # -- comparing ---------------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
         if self.scheduler.decision_current and not self.oracle.quiet:  # it says that the last arrival changed nothing
             self.scheduler.expire(self.now)
+            self.catch_up(self.now)
             assert self.oracle.next_batch(self.now) is None
         events = self.scheduler.take_events()
         settled = sorted((e.ticket.seq, outcome_of(e.ticket)) for e in events if isinstance(e, RequestSettled))
@@ -464,7 +480,8 @@ class Play:
             assert ticket.granted - ticket.recomputed >= ticket.computed - ticket.cached
 
     def close(self, drain: bool) -> None:
-        self.scheduler.close(self.now, drain)
+        while self.scheduler.close(self.now, drain):
+            pass
         self.oracle.close(self.now, drain)
 
 

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from reflex_runtime.core import heap, order
+from reflex_runtime.core import heap, leaving, order
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Done, Failed, More
 from reflex_runtime.core.cost import TokenCost, UnitCost
@@ -52,8 +52,11 @@ HISTORIES = 40
 @pytest.mark.parametrize("lined_up", [order.LINED_UP, 0], ids=["sorted", "heaps"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_oracle_agrees_on_long_histories(scenario: str, lined_up: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few clients waiting a fill sorts their queues, with many it walks a heap: the same order both ways."""
+    """With few clients waiting a fill sorts their queues, with many it walks a heap: the same order both ways. And
+    whether what must leave does so at once, or in slices of two: the same end."""
     monkeypatch.setattr(order, "LINED_UP", lined_up)
+    if not lined_up:
+        monkeypatch.setattr(leaving, "AT_ONCE", 2)
     random = Random(f"{scenario} {lined_up} 0")
     for _ in range(HISTORIES):
         Play(SCENARIOS[scenario], random.randbytes(random.choice((100, 300, 1000)))).run()

@@ -19,15 +19,17 @@ from reflex_runtime.core.group import Group
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Part
 from reflex_runtime.core.joining import StagedRequest, gain_over_loss, price
+from reflex_runtime.core.leaving import too_late
 from reflex_runtime.core.order import Cursor, Partition
-from reflex_runtime.core.request import Priority, Ticket, TicketState
+from reflex_runtime.core.request import Priority, Ticket
 from reflex_runtime.core.select import Filled, Fitter, at_risk, price_of_time, value, window
 
 
 @dataclass(slots=True)
 class Formed:
     """A batch that may go. shed: waiting tickets that can no longer be answered in time. short_of, cached: as in
-    `Batch`. preempted: residents that lost their place, in the order it happened."""
+    `Batch`. preempted: residents that lost their place, in the order it happened. more_late: whether more must be shed
+    of those that are too late if they run after `after`."""
 
     stage: str
     grants: dict[Ticket, float]
@@ -39,6 +41,8 @@ class Formed:
     preempted: list[Ticket] = field(default_factory=list)
     cached: dict[Ticket, float] = field(default_factory=dict)
     part: Part | None = None
+    more_late: bool = False
+    after: float = 0.0
 
 
 class Former:
@@ -47,6 +51,7 @@ class Former:
     def __init__(self, group: Group, partition: Partition, holding: Holding, now: float) -> None:
         self.group, self.partition, self.holding, self.now = group, partition, holding, now
         self.held_until = inf
+        self._more_late, self._after = False, now
         self.policy = self._policy()
 
     def _policy(self) -> FlushPolicy:
@@ -76,6 +81,7 @@ class Former:
         else:
             formed = Formed("", {}, 0.0, Cause.IDLE, [])
         formed.shed, formed.preempted, formed.cached = shed, list(filling.preempted), filling.cached
+        formed.more_late, formed.after = self._more_late, self._after
         return formed if formed.grants or shed or formed.preempted else None
 
     def form_full(self) -> Formed | None:
@@ -217,20 +223,18 @@ class Former:
         return price_of_time(rate, self.partition.usual_limit, fixed, marginal, value(ticket))
 
     def _infeasible(self, chosen: Filled, shed: list[Ticket], line: Sequence[Ticket] | None) -> list[Ticket]:
-        """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first."""
+        """Waiting tickets that cannot be answered in time, neither now nor after this batch, tightest first: the first
+        ones of very many (`_more_late`)."""
         after = self.now + (chosen.tally.until_boundary if chosen.grants else 0.0)
         if line:
             ends = after + self.group.cost.remaining(line[0])
             late = [t for t in line if ends > t.deadline and t not in chosen.grants and t not in shed]
             return sorted((t for t in late if self._refused(t, chosen)), key=lambda t: (t.deadline, t.seq))
-        found: list[Ticket] = []
-        for ticket in self.partition.deadlines.ascending():
-            if ticket.state is not TicketState.WAITING or ticket in chosen.grants or ticket in shed:
-                continue
-            if after + self.group.cost.remaining(ticket) <= ticket.deadline:
-                break
-            if self._refused(ticket, chosen):
-                found.append(ticket)
+        spared = {*chosen.grants, *shed}
+        found, self._more_late = too_late(
+            self.group, self.partition, after, spared, lambda ticket: self._refused(ticket, chosen)
+        )
+        self._after = after
         return found
 
     def _refused(self, ticket: Ticket, chosen: Filled) -> bool:

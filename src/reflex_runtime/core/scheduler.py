@@ -15,8 +15,8 @@ and hands what `take_events` returns to its sinks and waiters.
 
 Theory of operation. `next_batch` decides in this order; the first step that yields a batch ends it:
 
- 1. Time. Tickets past their deadline settle as `Expired`, pauses that are over end (`_apply_due`). Running tickets do
-    not expire; they are checked when their batch returns. With `max_batches` running there is nothing to decide.
+ 1. Time. Tickets past their deadline settle as `Expired`, some at a time (`Leaving`), pauses that are over end. Running
+    tickets do not expire; they are checked when their batch returns. With `max_batches` running nothing is decided.
  2. Tenants, then the groups of one, take turns by device time over weight, the least served first (`_turns`).
  3. Partitions of a group take turns: urgent work, those that waited for `promote_after`, deadlines at risk near the
     least share, then the least served (`Turns.in_order`). Requests of different partitions never share a batch.
@@ -72,9 +72,9 @@ from reflex_runtime.core.events import (
 )
 from reflex_runtime.core.forming import Formed, Former
 from reflex_runtime.core.group import Group, GroupConfig
-from reflex_runtime.core.heap import LazyHeap
 from reflex_runtime.core.holding import Holding
 from reflex_runtime.core.isolation import Origin
+from reflex_runtime.core.leaving import Leaving
 from reflex_runtime.core.order import Partition
 from reflex_runtime.core.request import (
     PREPARING,
@@ -114,8 +114,7 @@ class Scheduler:
         self._holding = Holding(configs)
         self._in_flight: dict[Batch, None] = {}
         self._ahead = Ahead()
-        self._unready: LazyHeap[Ticket, float] = LazyHeap()  # tickets that are prepared, by deadline
-        self._abandoned: list[Ticket] = []
+        self._leaving = Leaving(self._groups)
         self._events: list[Event] = []
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
@@ -155,7 +154,7 @@ class Scheduler:
             ticket.state, ticket.ready_at = PREPARING, inf
             group.prepare(ticket)
             if ticket.deadline < inf:
-                self._unready.push(ticket.deadline, ticket)
+                self._leaving.unready.push(ticket.deadline, ticket)
         self._events.append(_event(RequestQueued, (now, ticket)))
         if displaced is None and not replaced:
             self._holding.arrived(group, ticket, now)
@@ -207,7 +206,7 @@ class Scheduler:
             if self._ahead.has(ticket):
                 self._take_back()
             ticket.abandoned = True
-            self._abandoned.append(ticket)
+            self._leaving.abandon(ticket)
             self._events.append(RequestAbandoned(self._now, ticket))
 
     def hold(self, ticket: Ticket, now: float) -> None:
@@ -238,15 +237,15 @@ class Scheduler:
             turns.touch(target)
         self._events.append(SchedulerPaused(now, group, partition, until))
 
-    def close(self, now: float, drain: bool = True) -> None:
-        """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained."""
+    def close(self, now: float, drain: bool = True) -> bool:
+        """Admit nothing more. drain: what is queued still runs, without holds; otherwise it settles as Drained, some at
+        a time. Returns whether more must settle: call it again."""
         self._input(now)
         self._take_back()
         self._closed, self._holding.draining = True, drain
         if not drain:
-            for ticket in self._unsettled():
-                if ticket.state is not RUNNING:  # a running one leaves at its boundary
-                    self._drop(ticket, Drained("the server is shutting down"))
+            self._settle_leaving(forming=False)
+        return not drain and self._leaving.behind
 
     def complete(self, batch: Batch, outcomes: Sequence[Outcome], elapsed: float, now: float) -> None:
         """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
@@ -284,10 +283,8 @@ class Scheduler:
         """The batch to run now, or None; then `wake_at` says when to ask again."""
         self._now = max(self._now, now)
         stood, settled = self._holding.current, self.settled
-        self._apply_due()
-        if len(self._in_flight) >= self._max_batches:
+        if not self._apply_due(len(self._in_flight) < self._max_batches):
             return None
-        self._settle_abandoned()
         self._holding.begin()
         for group in self._turns():
             batch = self._form(group)
@@ -305,10 +302,9 @@ class Scheduler:
         It is started with `start_ahead`, then `began`; until it is, inputs may take it back.
         """
         self._now = max(self._now, now)
-        self._apply_due()
-        if self._ahead.batch is not None or self._closed or len(self._in_flight) != self._max_batches:
+        may = self._ahead.batch is None and not self._closed and len(self._in_flight) == self._max_batches
+        if not self._apply_due(may):
             return None
-        self._settle_abandoned()
         for group in self._turns()[:1]:
             group.promote(self._now)
             partition = next(iter(group.turns.in_order(self._now)), None)
@@ -332,7 +328,8 @@ class Scheduler:
         self._begin(group, group.active[batch.partition], batch)
 
     def expire(self, now: float) -> None:
-        """Expire tickets and end pauses without forming a batch: for a driver whose device is busy."""
+        """Expire tickets and end pauses without forming a batch: for a driver whose device is busy. If very many
+        expire, it settles some, and `wake_at` is now."""
         self._now = max(self._now, now)
         self._apply_due()
 
@@ -341,12 +338,17 @@ class Scheduler:
 
         Exact once `next_batch` returned None; straight after an input to a free device it is the time of that input.
         """
-        times = [self.expires_at()]
+        times = [self._now if self._leaving.behind else self.expires_at()]
         times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
         times += [g.turns.resumes_at() for g in self._groups.values()]
         if len(self._in_flight) < self._max_batches:
             times.append(self._holding.ends_at(self._now))
         return min(times, default=inf)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last call settled some of very many tickets that must leave, and the next one is due at once."""
+        return self._leaving.behind
 
     @property
     def decision_current(self) -> bool:
@@ -355,8 +357,7 @@ class Scheduler:
 
     def expires_at(self) -> float:
         """The earliest deadline of waiting tickets and those being prepared; inf if none has one."""
-        unready = top[0] if (top := self._unready.first()) is not None else inf
-        return min(unready, self._ahead.expires, *(group.turns.expires_at() for group in self._groups.values()))
+        return min(self._leaving.expires_at(), self._ahead.expires)
 
     def take_events(self) -> list[Event]:
         """The events since the last call, oldest first."""
@@ -414,27 +415,22 @@ class Scheduler:
             self._now = now
         self._holding.inputs += 1
 
-    def _apply_due(self) -> None:
-        """Settle what expired and end what was paused."""
+    def _apply_due(self, forming: bool = False) -> bool:
+        """Settle some of what must leave, end pauses. forming: a batch may be formed. Returns whether it may still: no
+        ticket is left that must not be in it."""
         if self._ahead.expires <= self._now:
             self._take_back()
-        while (top := self._unready.first()) is not None and top[0] <= self._now:
-            self._drop(top[1], Expired("its deadline passed before it was answered"))
+        self._settle_leaving(forming)
         for group in self._groups.values():
-            while group.turns.expires_at() <= self._now:
-                self._drop(group.turns.first_to_expire(), Expired("its deadline passed before it was answered"))
             if -inf < group.paused_until <= self._now:
                 group.paused_until = -inf
             group.turns.resume(self._now)
+        return forming and not self._leaving.holds_up
 
-    def _settle_abandoned(self) -> None:
-        still = []
-        for ticket in self._abandoned:
-            if ticket.state is RUNNING:
-                still.append(ticket)
-            elif ticket.state is not SETTLED:
-                self._drop(ticket, Cancelled("its caller stopped waiting"))
-        self._abandoned = still
+    def _settle_leaving(self, forming: bool) -> None:
+        drained = self._closed and not self._holding.draining
+        for ticket, error in self._leaving.due(self._now, drained, forming):
+            self._drop(ticket, error)
 
     # -- forming -------------------------------------------------------------------------------------------------------
 
@@ -455,8 +451,12 @@ class Scheduler:
                     self._holding.put_off(gap)
                     break
                 self._apply(group, formed)
+                if formed.more_late:
+                    self._leaving.shed(group, partition, formed.after)
                 if formed.grants:
                     return self._schedule(group, partition, formed)
+                if formed.more_late:
+                    return None  # the rest of them first: `wake_at` is now
         return None
 
     def _apply(self, group: Group, formed: Formed) -> None:
@@ -641,7 +641,7 @@ class Scheduler:
 
     def _end_preparing(self, group: Group, ticket: Ticket) -> None:
         group.end_preparing(ticket, self._now)
-        self._unready.discard(ticket)
+        self._leaving.unready.discard(ticket)
 
     def _end_unready(self, ticket: Ticket, error: ReflexError) -> None:
         self._move(ticket, SETTLED)
@@ -690,8 +690,3 @@ class Scheduler:
         group.enter(ticket, now)
         if self._ahead.lets_in(ticket):
             self._take_back()
-
-    def _unsettled(self) -> Iterator[Ticket]:
-        groups = self._groups.values()
-        preparing = [t for g in groups for tickets in g.preparing.values() for t in tickets]
-        return iter(preparing + [t for g in groups for p in g.active.values() for t in p.tickets()])

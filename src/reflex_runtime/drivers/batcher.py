@@ -201,7 +201,9 @@ class Batcher(Generic[V]):
         try:
             if drain:
                 await self._idle.wait(timeout)
-            self.device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+            while self.device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+                self._pump()
+                await asyncio.sleep(0)
             self._pump(all=True)
             stop = self._loop.run_in_executor(None, self.device.stop, max(0.1, min(timeout, 2.0)))
             ended = await asyncio.shield(stop)

@@ -255,9 +255,11 @@ class BatchCoordinator:
         """Admit no more frames. The batch being formed or run is still answered; all other frames are released now."""
         self._signalled = True
         self._owned.before_run = self._close_behind
-        self._device.input(
+        more = self._device.input(
             lambda scheduler, now: scheduler.close(now, drain=self._owned.started and not self._device.busy)
         )
+        if more:
+            self._close_behind()
 
     def join(self, timeout: float = 5.0) -> bool:
         """After `signal`: wait for the thread's end, `on_stop` included. Returns whether it ended within `timeout`.
@@ -398,7 +400,8 @@ class BatchCoordinator:
     def _close_behind(self) -> None:
         """After `signal`, before the last batch runs: release the frames that are not in it."""
         self._owned.before_run = None
-        self._device.input(lambda scheduler, now: scheduler.close(now, drain=False))
+        while self._device.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+            pass
 
     def _events(self) -> list[Event]:
         events = self._device.take_events()

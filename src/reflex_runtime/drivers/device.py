@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung, ReflexError
@@ -33,6 +33,9 @@ from reflex_runtime.processors.base import Processor, run_batch
 log = logging.getLogger("reflex.device")
 
 Clock = Callable[[], float]
+
+BETWEEN: Final = 0.0001  # seconds for which the lock is free between two slices of what must leave: a thread that waits
+# for it needs that long to wake up, and would not get it from one that takes it again at once
 
 
 @dataclass(slots=True)
@@ -298,14 +301,22 @@ class Device:
             ended = True
         else:
             ended = self._ended.wait(timeout) and not self.fatal
+        self._drain()
         with self._lock:
-            self.scheduler.close(self.clock(), drain=False)
             if thread is not threading.current_thread():
                 self._cut_short(CutShort("the device is stopping, and the batch did not end in time"))
         self._notify()
         if ended and thread is not None and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))  # it still calls the processors' own `stop`
         return ended
+
+    def _drain(self) -> None:
+        """Admit nothing more, and settle what waits: some at a time, with the lock free in between."""
+        while True:
+            with self._lock:
+                if not self.scheduler.close(self.clock(), drain=False):
+                    return
+            time.sleep(BETWEEN)
 
     def join(self, timeout: float) -> None:
         """After `stop`: wait for the thread itself, which still stops its processors."""
@@ -401,6 +412,8 @@ class Device:
                 return found
             self._drop(gone)
             del gone
+            if self.scheduler.behind:
+                time.sleep(BETWEEN)
             with self._lock:
                 if generation != self._generation:
                     return None
@@ -529,7 +542,8 @@ class Device:
         if self._ahead is not None:
             self._ahead.end()
         self.fatal, self.lost, self._late = True, error, False
-        self.scheduler.close(self.clock(), drain=False)
+        while self.scheduler.close(self.clock(), drain=False):
+            pass
         self._ended.set()
 
     def _tell_lost(self) -> None:

@@ -116,7 +116,8 @@ class Dispatcher:
             if drain:
                 await self._idle.wait(timeout)
         finally:  # also when the close is cancelled: every request is settled
-            self.input(lambda scheduler, now: scheduler.close(now, drain=False))
+            while self.input(lambda scheduler, now: scheduler.close(now, drain=False)):
+                pass
             for batch, call in list(self._out.items()):
                 if call.done():
                     self._returned(batch, batch.scheduled_at, call)

@@ -309,7 +309,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests, and free the model."""
-        self.scheduler.close(self._stepper.clock(), drain=False)
+        while self.scheduler.close(self._stepper.clock(), drain=False):
+            pass
         self._stepper.deliver()
         self.processor.stop()
 
