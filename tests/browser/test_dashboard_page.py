@@ -114,6 +114,27 @@ def test_x4_it_is_read_by_keyboard_and_stands_still_when_paused(browser: sync_ap
         look.page.close()
 
 
+def test_x4_a_pause_keeps_its_picture_and_names_are_bounded(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny) as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        shown = look.page.evaluate("""async () => {
+            const { Strip } = await import("/dashboard/strip.js");
+            const canvas = document.getElementById("strip"), made = (tag) => document.createElement(tag);
+            const strip = new Strip(canvas, made("div"), made("ul"));
+            const batch = (id, at) => ({ id, group: "g", stage: "", cause: "idle", at, expected: 0, cost: 1, size: 1,
+                queued: 0, short_of: "", members: [[`client-${id}`, 1, 0, true]], took: 0.01, failed: false });
+            strip.add({ at: 100, batches: [batch(0, 99)], running: [] });
+            strip.pause(true);
+            const later = Array.from({ length: 5000 }, (_, i) => batch(i + 1, 101));
+            strip.add({ at: 102, batches: later, running: [] });
+            strip.draw();
+            return [strip.shown.map((s) => s.batch.id), strip.names.size, strip.seen, strip.colour("client-5000")];
+        }""")
+        assert shown == [[0], 4000, 5001, 5000]
+        look.page.close()
+
+
 def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: sync_api.Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
         look = Looked(browser, server)

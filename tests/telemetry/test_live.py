@@ -93,6 +93,23 @@ def test_x4_figures_of_clients_and_groups() -> None:
     assert (later.busy, later.batches, later.requests) == (0.0, 0, 3)
 
 
+def test_x4_the_device_is_busy_in_every_snapshot_of_a_long_batch() -> None:
+    play = Play()
+    play.ask("r1")
+    batch = play.scheduler.next_batch(0.0)
+    assert batch is not None
+    play.tell()
+    busy = []
+    for play.now in (0.25, 0.5, 0.75):
+        busy.append(play.snapshot().groups[0].busy)
+    play.now = 0.875
+    play.scheduler.complete(batch, [Done()], 0.875, play.now)
+    play.tell()
+    for play.now in (1.0, 1.25):
+        busy.append(play.snapshot().groups[0].busy)
+    assert busy == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
+
+
 def test_x4_refusals_count_for_their_client() -> None:
     play = Play()
     play.ask(*["r1"] * 6)

@@ -32,7 +32,7 @@ def panels() -> Iterator[tuple[str, str]]:
     """Every expression of the dashboard, by its panel; its variables mean all servers and a window of the test."""
     for panel in json.loads((DEPLOY / "grafana" / "reflex.json").read_text())["panels"]:
         for target in panel["targets"]:
-            yield panel["title"], target["expr"].replace("$instance", ".*").replace("$__rate_interval", "30s")
+            yield panel["title"], target["expr"].replace("$instance", ".*").replace("$__rate_interval", "10m")
 
 
 def alerts() -> Iterator[tuple[str, str]]:
@@ -42,7 +42,7 @@ def alerts() -> Iterator[tuple[str, str]]:
         found = re.search(r"expr: >?\n?(.+?)\n        (?:for|labels):", block, re.S)
         assert found is not None, name
         whole = " ".join(found[1].split())
-        yield name, re.sub(r"\[\d+m\]", "[30s]", whole)
+        yield name, re.sub(r"\[\d+m\]", "[10m]", whole)
 
 
 class Prometheus:
@@ -72,12 +72,13 @@ class Prometheus:
         values = [float(found["value"][1]) for found in self.ask("query", query=expression)["result"]]
         return [value for value in values if not isnan(value)]
 
-    def reached(self, expression: str) -> bool:
-        """Whether it has an answer within a minute."""
+    def reached(self, expression: str, answer: bool = True) -> bool:
+        """Whether it has an answer within a minute; or none, if `answer` says so: on a busy machine one scrape may
+        fail."""
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
             try:
-                if self.value(expression):
+                if bool(self.value(expression)) is answer:
                     return True
             except OSError:
                 pass  # it starts
@@ -111,7 +112,7 @@ def test_x4_every_expression_has_an_answer_and_no_alert_fires_on_a_server_that_i
                 compared = re.split(r" (?:>|==) (?=[\d.]+(?: \*|$))", expression)
                 assert prometheus.reached(compared[0]), (name, compared[0])
                 if name != "ReflexMispredicts":  # a handful of batches on a busy machine may be so
-                    assert prometheus.value(expression) == [], f"{name} fires"
+                    assert prometheus.reached(expression, answer=False), f"{name} fires"
         finally:
             prometheus.process.terminate()
             prometheus.process.wait(PATIENCE)

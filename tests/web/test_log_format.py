@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from reflex_runtime.cli.logs import JsonLog
+from reflex_runtime.cli.serving import show_settings
+from reflex_runtime.config import ServeConfig
 from serving.harness import Server
 
 SMALL = ("--kv-cache-gb", "0.05")
@@ -40,6 +42,22 @@ def test_x6_the_log_of_a_model_server_is_json_too(more: tuple[str, ...]) -> None
         server.stop()
         told = lines(server)
     assert any(line["message"].startswith("ready on http://") for line in told)
+
+
+def test_x6_a_line_can_be_written_in_every_encoding() -> None:
+    record = logging.LogRecord("reflex", logging.INFO, "f", 1, "%s", ("Zürich \u2028 \udcff",), None)
+    text = JsonLog().format(record)
+    assert text.isascii()
+    assert json.loads(text)["message"] == "Zürich \u2028 \udcff"
+
+
+def test_x6_no_key_is_in_the_settings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        show_settings(ServeConfig(api_key="s3cret", log_format="json"), "tiny")
+    (record,) = caplog.records
+    text = JsonLog().format(record)
+    assert json.loads(text)["settings"]["--api-key"] == "set"
+    assert "s3cret" not in text
 
 
 def test_x6_an_exception_stays_on_its_line() -> None:

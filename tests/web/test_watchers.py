@@ -16,10 +16,11 @@ from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.dashboard import STREAM, dashboard_routes
-from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.form import ErrorForm, Refusal
 from reflex_runtime.web.watchers import MOST, Watchers
 from serving.harness import PATIENCE
 
+OTHER = ErrorForm(lambda error, request_id, packed: Refusal(error.http_status, b"in a form that no page reads"))
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -34,6 +35,7 @@ class Numbers:
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> dict[str, Any]:
         self.run.taken += 1
+        self.run.failed += not self.run.divisor
         return {"number": self.run.taken, "text": self.run.text, "server": server, "never": 1 / self.run.divisor}
 
 
@@ -42,11 +44,11 @@ class Running:
 
     def __init__(self, **options: Any) -> None:
         self.sinks: list[Any] = []
-        self.made = self.taken = 0
+        self.made = self.taken = self.failed = 0
         self.text, self.divisor = "", 1
         self.watchers = Watchers(self.make, self.sinks.append, self.sinks.remove, lambda: {"state": "ready"})
         routes = {route.path: route for route in dashboard_routes(self.watchers)}
-        self.app = App(ServeConfig(**options), routes, PLAIN)
+        self.app = App(ServeConfig(**options), routes, OTHER)
         self.port = 0
 
     def make(self, now: float) -> Numbers:
@@ -169,12 +171,40 @@ def test_x4_a_draining_server_ends_them() -> None:
     running(check)
 
 
+def test_x4_none_comes_to_a_draining_server() -> None:
+    async def check(run: Running) -> None:
+        run.app.close()
+        async with run.asking() as late:
+            assert b" 503 " in await late.readline()
+            assert json.loads((await late.read()).split(b"\r\n\r\n")[1])["message"] == "the server is shutting down"
+        assert (len(run.watchers), run.sinks, run.app.active) == (0, [], 0)
+
+    running(check)
+
+
+def test_x4_the_connection_of_one_that_has_left_is_closed() -> None:
+    async def check(run: Running) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.port)
+        writer.write(f"{HEAD}\r\n".encode())
+        await line(reader)
+        writer.write_eof()  # a program that ends closes both sides, which looks the same here
+        assert (await reader.read()).endswith(b"0\r\n\r\n")
+        await until(lambda: len(run.app.connections) == 0)
+        assert (len(run.watchers), run.sinks, run.app.active) == (0, [], 0)
+        writer.close()
+
+    running(check)
+
+
 def test_x4_a_snapshot_that_fails_is_logged_and_the_next_one_comes(caplog: pytest.LogCaptureFixture) -> None:
     async def check(run: Running) -> None:
         async with run.asking() as one:
             await line(one)
             run.divisor = 0
             await until(lambda: "could not be made" in caplog.text)
+            tried = run.failed
+            await until(lambda: run.failed > tried + 2)
+            assert caplog.text.count("could not be made") == 1
             run.divisor = 1
             assert (await line(one))["number"] > 1
 

@@ -44,4 +44,4 @@ class JsonLog(logging.Formatter):
         if record.exc_info and error is not None:
             told |= {"error": type(error).__name__, "error_message": str(error)}
             told["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False, default=str)
+        return json.dumps(told, default=str)  # ASCII: whatever the encoding of standard error

@@ -6,12 +6,13 @@ import argparse
 import http.client
 import os
 import sys
-from collections import deque
-from collections.abc import Generator, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from math import ceil
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live as Screen
 from rich.table import Table
@@ -27,8 +28,10 @@ STREAM = "/dashboard/stream"
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 BATCHES = 400  # kept for the strip
 STRIP = 8  # lines of it
+NAMES = 4096  # clients whose colour is kept
 _STYLES = {"ready": "green", "ok": "green"}
 _LONGEST = 16 * 2**20  # bytes of a snapshot
+_SNAPSHOT = msgspec.json.Decoder(LiveSnapshot)
 
 _EPILOG = """\
 examples:
@@ -91,6 +94,8 @@ def watched(address: ServerAddress, key: str = "") -> Generator[bytes]:
 
 def _refusal(response: http.client.HTTPResponse) -> str:
     body = response.read(4096)
+    if response.status == 404:
+        return f"has no {STREAM}; is it a server of this version of reflex?"
     try:
         return str(msgspec.json.decode(body)["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
@@ -100,14 +105,23 @@ def _refusal(response: http.client.HTTPResponse) -> str:
 def _show(lines: Iterator[bytes], url: str, once: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False)
     view = TopView(url)
-    read = msgspec.json.Decoder(LiveSnapshot)
+    snapshots = (_read(line, url) for line in lines)
     if once:
-        for line in lines:
-            console.print(view.show(read.decode(line), console.width))
+        for snapshot in snapshots:
+            console.print(view.show(snapshot, console.width))
             return
     with Screen(console=console, screen=console.is_terminal, auto_refresh=False) as screen:
-        for line in lines:
-            screen.update(view.show(read.decode(line), console.width), refresh=True)
+        for snapshot in snapshots:
+            screen.update(view.show(snapshot, console.width), refresh=True)
+
+
+def _read(line: bytes, url: str) -> LiveSnapshot:
+    try:
+        return _SNAPSHOT.decode(line)
+    except msgspec.DecodeError as error:
+        if not line.endswith(b"\n"):
+            raise ReflexError(f"{url}: ended in the middle of a snapshot") from None
+        raise ReflexError(f"{url}: is of another version of reflex: its snapshot has {error}") from None
 
 
 class TopView:
@@ -116,13 +130,14 @@ class TopView:
     def __init__(self, url: str) -> None:
         self._url = url
         self._batches: deque[LiveBatch] = deque(maxlen=BATCHES)
-        self._colours: dict[str, str] = {}
+        self._colours: OrderedDict[str, str] = OrderedDict()
+        self._named = 0
 
     def show(self, snapshot: LiveSnapshot, width: int) -> RenderableType:
         """The picture after one more snapshot."""
         self._batches.extend(snapshot.batches)
         head, strip = self._head(snapshot), self._strip(width)
-        return Group(head, strip, self._newest(), _groups(snapshot), self._clients(snapshot))
+        return Group(head, strip, self._newest(), _groups(snapshot, width), self._clients(snapshot, width))
 
     def _head(self, snapshot: LiveSnapshot) -> Text:
         server = snapshot.server
@@ -171,45 +186,70 @@ class TopView:
         left = f"; {batch.queued} left waiting{': ' * bool(why)}{why}" if batch.queued else ""
         return Text(f"batch {batch.id} of {batch.group}: {batch.size}, {batch.cause}, took {took}{predicted}{left}\n")
 
-    def _clients(self, snapshot: LiveSnapshot) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("client", "group", "wire"):
-            table.add_column(column)
-        for column in ("answers/s", "last, ago", "answered", "p95", "lost"):
-            table.add_column(column, justify="right")
-        table.add_column("why")
+    def _clients(self, snapshot: LiveSnapshot, width: int) -> Table:
+        columns = "client", "group", "wire", "answers/s", "last, ago", "answered", "p95", "lost", "why"
+        rows: list[Sequence[str | Text]] = []
         for c in snapshot.clients[:20]:
             name = Text("█ ", self._colour(c.name)).append(c.name, "default")
             figures = f"{c.rate:.1f}", _ms(c.age), str(c.answers), _ms(c.p95), str(c.lost)
-            table.add_row(name, c.group, c.wire, *figures, c.why)
+            rows.append((name, c.group, c.wire, *figures, c.why))
         if snapshot.clients_known > 20:
-            table.add_row(Text(f"and {snapshot.clients_known - 20} more", "dim"))
-        return table
+            rows.append((Text(f"and {snapshot.clients_known - 20} more", "dim"), *[""] * (len(columns) - 1)))
+        spared = "wire", "answered", "group", "last, ago", "p95", "why"
+        return _table(columns, rows, width, {"client", "group", "wire", "why"}, spared)
 
     def _colour(self, client: str) -> str:
-        return self._colours.setdefault(client, PALETTE[len(self._colours) % len(PALETTE)])
+        found = self._colours.get(client)
+        if found is None:
+            found = self._colours[client] = PALETTE[self._named % len(PALETTE)]
+            self._named += 1
+            if len(self._colours) > NAMES:
+                self._colours.popitem(last=False)
+        return found
 
 
-def _groups(snapshot: LiveSnapshot) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("group")
-    columns = "waiting", "prepared", "resident", "work", "answers/s", "busy", "p50", "p95", "p99", "pred/meas"
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("without a result")
-    figures = {g.name: g for g in snapshot.groups}
-    for name, queue in snapshot.server.get("queues", {}).items():
-        ready = queue["queued"] - queue["preparing"]
-        waits = [str(ready), str(queue["preparing"]), str(queue["residents"]), _ms(queue["queued_seconds"])]
-        g = figures.get(name)
+def _groups(snapshot: LiveSnapshot, width: int) -> Table:
+    figures, queues = {g.name: g for g in snapshot.groups}, snapshot.server.get("queues", {})
+    rows = []
+    for name in (*queues, *(name for name in figures if name not in queues)):  # runtime processes have a queue each
+        queue, g, row = queues.get(name), figures.get(name), [name]
+        if queue is None:
+            row += ["–"] * 4
+        else:
+            ready = queue["queued"] - queue["preparing"]
+            row += [str(ready), str(queue["preparing"]), str(queue["residents"]), _ms(queue["queued_seconds"])]
         if g is None:
-            table.add_row(name, *waits)
-            continue
-        ratio = "–" if g.error is None else f"{g.error:.2f}"
-        lost = ", ".join(f"{count} {kind}" for kind, count in g.outcomes.items() if kind != "ok")
-        table.add_row(
-            name, *waits, f"{g.rate:.1f}", f"{min(1.0, g.busy):.0%}", _ms(g.p50), _ms(g.p95), _ms(g.p99), ratio, lost
-        )
+            row += [""] * 7
+        else:
+            ratio = "–" if g.error is None else f"{g.error:.2f}"
+            lost = ", ".join(f"{count} {kind}" for kind, count in g.outcomes.items() if kind != "ok")
+            row += [f"{g.rate:.1f}", f"{min(1.0, g.busy):.0%}", _ms(g.p50), _ms(g.p95), _ms(g.p99), ratio, lost]
+        rows.append(row)
+    columns = (
+        "group", "waiting", "prepared", "resident", "work", "answers/s", "busy", "p50", "p95", "p99", "pred/meas",
+        "without a result",
+    )  # fmt: skip
+    spared = "prepared", "resident", "p95", "pred/meas", "work", "p50", "without a result", "busy"
+    return _table(columns, rows, width, {"group", "without a result"}, spared)
+
+
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str | Text]], width: int, texts: set[str], spared: Iterable[str]
+) -> Table:
+    """A table of one line a row. texts: columns that are no figures. spared: those left out, in this order, until the
+    others fit."""
+    wide = {
+        column: max(cell_len(str(cell)) for cell in (column, *cells)) + 2
+        for column, *cells in zip(columns, *rows, strict=True)
+    }
+    for column in spared:
+        if sum(wide.values()) - 2 > width:
+            del wide[column]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in wide:
+        table.add_column(column, justify="left" if column in texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell for column, cell in zip(columns, row, strict=True) if column in wide))
     return table
 
 

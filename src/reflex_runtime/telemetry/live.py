@@ -192,6 +192,8 @@ class Live:
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
         """Everything since the last one. now: on the clock of the events."""
         passed = max(now - self._since, 1e-9)
+        for told in self._running.values():
+            self._group(told.group).busy += max(0.0, now - max(told.at, self._since))
         groups = [_group(name, found, passed, now) for name, found in self._groups.items()]
         newest = [(name, self._clients[name]) for name in list(reversed(self._clients))[:CLIENTS]]
         batches, left_out = list(self._ended), self._count - len(self._ended)
@@ -255,7 +257,7 @@ class Live:
         self._ended.append(told)
         self._count += 1
         group = self._group(batch.group)
-        group.busy += elapsed
+        group.busy += max(0.0, min(elapsed, event.at - self._since))  # the rest is in the snapshots before
         group.batches += 1
         if batch.expected > 0.0 and elapsed > 0.0 and not told.failed:
             group.ratios.append(batch.expected / elapsed)

@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.web.connections import Seldom
 from reflex_runtime.web.errors import TooManyRequests
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.form import PLAIN
@@ -55,13 +56,16 @@ class Watchers:
         self._fold: Fold | None = None
         self._watching: dict[Exchange, None] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._broken = Seldom()
         self.missed = 0
 
     def __len__(self) -> int:
         return len(self._watching)
 
     def watch(self, exchange: Exchange, _: bytes = b"") -> None:
-        """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond 16 watchers."""
+        """Answer with snapshots until the caller leaves. Raises TooManyRequests beyond 16, Closed in a drain."""
+        if exchange.app.closing:  # a page that connects again would keep the drain waiting
+            raise Closed("the server is shutting down", retry_after=1.0)
         if len(self._watching) >= MOST:
             raise TooManyRequests(f"{MOST} watch already, which is the most", retry_after=10.0)
         exchange.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
@@ -84,7 +88,7 @@ class Watchers:
 
     def _left(self, exchange: Exchange) -> None:
         self._forget(exchange)
-        exchange.app.leave(exchange)
+        exchange.end()  # it may have closed its sending side only: this closes ours
 
     def _forget(self, exchange: Exchange) -> None:
         del self._watching[exchange]
@@ -102,7 +106,8 @@ class Watchers:
             server = {**self._server(), "watchers": len(self._watching), "missed": self.missed}
             line = msgspec.json.encode(self._fold.snapshot(time.monotonic(), server)) + b"\n"
         except Exception:  # the next one may be well
-            log.exception("a snapshot for those who watch could not be made")
+            if self._broken.first():
+                log.exception("a snapshot for those who watch could not be made (repeats are not logged)")
             return
         for exchange in list(self._watching):
             if exchange.writable:

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from rich.console import Console
 
-from reflex_runtime.cli import main
+from reflex_runtime.cli import main, top
 from reflex_runtime.cli.server_address import ServerAddress
-from reflex_runtime.cli.top import TopView, watched
+from reflex_runtime.cli.top import TopView, _read, watched
+from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, ReflexError
-from reflex_runtime.telemetry.live import LiveSnapshot
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.telemetry.live import Live, LiveClient, LiveGroup, LiveSnapshot
 from serving.harness import STATE, Server
+
+WAITS = {"queued": 4, "preparing": 1, "residents": 0, "queued_seconds": 0.5}
+
+
+class Old(BaseHTTPRequestHandler):
+    """A server without the stream."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
 
 
 def snapshots(server: Server, key: str = "") -> Generator[Any]:
@@ -66,6 +83,16 @@ def test_x4_a_server_that_drains_ends_the_stream(tiny: Path) -> None:
         assert server.process.wait(30) == 0
 
 
+def test_x4_the_socket_of_one_that_left_is_closed(tiny: Path) -> None:
+    with Server(tiny) as server:
+        seen = snapshots(server)
+        next(seen)
+        seen.close()
+        assert server.act().status == 200
+        left = psutil.Process(server.process.pid).net_connections("tcp")
+        assert not [found for found in left if found.status == psutil.CONN_CLOSE_WAIT]
+
+
 def test_h5_top_says_that_a_key_is_wanted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
         with pytest.raises(ConfigError, match="wants a key: --api-key KEY"):
@@ -86,7 +113,7 @@ def test_x4_top_shows_batches_clients_and_queues(tiny: Path, capsys: pytest.Capt
         seen = snapshots(server)
         next(seen)
         assert server.post({"state": STATE, "robot_id": "arm-7"}).status == 200
-        told = [next(seen), next(seen)]
+        told = [next(s for s in seen if s["batches"]), next(seen)]
         seen.close()
     view, console = TopView("here"), Console(width=120, record=True)
     for snapshot in told:
@@ -96,8 +123,61 @@ def test_x4_top_shows_batches_clients_and_queues(tiny: Path, capsys: pytest.Capt
         assert words in text, text
 
 
+def test_x4_top_says_what_it_cannot_read() -> None:
+    with pytest.raises(ReflexError, match=r"here: is of another version of reflex: .*`at`"):
+        _read(b'{"number": 1}\n', "here")
+    with pytest.raises(ReflexError, match="here: ended in the middle"):
+        _read(b'{"number": 1', "here")
+
+
+def test_x4_top_shows_groups_without_a_queue_and_keeps_a_bounded_number_of_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(top, "NAMES", 20)
+    live = Live(0.0)
+    scheduler = Scheduler([GroupConfig(name="generate")])
+    view, console = TopView("here"), Console(width=120, record=True)
+    for i in range(25):
+        ticket = scheduler.submit(Request(None, group="generate", client=f"c{i}"), 0.0)
+        batch = scheduler.next_batch(0.0)
+        assert batch is not None
+        scheduler.complete(batch, [Done()], 0.1, 0.1)
+        for event in scheduler.take_events():
+            if type(event) in Live.events:
+                live(event)
+        assert ticket.outcome is not None
+    console.print(view.show(live.snapshot(1.0, {"queues": {"worker-0": WAITS}}), 120))
+    rows = [text.split() for text in console.export_text().splitlines()]
+    assert ["worker-0", "3", "1", "0", "500", "ms"] in rows
+    assert any(row[:5] == ["generate", "–", "–", "–", "–"] for row in rows)
+    assert len(view._colours) == 20
+
+
+@pytest.mark.parametrize(("width", "shown"), [(120, 9), (80, 8), (60, 5), (40, 3)])
+def test_x4_top_leaves_out_columns_on_a_narrow_terminal(width: int, shown: int) -> None:
+    client = LiveClient("robot-arm-1", "prod", "openpi", 2.0, 0.1, 30, 0.02, 1, "queue_full")
+    group = LiveGroup("prod", 0.5, 1, 3, 2.0, 0.01, 0.02, 0.03, 1.0, {"ok": 3, "failed": 1})
+    snapshot = LiveSnapshot(1.0, 1, [], [], 0, [group], [client], 1, {"queues": {"prod": WAITS}})
+    console = Console(width=width, record=True)
+    console.print(TopView("here").show(snapshot, width))
+    lines = console.export_text().splitlines()
+    (row,) = [line for line in lines if line.startswith("█ robot-arm-1")]
+    assert len(re.split(r"  +", row.strip())) == shown
+    (groups,) = [line for line in lines if line.startswith("prod")]
+    assert "30.0 ms" in groups
+    assert "…" not in "".join(lines)
+
+
 def test_x4_top_says_what_does_not_answer_or_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "ftp://nowhere"]) == 2
     assert "must be like http://127.0.0.1:8000" in capsys.readouterr().err
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:  # it takes no GET: 501
+        Thread(target=other.handle_request).start()
+        with pytest.raises(ReflexError, match="answers 501 at /dashboard/stream; is it a server of reflex"):
+            next(watched(ServerAddress.of(f"http://127.0.0.1:{other.server_port}")))
+    with HTTPServer(("127.0.0.1", 0), Old) as old:
+        Thread(target=old.handle_request).start()
+        with pytest.raises(ReflexError, match="has no /dashboard/stream; is it a server of this version"):
+            next(watched(ServerAddress.of(f"http://127.0.0.1:{old.server_port}")))
     with pytest.raises(ReflexError, match="nothing listens there"):
         next(watched(ServerAddress.of("http://127.0.0.1:9")))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from reflex_runtime.web.exchange import Exchange, Route
+from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.watchers import Watchers
 
 PAGE: Final = "/dashboard"
@@ -25,7 +26,10 @@ _FILES: Final = {
     "uplot.css": b"text/css; charset=utf-8",
     "dashboard.css": b"text/css; charset=utf-8",
 }
-_POLICY: Final = b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; frame-ancestors 'none'"
+_POLICY: Final = (
+    b"default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+)
 _HEADERS: Final = [
     (b"cache-control", b"no-cache"),
     (b"content-security-policy", _POLICY),
@@ -36,7 +40,8 @@ _HEADERS: Final = [
 
 def dashboard_routes(watchers: Watchers) -> list[Route]:
     """The page, its files and its stream."""
-    routes = [Route(STREAM, watchers.watch, own_pages=True), Route(PAGE, partial(_send, "index.html"), open=True)]
+    routes = [Route(STREAM, watchers.watch, own_pages=True, form=PLAIN)]
+    routes.append(Route(PAGE, partial(_send, "index.html"), open=True))
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
 
 

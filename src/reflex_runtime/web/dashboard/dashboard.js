@@ -6,7 +6,7 @@ import * as tables from "/dashboard/tables.js";
 const AGAIN = 1000; // milliseconds until the next try
 const SILENT = 5000; // milliseconds without a snapshot after which the connection counts as lost
 const $ = (id) => document.getElementById(id);
-const PRODUCTS = { policies: "robot policies", model: "a model", llm: "language model", feeds: "cameras" };
+const PRODUCTS = { policies: "robot policies", llm: "language model" };
 
 let strip = null, charts = null, policies = null;
 
@@ -110,7 +110,10 @@ function tiles(snapshot, groups) {
   }));
 }
 
+let turn = 0; // of the only watch that goes on
+
 async function watch() {
+  const mine = ++turn;
   const given = new AbortController();
   let alarm = null;
   const alive = () => { clearTimeout(alarm); alarm = setTimeout(() => given.abort(), SILENT); };
@@ -129,6 +132,7 @@ async function watch() {
     let rest = "";
     for (;;) {
       const { value, done } = await reader.read();
+      if (mine !== turn) return reader.cancel();
       if (done) throw new Error("the server ended the stream");
       alive();
       const lines = (rest + value).split("\n");
@@ -136,9 +140,10 @@ async function watch() {
       for (const line of lines) show(JSON.parse(line));
     }
   } catch (error) {
+    if (mine !== turn) return;
     last = null;
     link(`not connected: ${error.name === "AbortError" ? "nothing came for five seconds" : error.message}`, "bad");
-    setTimeout(watch, AGAIN);
+    setTimeout(() => { if (mine === turn) watch(); }, AGAIN);
   } finally {
     clearTimeout(alarm);
   }

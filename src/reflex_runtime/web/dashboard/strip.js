@@ -3,6 +3,7 @@
 // Paul Tol's "muted" colours, told apart without red and green; beyond them the same colours are hatched.
 const PALETTE = ["#88CCEE", "#CC6677", "#117733", "#DDCC77", "#332288", "#AA4499", "#44AA99", "#882255", "#999933"];
 const KEPT = 4000; // batches
+const NAMES = 4000; // clients whose colour is kept
 const BEHIND = 0.45; // seconds that the picture is behind, so that a batch is there before its place is
 const LEAST = 3; // pixels of a column
 
@@ -13,7 +14,9 @@ export class Strip {
     this.legend = legend;
     this.batches = [];
     this.running = [];
-    this.names = new Map(); // of clients, in order of appearance
+    this.names = new Map(); // numbers of clients, in order of appearance
+    this.seen = 0; // clients
+    this.held = null; // while it is paused: the batches that it shows
     this.span = 2;
     this.paused = false;
     this.offset = null; // the server's clock less ours
@@ -39,9 +42,13 @@ export class Strip {
     this.offset = this.offset === null || offset > this.offset ? offset : this.offset + 0.05 * (offset - this.offset);
     for (const batch of snapshot.batches) {
       this.batches.push(batch);
-      for (const [client] of batch.members) if (!this.names.has(client)) this.names.set(client, this.names.size);
+      for (const [client] of batch.members) if (!this.names.has(client)) this.names.set(client, this.seen++);
     }
     if (this.batches.length > KEPT) this.batches.splice(0, this.batches.length - KEPT);
+    for (const [client] of this.names) {
+      if (this.names.size <= NAMES) break;
+      this.names.delete(client);
+    }
     this.running = snapshot.running;
     this.tellNames(snapshot.batches);
   }
@@ -54,6 +61,7 @@ export class Strip {
   pause(paused) {
     this.stopped = this.now();
     this.paused = paused;
+    this.held = paused ? this.batches.concat(this.running) : null;
     if (!paused) this.pick(null);
   }
 
@@ -75,7 +83,7 @@ export class Strip {
     const style = getComputedStyle(document.body);
     const ink = style.color, faint = style.getPropertyValue("--faint"), rule = style.getPropertyValue("--rule");
     const now = this.now(), from = now - this.span;
-    const visible = this.batches.concat(this.running).filter((b) => b.at < now && (b.took === null ? now : b.at + b.took) > from);
+    const visible = (this.held ?? this.batches.concat(this.running)).filter((b) => b.at < now && (b.took === null ? now : b.at + b.took) > from);
     const groups = [...new Set(visible.map((b) => b.group))].sort();
     const lane = (height - 18) / Math.max(1, groups.length);
     const x = (at) => ((at - from) / this.span) * width;
@@ -250,7 +258,7 @@ export class Strip {
     const seen = new Set(batches.flatMap((b) => b.members.map(([client]) => client)));
     for (const client of this.lately ?? []) seen.add(client);
     this.lately = [...seen].slice(0, 18);
-    const told = this.lately.join("\n") + this.names.size;
+    const told = this.lately.join("\n") + this.seen;
     if (told === this.told) return;
     this.told = told;
     const items = this.lately.map((client) => {
@@ -258,8 +266,8 @@ export class Strip {
       item.append(this.swatch(client), client);
       return item;
     });
-    if (this.names.size > this.lately.length) {
-      items.push(Object.assign(document.createElement("li"), { textContent: `${this.names.size} in all` }));
+    if (this.seen > this.lately.length) {
+      items.push(Object.assign(document.createElement("li"), { textContent: `${this.seen} in all` }));
     }
     this.legend.replaceChildren(...items);
   }

@@ -26,10 +26,14 @@ export function clients(table, known, snapshot) {
 
 export function queues(table, snapshot) {
   const figures = new Map(snapshot.groups.map((g) => [g.name, g]));
-  const rows = Object.entries(snapshot.server.queues ?? {}).map(([name, q]) => {
+  const queues = snapshot.server.queues ?? {};
+  const names = new Set([...Object.keys(queues), ...figures.keys()]); // runtime processes have a queue each
+  const rows = [...names].map((name) => {
+    const q = queues[name];
     const g = figures.get(name);
     const lost = Object.entries(g?.outcomes ?? {}).filter(([kind]) => kind !== "ok").map(([kind, n]) => `${n} ${kind}`).join(", ");
-    return [name, q.queued - q.preparing, q.preparing, q.residents, milliseconds(q.queued_seconds), g ? `${round(g.rate)} /s` : "–", g ? `${Math.round(100 * g.busy)} %` : "–", lost, q.paused ? "paused" : ""];
+    const waits = q ? [q.queued - q.preparing, q.preparing, q.residents, milliseconds(q.queued_seconds)] : ["–", "–", "–", "–"];
+    return [name, ...waits, g ? `${round(g.rate)} /s` : "–", g ? `${Math.round(100 * g.busy)} %` : "–", lost, q?.paused ? "paused" : ""];
   });
   fill(table, ["group", "waiting", "being prepared", "resident", "predicted work", "answers", "busy", "without a result", ""], rows, new Set([0, 7, 8]));
 }
@@ -53,6 +57,12 @@ export class Policies {
 
   show(server) {
     const policies = server.policies ?? {}, alone = Object.keys(policies).length === 1;
+    for (const [name, { box }] of this.made) {
+      if (!(name in policies)) { // another server has come back at this address
+        box.remove();
+        this.made.delete(name);
+      }
+    }
     for (const [name, told] of Object.entries(policies)) {
       if (!this.made.has(name)) this.made.set(name, this.make(name, told, alone));
       this.update(this.made.get(name), told);
