@@ -38,7 +38,7 @@ def busy(scheduler: Scheduler, waiting: int = 4, **request: Any) -> Batch:
 
 def next_start(scheduler: Scheduler, running: Batch, now: float) -> Batch:
     """What a driver does when the running batch ends: start the one formed ahead, then complete the other."""
-    batch = scheduler.start_ahead()
+    batch = scheduler.start_ahead(now)
     assert batch is not None
     finish(scheduler, running, now, now)
     scheduler.began(batch, now)
@@ -125,13 +125,39 @@ def test_b16_what_changes_the_next_batch_takes_it_back(what: str, then: list[str
     assert ahead is not None
     assert what != "deadline" or scheduler.wake_at() == 0.501
     LEAVE[what](scheduler, ahead)
-    assert scheduler.start_ahead() is None
+    assert scheduler.start_ahead(scheduler._now) is None
     assert scheduler._groups["default"].device_time == charged
     left = [t for t in ahead.grants if t.outcome is None]
     assert all((t.state, t.batches, t.started) == (TicketState.WAITING, 0, None) for t in left)
     finish(scheduler, running, 0.600)
     batch = scheduler.next_batch(0.600)
     assert ([] if batch is None else ids(batch.grants)) == then
+
+
+def test_a_newer_request_replaces_a_member_of_the_batch_formed_ahead() -> None:
+    scheduler = known(latest_only=True)
+    running = busy(scheduler)
+    scheduler.take_events()
+    ahead = scheduler.form_ahead(0.010)
+    assert ahead is not None
+    ask(scheduler, 0.010, id="another", client="another")
+    assert scheduler._ahead.batch is ahead
+    ask(scheduler, 0.011, id="newer", client="c0")
+    assert scheduler.start_ahead(0.011) is None
+    assert [(t.request.id, outcome_of(t)) for t in settled(scheduler)] == [("r0", "superseded")]
+    finish(scheduler, running, 0.012)
+    assert ids(take(scheduler, 0.012).grants) == ["r1", "r2"]
+
+
+@pytest.mark.parametrize(("now", "starts"), [(0.036, True), (0.042, False), (0.060, False)])
+def test_a_batch_formed_ahead_does_not_start_when_its_deadline_cannot_be_met_any_more(now: float, starts: bool) -> None:
+    """It was formed in time for 0.051, and takes 12 ms. The running batch took longer than predicted."""
+    scheduler = known()
+    busy(scheduler, 2, time_limit=0.050)
+    ahead = scheduler.form_ahead(0.010)
+    assert ahead is not None
+    assert scheduler.start_ahead(now) is (ahead if starts else None)
+    assert all((t.state is TicketState.RUNNING) is starts for t in ahead.grants)
 
 
 def test_what_is_taken_back_gives_its_room_back() -> None:
@@ -151,7 +177,7 @@ def test_an_arrival_that_comes_after_the_members_changes_nothing(priority: Prior
     busy(scheduler)
     ahead = scheduler.form_ahead(0.010)
     ask(scheduler, 0.011, id="late", priority=priority)
-    assert scheduler.start_ahead() is ahead
+    assert scheduler.start_ahead(0.011) is ahead
 
 
 def test_a_member_that_is_prepared_meanwhile_is_let_in_if_it_goes_first() -> None:
@@ -160,14 +186,14 @@ def test_a_member_that_is_prepared_meanwhile_is_let_in_if_it_goes_first() -> Non
     urgent = scheduler.submit(Request(id="urgent", priority=Priority.URGENT), 0.001, ready=False)
     assert scheduler.form_ahead(0.010) is not None
     scheduler.prepared(urgent, urgent.request, 0.011)
-    assert scheduler.start_ahead() is None
+    assert scheduler.start_ahead(0.011) is None
 
 
 def test_the_end_of_the_running_batch_may_be_a_failure() -> None:
     scheduler = known()
     running = busy(scheduler)
     scheduler.form_ahead(0.010)
-    ahead = scheduler.start_ahead()
+    ahead = scheduler.start_ahead(0.012)
     assert ahead is not None
     scheduler.complete(running, [Failed(ProcessorError("it broke"))] * 2, 0.012, 0.012)
     scheduler.began(ahead, 0.012)
@@ -214,7 +240,7 @@ def _history(seed: int, ahead: bool) -> tuple[list[tuple[float, list[str]]], lis
                 formed += found is not None
             if spoiled:
                 scheduler.set_room("a", None, now)
-            found = scheduler.start_ahead()
+            found = scheduler.start_ahead(now)
             now += 0.010
             finish(scheduler, running, now, running.expected, Done())
             if found is not None:

@@ -87,3 +87,24 @@ def test_after_a_sink_that_ends_its_thread_the_next_delivery_tells_the_rest() ->
         delivery.deliver()
     delivery.deliver()
     assert told == [2.0]
+
+
+def test_what_comes_while_another_thread_acts_after_a_delivery_is_told_by_it() -> None:
+    waiting: list[Event] = []
+    told: list[float] = []
+
+    def take() -> list[Event]:
+        taken = waiting[:]
+        waiting.clear()
+        return taken
+
+    def act() -> None:
+        waiting.append(rejected(1.0))
+        other = threading.Thread(target=delivery.deliver)
+        other.start()
+        other.join(PATIENCE)  # it found the lock taken, and left its event behind
+        assert told == []
+
+    delivery = Delivery(take, Audience([lambda event: told.append(event.at)]))
+    delivery.after(act)
+    assert told == [1.0]

@@ -11,6 +11,7 @@ import pytest
 
 from drivers.helpers import PATIENCE, Log, run
 from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
@@ -123,6 +124,18 @@ def test_many_kinds_are_measured_anew_and_take_no_memory() -> None:
         made.ran(batch_of(1, partition=i), BRIEF)
     assert not made.fits(batch_of(1))
     assert not made.group("default")
+
+
+def test_p50_a_batch_that_failed_proves_nothing_unless_it_was_long() -> None:
+    made = BriefBatches(BRIEF, {"default": Anywhere()})
+    for _ in range(2 * PROOF):
+        made.ran(batch_of(1), 0.0, failed=True)
+    assert not made.group("default")
+    made = proven()
+    made.ran(batch_of(1), 0.0, failed=True)
+    assert made.fits(batch_of(1))
+    made.ran(batch_of(1), LONG, failed=True)
+    assert not made.fits(batch_of(1))
 
 
 @pytest.mark.parametrize("limit", [0.0, BRIEF])
@@ -269,7 +282,7 @@ def test_p52_what_interrupts_the_loop_answers_its_batch() -> None:
             await where(batcher, 0.0, PROOF)
             await asleep(batcher)
             ticket = batcher.submit(Request(0.0))
-            processor.hang = Interrupting()
+            processor.hang = Interrupting(KeyboardInterrupt())
             with pytest.raises(KeyboardInterrupt):
                 batcher.device.turn()
             processor.hang = None
@@ -282,8 +295,80 @@ def test_p52_what_interrupts_the_loop_answers_its_batch() -> None:
     run(main())
 
 
+def test_p52_what_interrupts_a_batch_on_the_loop_is_told_and_what_waits_goes_on() -> None:
+    """Some exceptions are no `Exception`, and do not end the loop: CancelledError, a panic in an extension in Rust."""
+
+    async def main() -> None:
+        processor = Anywhere()
+        groups = [GroupConfig(flush=FlushPolicy.by_size(1, 0.0))]
+        async with Batcher({"default": processor}, groups, watchdog=0.0, clock=processor.clock) as batcher:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            await where(batcher, 0.0, PROOF)
+            await asleep(batcher)
+            tickets = [batcher.submit(Request(0.0)) for _ in range(2)]
+            processor.hang = Interrupting(asyncio.CancelledError())
+            async with asyncio.timeout(PATIENCE):
+                with pytest.raises(Exception, match="interrupted"):
+                    await tickets[0].waiter
+                await tickets[1].waiter
+
+    run(main())
+
+
+def test_p52_an_error_of_the_scheduler_on_the_loop_is_one_of_the_device() -> None:
+    async def main() -> None:
+        processor, lost = Anywhere(), asyncio.Event()
+        async with Batcher(
+            {"default": processor}, BY_COUNT, watchdog=0.0, clock=processor.clock, on_fatal=lost.set
+        ) as batcher:
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+            await where(batcher, 0.0, PROOF)
+            await asleep(batcher)
+
+            def fails(now: float) -> None:
+                raise ZeroDivisionError("in a cost model")
+
+            batcher.scheduler.next_batch = fails  # type: ignore[method-assign, assignment]
+            ticket = batcher.submit(Request(0.0))
+            async with asyncio.timeout(PATIENCE):
+                await lost.wait()
+                with pytest.raises(ReflexError):
+                    await ticket.waiter
+
+    run(main())
+
+
+def test_what_ends_while_the_loop_forms_no_batch_is_told() -> None:
+    async def main() -> None:
+        processor = Anywhere()
+        async with Batcher({"default": processor}, BY_COUNT, watchdog=0.0, clock=processor.clock) as batcher:
+            await where(batcher, 0.0, PROOF)
+            await asleep(batcher)
+            forms = batcher.scheduler.next_batch
+
+            def sheds(now: float) -> Batch | None:
+                batcher.scheduler.next_batch = forms  # type: ignore[method-assign]
+                batcher.scheduler.cancel(ticket, now)
+                return None
+
+            batcher.scheduler.next_batch = sheds  # type: ignore[method-assign]
+            ticket = batcher.submit(Request(0.0))
+            async with asyncio.timeout(PATIENCE):
+                with pytest.raises(Cancelled):
+                    await ticket.waiter
+
+    run(main())
+
+
 class Interrupting(threading.Event):
-    """A signal comes while the processor waits."""
+    """What comes, once, while the processor waits."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error: BaseException | None = error
 
     def wait(self, timeout: float | None = None) -> bool:
-        raise KeyboardInterrupt
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return True

@@ -26,6 +26,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.processors.function import FunctionProcessor
+from reflex_runtime.telemetry import journal_writer
 from reflex_runtime.telemetry.journal_reader import read_journal
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 
@@ -250,6 +251,21 @@ def test_a_full_disk_is_remembered_and_touches_nobody() -> None:
     assert trace.error.strerror == os.strerror(28)  # ENOSPC
     run_of(1, trace)  # still harmless
     assert trace.dropped == 50
+
+
+def test_batches_that_were_taken_back_before_they_ran_leave_nothing_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers are missing."""
+    monkeypatch.setattr(journal_writer, "KEPT", 4)
+    trace = writer(tmp_path / "t.jsonl", ROBOTS)
+    loop = Loop(ROBOTS, trace)
+    for _ in range(20):
+        loop.submit()
+        loop.run(lambda t, u: Done())
+        loop.scheduler._batches += 2
+    assert len(trace._entered) == 4
+    assert trace.close()
 
 
 def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 Late binding stays true. Only a batch is formed ahead that could not become another one by waiting: it is full, of one
 call, in the first turn, and no deadline of it is at risk. A driver asks for it shortly before the running batch ends.
 Until it is started it is taken back if anything happens that would change it: a request that goes first arrives, a
-member leaves or reaches its deadline, its group pauses, the scheduler closes.
+member leaves, is replaced or can no longer meet its deadline, its group pauses, the scheduler closes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from math import inf
 
 from reflex_runtime.core.batch import Batch
@@ -40,6 +41,14 @@ class Ahead:
     def lets_in(self, ticket: Ticket) -> bool:
         """Whether a ticket that has arrived would come before a member."""
         return self.batch is not None and ticket.tier < self.last
+
+    def late(self, now: float) -> bool:
+        """Whether a member will probably miss its deadline if the batch starts now."""
+        return self.batch is not None and now + self.batch.expected > self.expires
+
+    def asked_by(self, client: Hashable) -> bool:
+        """Whether a member is a request of the client."""
+        return self.batch is not None and any(t.request.client == client for t in self.batch.grants)
 
     def has(self, ticket: Ticket) -> bool:
         return self.batch is not None and ticket in self.batch.grants

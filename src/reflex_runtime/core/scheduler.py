@@ -135,6 +135,8 @@ class Scheduler:
         if group is None:
             raise ConfigError(f"Request.group={request.group!r}: not one of {sorted(self._groups)}")
         ticket = Ticket(request, self._tickets, now)
+        if group.config.latest_only and self._ahead.asked_by(request.client):
+            self._take_back()
         replaced = group.superseded_by(request) if group.config.latest_only else []
         full = group.queued >= group.config.capacity and not replaced
         displaced = group.to_displace(request, now) if full else None
@@ -315,8 +317,12 @@ class Scheduler:
                 self._ahead.set(self._take(group, partition, formed))
         return self._ahead.batch
 
-    def start_ahead(self) -> Batch | None:
-        """The batch formed ahead, to run at once: what ran before has ended. None if there is none any more."""
+    def start_ahead(self, now: float) -> Batch | None:
+        """The batch formed ahead, to run at once: what ran before has ended. None if there is none any more, or if that
+        took so long that a member would miss its deadline."""
+        self._now = max(self._now, now)
+        if self._ahead.late(self._now):
+            self._take_back()
         return self._ahead.pop()
 
     def began(self, batch: Batch, now: float) -> None:

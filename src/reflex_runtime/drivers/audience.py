@@ -120,11 +120,15 @@ class Delivery:
 
     def after(self, action: Callable[[], T]) -> T:
         """Deliver everything up to now, then call `action` before anything else is delivered. Returns its result."""
-        with self._lock:
-            if not self.current:
-                self._news = True
-                self._tell()
-            return action()
+        try:
+            with self._lock:
+                if not self.current:
+                    self._news = True
+                    self._tell()
+                return action()
+        finally:
+            if self._news:  # of threads that found the lock taken meanwhile
+                self.deliver()
 
     def _tell(self) -> None:
         """Deliver until there are no new events. The lock is held."""

@@ -106,6 +106,7 @@ class BatchedFunction(Handle, Generic[Item, Result]):
         """Call the sink with every event from now on, in order, on any thread. It must be quick, and call no handle."""
         driver = self._driver
         driver.delivery.after(lambda: driver.audience.add(sink))
+        driver.deliver()  # answers that were told meanwhile have woken nobody
 
     def close(self, drain: bool = True, timeout: float = 5.0) -> bool:
         """Accept no more items, finish or drop those queued, stop the thread. Returns whether it ended in `timeout`.

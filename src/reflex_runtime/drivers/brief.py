@@ -58,8 +58,9 @@ class BriefBatches:
             return False
         return kind.seconds * max(1.0, len(batch) / kind.size) <= self.limit
 
-    def ran(self, batch: Batch, seconds: float) -> None:
-        """A batch came back after so many seconds, on the loop or on the device thread."""
+    def ran(self, batch: Batch, seconds: float, failed: bool = False) -> None:
+        """A batch came back after so many seconds, on the loop or on the device thread. One that failed proves nothing,
+        unless it was long."""
         if self.limit <= 0.0:
             return
         key = (batch.group, batch.partition, batch.stage)
@@ -71,6 +72,8 @@ class BriefBatches:
             kind = self._kinds[key] = _Proof()
         if seconds > self.limit:
             self._was_long(batch.group, kind)
+            return
+        if failed:
             return
         if len(batch) >= kind.size:
             kind.size, kind.seconds = len(batch), seconds

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
-from reflex_runtime.core.batch import Batch, Failed, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
@@ -160,20 +160,32 @@ class Device:
         if not self._bell.waiting:
             return False
         with self._lock:
-            batch = self._form_here() if self._has_news() else None
-            if batch is None:
-                return False
+            settled = self.scheduler.settled
+            try:
+                batch = self._form_here() if self._has_news() else None
+            except BaseException:  # it fails on the device thread, too, and there it has consequences
+                self._bell.ring()
+                raise
+            news = settled != self.scheduler.settled
+        if batch is None:
+            if news:  # some were shed
+                self._notify()
+            return False
         outcomes: list[Outcome] = [Failed(ProcessorError("the thread that ran it was interrupted"))] * len(batch)
+        interrupted = True
         try:
             outcomes = run_batch(self._processors[batch.group], batch)
-        finally:  # also when the thread is interrupted
+            interrupted = False
+        finally:
             with self._lock:
                 self._here = False
                 if self._running is not None and self._running[0] is batch:  # it was not given up meanwhile
                     self._complete(outcomes, self.clock())
                     self._settle()
-                if self._stopping:
+                if self._stopping or interrupted:  # then the caller does not go on with what waits
                     self._bell.ring()
+            if interrupted:
+                self._notify()
         return True
 
     def cancel(self, ticket: Ticket) -> None:
@@ -449,14 +461,14 @@ class Device:
             return
         assert self._running is not None
         batch, since = self._running
-        self._brief.ran(batch, now - since)
+        self._brief.ran(batch, now - since, failed=isinstance(outcomes[0], Failed | Apart))
         self._running = None
         self._settle()
         self._returned = _Returned(batch, tuple(outcomes), now - since, now)
 
     def _take_ahead(self, now: float) -> Batch | None:
         """The batch that was formed ahead, if there is one. The lock is held."""
-        batch = self.scheduler.start_ahead() if self._ahead is not None else None
+        batch = self.scheduler.start_ahead(now) if self._ahead is not None else None
         if self._returned is not None and batch is not None:
             self._returned.next = batch
         else:
@@ -487,9 +499,11 @@ class Device:
         """Complete the batch that came back, if the next one was started first. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
-            self.scheduler.complete(returned.batch, returned.outcomes, returned.elapsed, returned.at)
-            if returned.next is not None:
-                self.scheduler.began(returned.next, returned.at)
+            try:
+                self.scheduler.complete(returned.batch, returned.outcomes, returned.elapsed, returned.at)
+            finally:  # also when a cost model raises: the next batch must not fail for that
+                if returned.next is not None:
+                    self.scheduler.began(returned.next, returned.at)
 
     def _must_wake(self, ticket: Ticket) -> bool:
         """Whether the sleeping device may have something to do before the time until which it sleeps."""

@@ -224,7 +224,7 @@ class _Loop:
         outcomes = [self._outcome(ticket, units) for ticket, units in batch.grants.items()]
         ahead: Batch | None = None
         if self.lead is not None:
-            ahead = self._scheduler.start_ahead()  # type: ignore[attr-defined]
+            ahead = self._scheduler.start_ahead(now)  # type: ignore[attr-defined]
         self._scheduler.complete(batch, outcomes, taken, now)
         self._running = None if self._running is batch else self._running
         if ahead is not None:

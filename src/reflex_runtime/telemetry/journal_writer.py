@@ -239,7 +239,8 @@ class JournalWriter:
         if not self._lines.takes():
             return
         self._entered[batch.id] = [ticket.request.id for ticket in batch.admitted]
-        self._entered.pop(batch.id - KEPT, None)
+        if len(self._entered) > KEPT:
+            del self._entered[next(iter(self._entered))]
         members = _members(batch)
         if tokens is not None:
             for member, before in zip(members, tokens, strict=True):
