@@ -135,6 +135,23 @@ def test_x4_a_pause_keeps_its_picture_and_names_are_bounded(browser: sync_api.Br
         look.page.close()
 
 
+def test_x4_a_shadow_does_not_count_as_answers(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny, "--shadow-policy", str(tiny), "--shadow-sample", "1") as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        assert server.act(robot_id="arm-1").status == 200
+        look.until("#clients", "arm-1")
+        served = look.page.evaluate("""async () => {
+            const { served } = await import("/dashboard/tables.js");
+            const groups = [{ name: "prod" }, { name: "shadow" }];
+            const policy = { groups: { prod: "prod", shadow: "shadow" } };
+            return served({ groups, server: { policies: { default: policy } } });
+        }""")
+        assert served == [{"name": "prod"}]
+        assert look.wrong == []
+        look.page.close()
+
+
 def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: sync_api.Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
         look = Looked(browser, server)

@@ -110,6 +110,17 @@ def test_x4_the_device_is_busy_in_every_snapshot_of_a_long_batch() -> None:
     assert busy == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
 
 
+def test_x4_a_request_without_a_client_counts_for_its_group_only() -> None:
+    play = Play()
+    play.ask("", "r1")
+    play.run(0.1)
+    play.ask("")
+    play.run(0.1, [Failed(ProcessorError("no"))])
+    told = play.snapshot()
+    assert ([c.name for c in told.clients], told.clients_known) == (["r1"], 1)
+    assert told.groups[0].outcomes == {"ok": 2, "failed": 1}
+
+
 def test_x4_refusals_count_for_their_client() -> None:
     play = Play()
     play.ask(*["r1"] * 6)

@@ -143,10 +143,13 @@ class TopView:
         server = snapshot.server
         state = str(server.get("state", ""))
         head = Text(f"{self._url}: ").append(state, _STYLES.get(state, "bold red"))
-        rate, busy = sum(g.rate for g in snapshot.groups), min(1.0, sum(g.busy for g in snapshot.groups))
-        p99 = max((g.p99 for g in snapshot.groups if g.p99 is not None), default=None)
+        policies = server.get("policies", {})
+        shadows = {policy["groups"].get("shadow") for policy in policies.values()}  # a shadow answers nobody
+        served = [g for g in snapshot.groups if g.name not in shadows]
+        rate, busy = sum(g.rate for g in served), min(1.0, sum(g.busy for g in snapshot.groups))
+        p99 = max((g.p99 for g in served if g.p99 is not None), default=None)
         head.append(f"  {rate:.1f} answers/s  device {busy:.0%} busy  p99 {_ms(p99)}")
-        for name, policy in server.get("policies", {}).items():
+        for name, policy in policies.items():
             for slot, told in policy.get("slots", {}).items():
                 if told["verdict"] != "ok":
                     head.append(f"  {name}/{slot}: {told['verdict']}", "bold red")

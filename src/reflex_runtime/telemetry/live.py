@@ -263,6 +263,8 @@ class Live:
             group.ratios.append(batch.expected / elapsed)
 
     def _client(self, client: Hashable, group: str) -> _ClientFigures:
+        if client == "":  # a request of nobody's, as a shadow's, counts for its group only
+            return _ClientFigures(group)
         found = self._clients.get(client)
         if found is None:
             found = self._clients[client] = _ClientFigures(group)

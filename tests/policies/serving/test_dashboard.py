@@ -123,6 +123,25 @@ def test_x4_top_shows_batches_clients_and_queues(tiny: Path, capsys: pytest.Capt
         assert words in text, text
 
 
+def test_x4_a_shadow_is_no_client_and_answers_nobody(tiny: Path) -> None:
+    with Server(tiny, "--shadow-policy", str(tiny), "--shadow-sample", "1") as server:
+        seen = snapshots(server)
+        next(seen)
+        for _ in range(4):
+            assert server.act(robot_id="arm-7").status == 200
+        told = next(s for s in seen if any(g["name"] == "shadow" and g["outcomes"] for g in s["groups"]))
+        seen.close()
+    assert [client["name"] for client in told["clients"]] == ["arm-7"]
+    snapshot = msgspec.convert(told, LiveSnapshot)
+    for group in snapshot.groups:
+        group.rate, group.p99 = {"prod": (3.0, 0.25), "shadow": (2.0, 0.5)}[group.name]
+    console = Console(width=120, record=True)
+    console.print(TopView("here").show(snapshot, 120))
+    head = console.export_text().splitlines()[0]
+    assert "  3.0 answers/s" in head
+    assert "p99 250 ms" in head
+
+
 def test_x4_top_says_what_it_cannot_read() -> None:
     with pytest.raises(ReflexError, match=r"here: is of another version of reflex: .*`at`"):
         _read(b'{"number": 1}\n', "here")

@@ -1,4 +1,5 @@
 // Lines over the last minutes: latency, waiting work, the device's time, and how good the predictions are.
+import { served } from "/dashboard/tables.js";
 
 const KEPT = 600; // snapshots: two and a half minutes
 
@@ -15,7 +16,7 @@ export class Charts {
   add(snapshot) {
     const [latency, waiting, busy, ratio] = this.charts;
     const groups = snapshot.groups, queues = Object.values(snapshot.server.queues ?? {});
-    const worst = (key) => Math.max(...groups.map((g) => g[key] ?? NaN).filter((v) => !Number.isNaN(v)));
+    const worst = (key) => Math.max(...served(snapshot).map((g) => g[key] ?? NaN).filter((v) => !Number.isNaN(v)));
     const ms = (key) => { const found = worst(key); return Number.isFinite(found) ? found * 1000 : null; };
     const sum = (key) => queues.reduce((total, queue) => total + (queue[key] ?? 0), 0);
     const ratios = groups.filter((g) => g.error !== null);

@@ -56,7 +56,7 @@ let last = null; // the snapshot before
 
 function show(snapshot) {
   if (strip === null) begin();
-  const { server, groups } = snapshot;
+  const { server } = snapshot;
   const what = server.model?.model ?? PRODUCTS[server.product] ?? server.product;
   $("product").textContent = `${what} · ${server.version}`;
   $("state").textContent = server.error ? `${server.state}: ${server.error}` : server.state;
@@ -64,7 +64,7 @@ function show(snapshot) {
   document.title = `Reflex ${server.state === "ready" ? "" : server.state}`;
   strip.add(snapshot);
   charts.add(snapshot);
-  tiles(snapshot, groups);
+  tiles(snapshot, tables.served(snapshot));
   if (!strip.paused) tables.batches($("batches"), snapshot);
   tables.clients($("clients"), $("known"), snapshot);
   tables.queues($("queues"), snapshot);
@@ -95,7 +95,7 @@ function tiles(snapshot, groups) {
     ...tokens,
     ["answers a second", round(sum("rate"))],
     ["requests a batch", sizes.length ? round(sizes.reduce((a, b) => a + b, 0) / sizes.length) : "–"],
-    ["device busy", `${Math.round(100 * Math.min(1, sum("busy")))} %`],
+    ["device busy", `${Math.round(100 * Math.min(1, snapshot.groups.reduce((total, g) => total + g.busy, 0)))} %`],
     ["p50", milliseconds(worst("p50"))],
     ["p99", milliseconds(worst("p99"))],
     ["waiting", String(queues.reduce((total, q) => total + q.queued, 0))],

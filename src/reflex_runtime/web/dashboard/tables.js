@@ -16,6 +16,12 @@ function fill(table, heads, rows, texts) {
   table.replaceChildren(cells("th", heads, texts), ...rows.map((row) => cells("td", row, texts)));
 }
 
+// The figures of groups that answer callers: a shadow answers nobody.
+export function served({ groups, server }) {
+  const shadows = new Set(Object.values(server.policies ?? {}).map((policy) => policy.groups?.shadow));
+  return groups.filter((g) => !shadows.has(g.name));
+}
+
 export function clients(table, known, snapshot) {
   const rows = snapshot.clients.map((c) => [
     c.name, c.group, c.wire, `${round(c.rate)} /s`, milliseconds(c.age), c.answers, milliseconds(c.p95), c.lost, c.why,
