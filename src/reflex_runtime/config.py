@@ -158,8 +158,8 @@ class ServeConfig(ServerConfig):
     )
     batch_timeout_ms: float | None = option(
         None,
-        "longest hold on a free device, which waits only for clients whose next request is due, if that pays; by "
-        "default it may last as long as a batch",
+        "longest time that a free device waits for clients whose next request is due; by default as long as a batch "
+        "may take; 0: it never waits",
         low=0, high=1000, unit="ms",
     )
     max_batch_size: int = option(256, "most requests in a batch, whatever their cost", low=1, high=4096)
