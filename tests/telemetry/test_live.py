@@ -110,6 +110,16 @@ def test_x4_the_device_is_busy_in_every_snapshot_of_a_long_batch() -> None:
     assert busy == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
 
 
+def test_x4_names_that_differ_at_their_end_stay_apart() -> None:
+    play = Play()
+    names = [f"warehouse-7/line-3/robot-arm-{i}" for i in range(2)]
+    play.ask(*names, "x" * 1000)
+    play.run(0.1)
+    told = play.snapshot()
+    assert [m.client for m in told.batches[0].members] == [*names, "x" * 47 + "…"]
+    assert [c.name for c in told.clients] == [*names, "x" * 47 + "…"]
+
+
 def test_x4_a_request_without_a_client_counts_for_its_group_only() -> None:
     play = Play()
     play.ask("", "r1")

@@ -68,11 +68,11 @@ def client_name(member: Member) -> str:
     return client_label(member.client)
 
 
-def client_label(client: str) -> str:
-    """The same for a client's text alone."""
+def client_label(client: str, width: int = 18) -> str:
+    """The same for a client's text alone. width: characters of a name."""
     connection = _CONNECTION.fullmatch(client)
     if connection is None:
-        return plain(client or "no client")
+        return plain(client or "no client", width)
     host, port = connection.group(2, 3)
     name = plain(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", 99)
     return name if len(name) <= 21 else "…" + name[-20:]  # two of them differ in the port

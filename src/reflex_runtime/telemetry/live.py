@@ -30,6 +30,7 @@ from reflex_runtime.telemetry.colours import client_label
 BATCHES = 256  # in a snapshot: the newest
 MEMBERS = 64  # of a batch
 CLIENTS = 64  # in a snapshot: those answered last
+NAME = 48  # characters of a client's name: names often differ at their end
 REMEMBERED = 1024  # clients whose figures are kept
 WINDOW = 512  # latencies of a group, and
 OWN = 64  # of a client, that percentiles are taken from
@@ -282,7 +283,7 @@ class Live:
 def _told(batch: Batch, queued: int) -> LiveBatch:
     admitted, at = set(batch.admitted), batch.scheduled_at
     members = [
-        LiveMember(client_label(str(t.request.client)), units, _us(at - t.arrived), t in admitted)
+        LiveMember(_name(t.request.client), units, _us(at - t.arrived), t in admitted)
         for t, units in list(batch.grants.items())[:MEMBERS]
     ]
     return LiveBatch(
@@ -315,9 +316,11 @@ def _client(name: Hashable, found: _ClientFigures, now: float) -> LiveClient:
     ranked = sorted(found.latencies)
     p95 = percentile(ranked, 0.95) if ranked else None
     age, rate = now - found.at, found.rate.value(now)
-    return LiveClient(
-        client_label(str(name)), found.group, found.wire, rate, age, found.answers, p95, found.lost, found.why
-    )
+    return LiveClient(_name(name), found.group, found.wire, rate, age, found.answers, p95, found.lost, found.why)
+
+
+def _name(client: Hashable) -> str:
+    return client_label(str(client), NAME)
 
 
 def _us(seconds: float) -> float:
