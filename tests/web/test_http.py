@@ -242,7 +242,8 @@ def test_h5_a_key_guards_everything_but_health_and_metrics(tiny: Path, how: str)
     with Server(tiny, *options, env=env) as server:
         assert server.get("/health").status == 200
         assert server.metrics()("reflex_requests_total", outcome="client_error") == 0
-        for path in ("/config", "/diagnostics/cost-model", "/admin/split", "/episodes/1", "/v1/models", "/dashboard"):
+        told = "/config", "/diagnostics/cost-model", "/dashboard/stream"
+        for path in (*told, "/admin/split", "/episodes/1", "/v1/models"):
             refused = server.get(path)
             check_error(refused, 401, "unauthorized")
             assert refused.headers["www-authenticate"] == "Bearer"

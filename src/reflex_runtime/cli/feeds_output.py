@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO, cast
@@ -77,31 +77,35 @@ class Board:
         self._live: Live | None = None
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
-        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console)], force=True)
+        # A line that is written while the table grows by a row would be overwritten.
+        self._turn = threading.RLock()
+        logging.basicConfig(level=logging.INFO, handlers=[_ConsoleLog(self.console, self._turn)], force=True)
 
     def __enter__(self) -> Self:
         if self._is_live:
             self._live = Live(
                 console=self.console,
                 get_renderable=lambda: LiveTable(self._runtime.snapshot()),
-                refresh_per_second=PER_SECOND,
+                auto_refresh=False,
                 transient=True,
                 redirect_stdout=sys.stdout.isatty(),  # else it is a file or a pipe
             )
-            self._live.start(refresh=True)
-        else:
-            self._thread = threading.Thread(target=self._lines, name="reflex-feeds-lines", daemon=True)
-            self._thread.start()
+            with self._turn:
+                self._live.start(refresh=True)
+        shows = self._lines if self._live is None else self._refreshes
+        self._thread = threading.Thread(target=shows, name="reflex-feeds-lines", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if self._live is not None:
-            self._live.stop()
         if self._thread is not None:
             self._thread.join()
+        if self._live is not None:
+            with self._turn:
+                self._live.stop()
 
     def tell(self, event: HealthEvent) -> None:
         """One line for what happened."""
@@ -111,6 +115,12 @@ class Board:
     def summary(self) -> None:
         """The last table, which stays."""
         self.console.print(summary(self._runtime.snapshot()), soft_wrap=False)
+
+    def _refreshes(self) -> None:
+        assert self._live is not None
+        while not self._over.wait(1.0 / PER_SECOND):
+            with self._turn:
+                self._live.refresh()
 
     def _lines(self) -> None:
         while not self._over.wait(EVERY_S):
@@ -122,9 +132,10 @@ class Board:
 class _ConsoleLog(logging.Handler):
     """Log lines on a console, one line each: on a terminal in colour with the time, else with date and level."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, turn: AbstractContextManager[Any]) -> None:
+        """turn: held while something is written."""
         super().__init__()
-        self._console = console
+        self._console, self._turn = console, turn
         if console.is_terminal:
             self.setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
         else:
@@ -133,7 +144,8 @@ class _ConsoleLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             style = _LEVELS.get(record.levelno, "")
-            self._console.print(Text(self.format(record), style), soft_wrap=True)
+            with self._turn:
+                self._console.print(Text(self.format(record), style), soft_wrap=True)
         except Exception:
             self.handleError(record)
 

@@ -53,6 +53,10 @@ class Ahead:
     def has(self, ticket: Ticket) -> bool:
         return self.batch is not None and ticket in self.batch.grants
 
+    def waiting(self, group: str) -> int:
+        """Its members of this group: until it is started they wait."""
+        return len(self.batch) if self.batch is not None and self.batch.group == group else 0
+
 
 def may_lead(group: Group, partition: Partition) -> bool:
     """Whether a batch of the partition may be formed ahead.

@@ -366,10 +366,9 @@ class Group:
         return origin.pending == 0 and not (origin.served and origin.guilty)
 
     def describe(self, now: float) -> dict[str, Any]:
-        """Its state, for diagnostics."""
+        """Its state, for diagnostics; the scheduler adds how many wait."""
         residents = sum(len(p.residents) for p in self.active.values())
         return {
-            "queued": self.queued,
             "preparing": sum(map(len, self.preparing.values())),
             "residents": residents,
             "unsettled": self.unsettled,

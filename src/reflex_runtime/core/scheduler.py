@@ -382,12 +382,15 @@ class Scheduler:
             "admitted": self._tickets,
             "batches": self._batches,
             "closed": self._closed,
-            "groups": {name: group.describe(self._now) for name, group in self._groups.items()},
+            "groups": {name: self._describe(group) for name, group in self._groups.items()},
         }
 
+    def _describe(self, group: Group) -> dict[str, Any]:
+        return group.describe(self._now) | {"queued": self.queued(group.name)}
+
     def queued(self, group: str) -> int:
-        """Waiting tickets of the group."""
-        return self._groups[group].queued
+        """Waiting tickets of the group, those of a batch formed ahead included."""
+        return self._groups[group].queued + self._ahead.waiting(group)
 
     def queued_units(self, group: str) -> float:
         """Units that the group's waiting tickets want together."""

@@ -333,7 +333,7 @@ def test_p34_a_table_has_the_settings_of_one_policy(robots: Robots, tmp_path: Pa
     arm_group, hand_group = journal.groups["arm.prod"], journal.groups["hand.prod"]
     assert (arm_group.budget, arm_group.capacity, arm_group.weight, arm_group.tenant) == (0.05, 7, 2.5, "arm")
     assert (hand_group.budget, hand_group.capacity, hand_group.weight, hand_group.max_size) == (0.1, 9, 1.0, 3)
-    assert (arm_group.flush["returns"], hand_group.flush["returns"]) == (0.0, 0.005)
+    assert (arm_group.flush["returns"], hand_group.flush["returns"]) == (0.0, None)
 
 
 # -- P35: one device ---------------------------------------------------------------------------------------------------
@@ -372,7 +372,8 @@ def test_p35_both_with_a_backlog_share_the_device_by_weight(robots: Robots, tmp_
         bodies += [{"policy": "hand", "state": TOUCH} for _ in range(24)]
         with server.burst(bodies) as burst:
             burst.send()
-            server.reach(lambda m: m("reflex_policy_runtime_queue_depth") == 48)
+            # One may be in a batch that was formed ahead, or have run before the plug came.
+            server.reach(lambda m: m("reflex_in_flight_requests") + m("reflex_requests_total", outcome="ok") == 49)
             server.release()
             assert {answer.status for answer in burst.answers()} == {200}
         assert server.stop() == 0
