@@ -255,17 +255,17 @@ class Scheduler:
             raise ValueError(f"batch {batch.id} is not in flight")
         if len(outcomes) != len(batch):
             raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {len(outcomes)}")
-        self._input(now)
-        del self._in_flight[batch]
-        self._holding.free_since = now
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
         failed = [o for o in outcomes if isinstance(o, Failed | Apart)]
+        if not failed:  # first: if it raises, the batch is still in flight, and a driver can let it fail
+            group.cost.observe(batch, elapsed)
+        self._input(now)
+        del self._in_flight[batch]
+        self._holding.free_since = now
         void = len(failed) == len(outcomes)
         partition = group.active[batch.partition]
         group.charge(partition, elapsed - batch.expected)
-        if not failed:
-            group.cost.observe(batch, elapsed)
         if group.cost.unit == "seconds":
             group.evidence.returned(batch, elapsed, now, not failed)
         resources = group.config.resources

@@ -499,11 +499,15 @@ class Device:
         """Complete the batch that came back, if the next one was started first. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
+            batch, elapsed, at = returned.batch, returned.elapsed, returned.at
             try:
-                self.scheduler.complete(returned.batch, returned.outcomes, returned.elapsed, returned.at)
-            finally:  # also when a cost model raises: the next batch must not fail for that
-                if returned.next is not None:
-                    self.scheduler.began(returned.next, returned.at)
+                self.scheduler.complete(batch, returned.outcomes, elapsed, at)
+            except Exception as error:  # of a cost model; this may be any thread, which knows nothing of the batch
+                log.exception("batch %d could not be completed", batch.id)
+                failed = Failed(ProcessorError(f"its batch could not be completed: {type(error).__name__}: {error}"))
+                self.scheduler.complete(batch, [failed] * len(batch), elapsed, at)
+            if returned.next is not None:
+                self.scheduler.began(returned.next, at)
 
     def _must_wake(self, ticket: Ticket) -> bool:
         """Whether the sleeping device may have something to do before the time until which it sleeps."""
