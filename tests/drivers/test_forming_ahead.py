@@ -212,3 +212,59 @@ def test_no_thread_is_made_where_it_does_not_pay(seconds: float) -> None:
         made.device.take_events()
     assert forming(made) is None
     assert made.device.stop()
+
+
+def test_where_no_thread_can_be_made_batches_are_formed_when_the_device_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name.endswith("-ahead"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    made = Made()
+    tickets = made.ask(6)
+    made.device.start()
+    finish(made, tickets, 3)
+    assert made.steps.calls == [[0, 1], [2, 3], [4, 5]]
+    assert "no batch is formed ahead" in caplog.text
+    assert not made.device.fatal
+    made.device.stop()
+
+
+def test_an_error_while_forming_ahead_costs_that_alone(caplog: pytest.LogCaptureFixture) -> None:
+    made = Made()
+    form, failed = made.scheduler.form_ahead, threading.Semaphore(0)
+
+    def fails_once(now: float) -> Batch | None:
+        made.scheduler.form_ahead = form  # type: ignore[method-assign]
+        failed.release()
+        raise ZeroDivisionError("a cost model's")
+
+    made.scheduler.form_ahead = fails_once  # type: ignore[method-assign]
+    tickets = made.ask(10)
+    made.device.start()
+    made.steps.inside()
+    assert failed.acquire(timeout=PATIENCE)
+    made.steps.released.release()
+    made.steps.inside()
+    made.wait_formed()  # the thread goes on
+    for _ in range(5):
+        made.steps.released.release()
+    while any(ticket.outcome is None for ticket in tickets):
+        assert made.told.acquire(timeout=PATIENCE)
+        made.device.take_events()
+    assert "a batch could not be formed ahead" in caplog.text
+    made.device.stop()
+
+
+def finish(made: Made, tickets: list[Ticket], batches: int) -> None:
+    """Let so many batches run, until all is answered."""
+    for _ in range(batches):
+        made.steps.released.release()
+    while any(ticket.outcome is None for ticket in tickets):
+        assert made.told.acquire(timeout=PATIENCE)
+        made.device.take_events()

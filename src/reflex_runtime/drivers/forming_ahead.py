@@ -6,6 +6,7 @@ prediction. It sleeps without a time while batches are not full: then each is fo
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from math import inf
@@ -13,6 +14,8 @@ from math import inf
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.wakeable import Wakeable
+
+log = logging.getLogger("reflex.device")
 
 WAKING = 0.0002  # seconds: from the time a thread sleeps until, to when it runs with the interpreter's lock
 SLACK = 0.0002  # seconds by which it may form earlier, rather than sleep once more
@@ -61,7 +64,11 @@ class FormingAhead:
         self._at = now + expected - self._lead(expected)
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # this process may have no more threads: batches are formed when the device is free
+                log.exception("no batch is formed ahead")
+                self.end()
         elif self._bell.waiting and self._at < self._bell.until:
             self._bell.ring()
 
@@ -85,7 +92,10 @@ class FormingAhead:
             while not self._ends:
                 now = self._clock()
                 if self._at <= now + SLACK:
-                    self._form(now)
+                    try:
+                        self._form(now)
+                    except Exception:  # a cost model's: the device forms the batch itself, and has the error too
+                        log.exception("a batch could not be formed ahead")
                     continue
                 until = min(self._at, self._next if self._next > now else inf)
                 self._bell.wait(until - now, until)
