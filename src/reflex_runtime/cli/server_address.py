@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import http.client
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,22 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 
 PATIENCE = 10.0  # seconds for the answer
 MOST = 64 * 2**20  # bytes of it
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """The options of a verb that asks a running server: its URL and its key."""
+    parser.add_argument(
+        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
+        help="where the server is (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
+    )
+
+
+def key_of(args: argparse.Namespace) -> str:
+    """The key that was given, or that of the environment; empty without one."""
+    return args.api_key or os.environ.get("REFLEX_API_KEY", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.cli.server_address import ServerAddress, add_server, key_of
 from reflex_runtime.core.errors import ReflexError
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
@@ -40,20 +40,14 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
-        help="where the server is (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
-    )
+    add_server(parser)
     parser.add_argument("--json", action="store_true", help="print the server's JSON answer")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Ask and print; returns the exit status."""
-    told = ask(args.url, args.api_key or os.environ.get("REFLEX_API_KEY", ""))
+    told = ask(args.url, key_of(args))
     if args.json:
         print(json.dumps(told, indent=1))
     else:

@@ -18,7 +18,7 @@ from rich.live import Live as Screen
 from rich.table import Table
 from rich.text import Text
 
-from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.cli.server_address import ServerAddress, add_server, key_of
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.telemetry.colours import PALETTE
 from reflex_runtime.telemetry.live import LiveBatch, LiveSnapshot
@@ -51,13 +51,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
-        help="where the server is (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
-    )
+    add_server(parser)
     parser.add_argument("--once", action="store_true", help="show one snapshot and end")
     parser.add_argument("--json", action="store_true", help="print each snapshot as a line of JSON")
     parser.set_defaults(run=run)
@@ -65,7 +59,7 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Watch until it is interrupted or the server ends the stream; returns the exit status."""
-    lines = watched(ServerAddress.of(args.url), args.api_key or os.environ.get("REFLEX_API_KEY", ""))
+    lines = watched(ServerAddress.of(args.url), key_of(args))
     try:
         if args.json:
             for line in lines:

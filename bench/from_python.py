@@ -249,7 +249,7 @@ def _measure(who: str, way: Any, step: float, callers: int, scale: float) -> Fou
     return asyncio.run(_tasks(way, model, callers, who == "new tasks", practice, seconds))
 
 
-def library(scale: float) -> list[Row]:
+def from_python(scale: float) -> list[Row]:
     """Rows for every way, number of callers and time of a call."""
     kinds = [(who, name, way) for who, ways in CALLERS_OF.items() for name, way in ways.items()]
     found: dict[tuple[float, int, str, str], list[Found]] = {}
