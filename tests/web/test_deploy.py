@@ -64,7 +64,8 @@ class Prometheus:
 
     def ask(self, path: str, **query: str) -> Any:
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=5) as answer:
+        # never through a proxy of the environment: that one cannot reach this machine's loopback
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as answer:
             return json.load(answer)["data"]
 
     def value(self, expression: str) -> list[float]:
@@ -82,8 +83,11 @@ class Prometheus:
                     return True
             except OSError:
                 pass  # it starts
-            if self.process.poll() is not None:
-                raise AssertionError("prometheus ended: is a file of deploy/prometheus wrong?")
+            try:
+                self.process.wait(0.05)  # between two questions
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError("prometheus ended: is a file of deploy/prometheus wrong?")
         return False
 
 
