@@ -14,11 +14,12 @@ PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing", "checked", "options"}  # every part may read them
+MODULES = {"version", "pacing", "checked", "options", "rendezvous"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
+    "rendezvous": set(),
     "checked": set(),
     "options": set(),
     "processors": {"core"},
