@@ -24,8 +24,9 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience
 from reflex_runtime.drivers.audience import Sink as Sink
 from reflex_runtime.drivers.brief import BRIEF
-from reflex_runtime.drivers.device import Clock, Device
+from reflex_runtime.drivers.device import Clock
 from reflex_runtime.drivers.idle import Idle
+from reflex_runtime.drivers.loop_device import LoopDevice
 from reflex_runtime.drivers.slices import Cancels
 from reflex_runtime.processors.base import Processor
 
@@ -73,14 +74,13 @@ class Batcher(Generic[V]):
         _check(processors, [config.name for config in configs])
         self.scheduler = Scheduler(configs)
         self._replaces = any(config.latest_only for config in configs)
-        self.device = Device(
+        self.device = LoopDevice(
             self.scheduler, processors, self._notified, clock, self._fatal_from_thread,
-            expendable=expendable, one_thread=one_thread, ahead=True, brief=brief, on_stuck=on_stuck,
-            look_every=watchdog or inf,
+            expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck, look_every=watchdog or inf,
         )  # fmt: skip
         self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
         self._watchdog = watchdog
-        self._soon = min(watchdog, Device.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
+        self._soon = min(watchdog, LoopDevice.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
         self._clock = clock
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,8 +1,8 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
 The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
-and wake it. A driver that wakes it with `turn` may run a brief batch itself instead, see `drivers/brief.py`. It sleeps
-until `wake_at` or an input, without polling. Drivers for callers (`Batcher`, `batched`) deliver the results.
+and wake it. It sleeps until `wake_at` or an input, without polling. Drivers for callers (`Batcher`, `batched`) deliver
+the results. `LoopDevice` also runs batches on an event loop.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
 second time the device itself is given up (`on_fatal`): open requests are answered with errors, and none is admitted.
@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
-from reflex_runtime.core.batch import Apart, Batch, Failed, Outcome
+from reflex_runtime.core.batch import Batch, Failed, Outcome
 from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
-from reflex_runtime.drivers.brief import BriefBatches
 from reflex_runtime.drivers.forming_ahead import FormingAhead
 from reflex_runtime.drivers.wakeable import Wakeable
 from reflex_runtime.processors.base import Processor, run_batch
@@ -62,9 +61,6 @@ class Device:
         its late results are dropped.
     ahead: whether a full batch is formed while the one before runs (`forming_ahead`), which is completed while it runs
         itself. For a driver that takes the events on another thread.
-    brief: seconds up to which batches may run on the thread that calls `turn`; 0: none do.
-    on_stuck: called on the device thread, once a `look_every`, while a batch that runs there has taken longer than
-        that: the thread that could answer is not free.
     hung: batches given up for their time. fatal: whether the device was given up; lost: why.
     """
 
@@ -82,9 +78,6 @@ class Device:
         expendable: Collection[str] = (),
         one_thread: bool = False,
         ahead: bool = False,
-        brief: float = 0.0,
-        on_stuck: Callable[[], None] | None = None,
-        look_every: float = inf,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -106,10 +99,6 @@ class Device:
         self._running: tuple[Batch, float] | None = None
         self._returned: _Returned | None = None
         self._ahead = FormingAhead(scheduler, self._lock, clock, self._settle, f"{name}-ahead") if ahead else None
-        self._brief = BriefBatches(0.0 if one_thread else brief, processors)
-        self._here = False  # the batch that runs is on the thread that called `turn`
-        self._handed: Batch | None = None  # formed there, but for this thread to run
-        self._on_stuck, self._look_every = on_stuck, look_every
         self.hung = 0
         self.fatal = False
         self.lost: ProcessorError | None = None
@@ -151,42 +140,6 @@ class Device:
             with self._lock:
                 if self._has_news():
                     self._bell.ring()
-
-    def turn(self) -> bool:
-        """Let a free device take what was submitted: here, if its batch is brief, else on its thread.
-
-        Returns whether a batch ran here; its events wait to be taken. Always on the same thread.
-        """
-        if not self._bell.waiting:
-            return False
-        with self._lock:
-            settled = self.scheduler.settled
-            try:
-                batch = self._form_here() if self._has_news() else None
-            except BaseException:  # it fails on the device thread, too, and there it has consequences
-                self._bell.ring()
-                raise
-            news = settled != self.scheduler.settled
-        if batch is None:
-            if news:  # some were shed
-                self._notify()
-            return False
-        outcomes: list[Outcome] = [Failed(ProcessorError("the thread that ran it was interrupted"))] * len(batch)
-        interrupted = True
-        try:
-            outcomes = run_batch(self._processors[batch.group], batch)
-            interrupted = False
-        finally:
-            with self._lock:
-                self._here = False
-                if self._running is not None and self._running[0] is batch:  # it was not given up meanwhile
-                    self._complete(outcomes, self.clock())
-                    self._settle()
-                if self._stopping or interrupted:  # then the caller does not go on with what waits
-                    self._bell.ring()
-            if interrupted:
-                self._notify()
-        return True
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancel a request for its caller."""
@@ -341,34 +294,6 @@ class Device:
             self._cut_short(error)
         self._notify()
 
-    # -- the thread that calls `turn` ----------------------------------------------------------------------------------
-
-    def _has_news(self) -> bool:
-        """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
-        return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
-
-    def _form_here(self) -> Batch | None:
-        """The batch to run on the calling thread; otherwise the device thread is woken. The lock is held."""
-        busy = [group for group in self._processors if self.scheduler.unsettled(group)]
-        if not self._bell.waiting or self._stopping or not all(map(self._brief.group, busy)):
-            self._bell.ring()
-            return None
-        self._settle()
-        if self._ahead is not None:
-            self._ahead.rest()
-        batch = self.scheduler.next_batch(self.clock())
-        if batch is None:  # the thread sleeps until the end of a hold
-            self._bell.ring()
-            return None
-        if not self._brief.fits(batch):
-            self._start(batch, self.clock())
-            self._handed = batch
-            self._bell.ring()
-            return None
-        self._running, self._here = (batch, self.clock()), True
-        batch.notes["on_loop"] = True
-        return batch
-
     # -- device thread -------------------------------------------------------------------------------------------------
 
     def _spawn(self, prepare: Callable[[], None] | None = None) -> None:
@@ -429,30 +354,14 @@ class Device:
             with self._lock:
                 if generation != self._generation:
                     return None
-                if self._stopping and not self._here and self.scheduler.wake_at() > self.clock():
-                    return None  # nothing is due now
+                if self._stopping and not self._has_work():
+                    return None
                 self._wait()
 
     def _take(self, now: float) -> tuple[Batch | None, Sequence[tuple[Processor, tuple[Ticket, ...]]]]:
         """The batch to run now, and residents to drop where there is none. The lock is held."""
-        handed, self._handed = self._handed, None
-        if handed is not None:
-            return handed, ()
-        if self._here:
-            self._look_here(now)
-            return None, ()
         found = self._take_ahead(now) or self._form(now)
         return found, self._take_left() if found is None else ()
-
-    def _look_here(self, now: float) -> None:
-        """A batch runs on the thread that called `turn`. The lock is held."""
-        self.scheduler.expire(now)
-        if self._running is None or now - self._running[1] < self._look_every:
-            return
-        batch, since = self._running
-        log.error("batch %d has run for %.0f s on the event loop, which stands still", batch.id, now - since)
-        if self._on_stuck is not None:
-            self._on_stuck()
 
     def _complete(self, outcomes: Sequence[Outcome], now: float) -> None:
         """The batch that ran came back. The lock is held. If the next one is formed, it is completed once that runs."""
@@ -461,7 +370,6 @@ class Device:
             return
         assert self._running is not None
         batch, since = self._running
-        self._brief.ran(batch, now - since, failed=isinstance(outcomes[0], Failed | Apart))
         self._running = None
         self._settle()
         self._returned = _Returned(batch, tuple(outcomes), now - since, now)
@@ -509,14 +417,23 @@ class Device:
             if returned.next is not None:
                 self.scheduler.began(returned.next, at)
 
+    def _has_news(self) -> bool:
+        """Whether what came could change when the sleeping thread is to wake up. The lock is held."""
+        return not self.scheduler.decision_current or self.scheduler.expires_at() < self._bell.until
+
     def _must_wake(self, ticket: Ticket) -> bool:
         """Whether the sleeping device may have something to do before the time until which it sleeps."""
         return not self.scheduler.decision_current or ticket.deadline < self._bell.until
 
-    def _wait(self) -> None:
-        """Sleep until an input or until the scheduler has something to do. The lock is held, not while it sleeps."""
+    def _has_work(self) -> bool:
+        """Whether something is due now. The lock is held."""
+        return self.scheduler.wake_at() <= self.clock()
+
+    def _wait(self, most: float = inf) -> None:
+        """Sleep until an input or until the scheduler has something to do, at most for so many seconds. The lock is
+        held, not while it sleeps."""
         wake = self.scheduler.wake_at()
-        self._bell.wait(min(wake - self.clock(), self._look_every), wake)
+        self._bell.wait(min(wake - self.clock(), most), wake)
 
     def _take_left(self) -> list[tuple[Processor, tuple[Ticket, ...]]]:
         return [(p, left) for name, p in self._processors.items() if (left := self.scheduler.take_left(name))]
@@ -581,7 +498,7 @@ class Device:
     def _answer_running(self, error: ProcessorError) -> None:
         assert self._running is not None
         batch, since = self._running
-        self._running = self._handed = None
+        self._running = None
         now = self.clock()
         try:
             self.scheduler.complete(batch, [Failed(error)] * len(batch), now - since, now)
