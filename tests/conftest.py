@@ -1,13 +1,17 @@
 """Lets tests of one part use the helpers of another: `from policies.tiny import write_export`.
 
-No test sends telemetry. A failure is shown when it happens, and not only at the end of a run of minutes.
+No test sends telemetry, and none asks a server on this machine through the environment's proxy. A failure is shown when
+it happens, and not only at the end of a run of minutes.
 """
+
+import os
 
 import pytest
 
 from reflex_runtime.processors.quiet import telemetry_off
 
 telemetry_off()
+os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
 _terminal: list[pytest.TerminalReporter] = []  # of the process that shows what the others found
 
