@@ -27,7 +27,7 @@ BELOW: dict[str, set[str]] = {
     "drivers": {"core", "processors", "telemetry"},
     "web": {"core", "drivers"},
     "sim": MIDDLE,
-    "feeds": MIDDLE,
+    "feeds": MIDDLE | {"web"},
     "ipc": MIDDLE,
     "policies": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},

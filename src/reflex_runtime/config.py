@@ -56,12 +56,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         validate(self)
-        if self.api_key_file and not self.api_key:
-            object.__setattr__(self, "api_key", _key_in(self.api_key_file))
-        for name in self.allow_host:
-            if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
-                expected = "a host name or an address without a port, or *"
-                raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
+        _check_trust(self)
 
 
 @dataclass(frozen=True)
@@ -433,11 +428,22 @@ class FeedsConfig:
         "a live table on standard error, by default if that is a terminal; otherwise a line per feed every 5 s",
         group="watching",
     )
-    port: int = option(-1, "port for /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535)
+    port: int = option(
+        -1, "port for /dashboard, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535
+    )
     host: str = option("127.0.0.1", "address to bind for --port", needs="port")
+    api_key: str = option(
+        "", "key that callers of --port must send as Authorization: Bearer or X-Reflex-Key", secret=True, needs="port"
+    )
+    api_key_file: str = option("", "file that holds the key", metavar="FILE", needs="port")
+    allow_host: tuple[str, ...] = option(
+        (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
+        unless="api_key",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+        _check_trust(self)
 
 
 def _check_address(name: str, address: str) -> None:
@@ -446,6 +452,16 @@ def _check_address(name: str, address: str) -> None:
     if address and (found is None or int(found[1]) > 65_535):
         expected = "ADDRESS:PORT, and ADDRESS localhost or numeric"
         raise ConfigError(f"{flag(name)}={one_line(address)}: must be {expected}", field=name)
+
+
+def _check_trust(config: ServerConfig | FeedsConfig) -> None:
+    """Read the key from its file. ConfigError for a host name that is none."""
+    if config.api_key_file and not config.api_key:
+        object.__setattr__(config, "api_key", _key_in(config.api_key_file))
+    for name in config.allow_host:
+        if not re.fullmatch(r"\*|[\w.-]{1,253}|\[?[0-9a-fA-F:.]{2,45}\]?", name):
+            expected = "a host name or an address without a port, or *"
+            raise ConfigError(f"--allow-host={one_line(name)}: must be {expected}", field="allow_host")
 
 
 def _key_in(file: str) -> str:

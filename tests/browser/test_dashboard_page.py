@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from browser.prefix_proxy import PrefixProxy
+from feeds.commands import Feeds
 from serving.harness import STATE, Server
 from serving.openai_toy import Model, Toy
 
@@ -30,8 +32,10 @@ def browser() -> Iterator[sync_api.Browser]:
 class Looked:
     """A page on a server, with everything that went wrong on it."""
 
-    def __init__(self, browser: sync_api.Browser, server: Server | Toy, **options: object) -> None:
-        self.url = f"http://127.0.0.1:{server.port}/dashboard"
+    def __init__(
+        self, browser: sync_api.Browser, server: Server | Toy | Feeds, address: str = "", **options: object
+    ) -> None:
+        self.url = f"{address or f'http://127.0.0.1:{server.port}'}/dashboard"
         self.page = browser.new_page(**options)
         self.page.set_default_timeout(30_000)
         self.wrong: list[str] = []
@@ -81,6 +85,32 @@ def test_x4_tokens_are_seen(browser: sync_api.Browser) -> None:
         look.until("#tiles", "first token, p99")
         look.until("#tiles", "cache held")
         assert look.wrong == []
+        look.page.close()
+
+
+def test_x4_feeds_are_seen_and_one_is_enlarged_by_keyboard(browser: sync_api.Browser, tmp_path: Path) -> None:
+    arguments = ("door=shapes:seed=1,fps=20", "yard=rtsp://127.0.0.1:9/x", "--onnx", "shapes", "--api-key", "s3cret")
+    with Feeds(*arguments, "--port", "0", cwd=tmp_path) as feeds:
+        look = Looked(browser, feeds)
+        look.page.fill("input[name=key]", "s3cret")
+        look.page.click("text=Watch")
+        look.until("#state", "failing: yard is")
+        look.until("#feeds table", "Connection refused")
+        look.until("#legend", "door")
+        assert look.page.is_hidden("#callers")
+        drawn = """selector => {
+            const canvas = document.querySelector(selector), pen = canvas.getContext("2d");
+            return pen.getImageData(0, 0, canvas.width, canvas.height).data.some(value => value > 0);
+        }"""
+        look.page.focus(".feed")  # what is out of sight is not drawn
+        look.page.wait_for_function(drawn, arg=".feed canvas")
+        look.page.keyboard.press("Enter")
+        look.page.wait_for_function(drawn, arg="dialog canvas")
+        look.until("dialog", "door")
+        look.page.keyboard.press("Escape")
+        assert look.page.is_hidden("dialog")
+        assert look.wrong[1:] == []  # the first is the 401 before the key was given
+        assert look.hosts == {f"127.0.0.1:{feeds.port}"}
         look.page.close()
 
 
@@ -149,6 +179,40 @@ def test_x4_a_shadow_does_not_count_as_answers(browser: sync_api.Browser, tiny: 
         }""")
         assert served == [{"name": "prod"}]
         assert look.wrong == []
+        look.page.close()
+
+
+def test_x4_it_works_behind_a_proxy_that_adds_a_prefix(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny, "--api-key", "s3cret") as server, PrefixProxy("/robots/7", server.port) as proxy:
+        look = Looked(browser, server, f"http://127.0.0.1:{proxy.port}/robots/7")
+        look.until("#link", "the key is needed")
+        look.wrong.clear()  # the 401 of the first try
+        look.page.fill("input[name=key]", "s3cret")
+        look.page.click("text=Watch")
+        look.until("#link", "live")
+        look.page.click("text=Reset the breaker of prod")
+        look.until(".operator", "done")
+        assert (look.wrong, look.hosts) == ([], {f"127.0.0.1:{proxy.port}"})
+        look.page.close()
+
+
+def test_x4_the_buttons_are_those_of_the_server_that_answers_now(browser: sync_api.Browser, tiny: Path) -> None:
+    with Server(tiny) as server:
+        look = Looked(browser, server)
+        look.until("#link", "live")
+        shown = look.page.evaluate("""async () => {
+            const { Policies } = await import("/dashboard/tables.js");
+            const place = document.createElement("div"), policies = new Policies(place, () => "");
+            const told = (slots, split) => ({ split, breaker: { slots: {} }, versions: {},
+                slots: Object.fromEntries(slots.map((slot) => [slot, { verdict: "ok" }])) });
+            const texts = (...all) => all.map((policy) => {
+                policies.show({ policies: { default: policy } });
+                const inputs = [...place.querySelectorAll("input")].map((input) => input.value);
+                return [...[...place.querySelectorAll("button")].map((b) => b.textContent.split(" ").pop()), ...inputs];
+            });
+            return texts(told(["prod"]), told(["a", "b"], 90), told(["a", "b"], 50), told(["prod"]));
+        }""")
+        assert shown == [["prod"], ["a", "b", "percent", "a", "90"], ["a", "b", "percent", "a", "50"], ["prod"]]
         look.page.close()
 
 

@@ -151,6 +151,9 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "table": "test_f14_table_is_forced_or_forbidden",
         "port": "test_f14_port_and_host_are_where_metrics_and_health_answer",
         "host": "test_f14_port_and_host_are_where_metrics_and_health_answer",
+        "api_key": "test_f14_who_may_watch_feeds_is_as_on_every_server",
+        "api_key_file": "test_f14_who_may_watch_feeds_is_as_on_every_server",
+        "allow_host": "test_f14_who_may_watch_feeds_is_as_on_every_server",
     },
     SimulateConfig: {
         "rate": "test_rate_is_what_is_offered",

@@ -221,7 +221,7 @@ class Feeds:
 
     @property
     def port(self) -> int:
-        found = re.search(r"http://[^ ]*:(\d+)/metrics", self.wait_log("/metrics and /health"))
+        found = re.search(r"http://[^ ]*:(\d+)/dashboard", self.wait_log("/metrics and /health"))
         assert found is not None
         return int(found[1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
 
@@ -230,12 +231,33 @@ def test_f14_table_is_forced_or_forbidden(tmp_path: Path) -> None:
 def test_f14_port_and_host_are_where_metrics_and_health_answer(tmp_path: Path) -> None:
     arguments = ("a=markers:feed=1", *SIZES, "--port", "0", "--host")
     with Feeds(*arguments, "127.0.0.2", cwd=scratch(tmp_path)) as feeds:
-        assert re.search(r"http://127\.0\.0\.2:\d+/metrics and /health", feeds.wait_log("/metrics"))
+        assert re.search(r"http://127\.0\.0\.2:\d+/dashboard, /metrics and /health", feeds.wait_log("/metrics"))
         with closing(socket.create_connection(("127.0.0.2", feeds.port), timeout=PATIENCE)) as sock:
             sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             assert b"coordinators" in b"".join(iter(lambda: sock.recv(4096), b""))
         taken = str(feeds.port)
         again = ran("a=markers:feed=1", *SIZES, "--host", "127.0.0.2", "--port", taken, cwd=tmp_path, status=2)
-    assert [line.partition(": ")[2] for line in again.log] == [
-        f"--host=127.0.0.2 --port={taken}: cannot be bound: Address already in use"
-    ]
+    (line,) = again.log
+    assert f"--host=127.0.0.2 --port={taken}: cannot be bound: Address already in use; use --port N" in line
+
+
+def test_f14_who_may_watch_feeds_is_as_on_every_server(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("of-the-file\n", encoding="utf-8")
+    arguments = ("a=markers:feed=1", *SIZES, "--port", "0")
+    with (
+        Feeds(*arguments, "--api-key", "of-the-line", cwd=scratch(tmp_path)) as line,
+        Feeds(*arguments, "--api-key-file", "key", cwd=tmp_path) as file,
+        Feeds(*arguments, "--allow-host", "cams.example", cwd=tmp_path) as named,
+    ):
+        for feeds, key in ((line, "of-the-line"), (file, "of-the-file")):
+            assert asked(feeds, {"X-Reflex-Key": "wrong"}) == 401
+            assert asked(feeds, {"X-Reflex-Key": key}) == 200
+        assert asked(line, {"X-Reflex-Key": "of-the-line", "Host": "cams.example"}) == 200
+        assert [asked(named, {"Host": host}) for host in ("cams.example", "other.example")] == [200, 403]
+
+
+def asked(feeds: Feeds, headers: dict[str, str]) -> int:
+    """The status of a request to watch."""
+    with closing(HTTPConnection("127.0.0.1", feeds.port, timeout=PATIENCE)) as connection:
+        connection.request("HEAD", "/dashboard/stream", headers=headers)
+        return connection.getresponse().status

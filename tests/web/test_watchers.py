@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ import pytest
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.web import watchers
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.dashboard import STREAM, dashboard_routes
 from reflex_runtime.web.form import ErrorForm, Refusal
 from reflex_runtime.web.watchers import MOST, Watchers
-from serving.harness import PATIENCE
+from web.listening import listening
 
 OTHER = ErrorForm(lambda error, request_id, packed: Refusal(error.http_status, b"in a form that no page reads"))
 HEAD = "GET /dashboard/stream HTTP/1.1\r\nHost: localhost\r\n"
@@ -69,16 +67,8 @@ class Running:
 def running(check: Callable[[Running], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
         run = Running(**options)
-        server = await asyncio.get_running_loop().create_server(partial(HttpConnection, run.app), "127.0.0.1", 0)
-        run.port = server.sockets[0].getsockname()[1]
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await check(run)
-        finally:
-            server.close()
-            for connection in run.app.connections.all():
-                connection.transport.abort()
-            await asyncio.sleep(0)
+        async with listening(run.app) as run.port:
+            await check(run)
 
     asyncio.run(main())
 

@@ -8,7 +8,6 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,14 +20,13 @@ from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web import connections
 from reflex_runtime.web.app import App
-from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.connections import Phase
 from reflex_runtime.web.errors import NotFound
 from reflex_runtime.web.exchange import Route
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.incoming import LARGE_PAYLOAD, PIECE
 from reflex_runtime.web.websocket import SocketMessage, WebSocket
-from serving.harness import PATIENCE
+from web.listening import listening
 
 MOST = 100_000
 
@@ -95,16 +93,8 @@ def running(
 ) -> None:
     async def main() -> None:
         run = Running(**options)
-        server = await asyncio.get_running_loop().create_server(partial(HttpConnection, run.app), "127.0.0.1", 0)
-        run.port = server.sockets[0].getsockname()[1]
-        try:
-            async with asyncio.timeout(PATIENCE):
-                await check(run)
-        finally:
-            server.close()
-            for connection in run.app.connections.all():
-                connection.give_up()
-            run.app.bodies.close()
+        async with listening(run.app) as run.port:
+            await check(run)
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())

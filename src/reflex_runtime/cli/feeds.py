@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
+    from reflex_runtime.feeds.pictures import FeedPictures
     from reflex_runtime.feeds.runtime import Runtime, StopReport
     from reflex_runtime.feeds.sinks import JsonLines
     from reflex_runtime.feeds.source import Source
@@ -153,9 +154,10 @@ class _Session:
         """The exit status, and whether every thread ended."""
         with ExitStack() as closing:
             coordinator = self._coordinator(closing)
-            self._add_feeds(coordinator)
-            if self._config.port >= 0:
-                closing.enter_context(self._status(coordinator))
+            pictures = self._pictures() if self._config.port >= 0 else None
+            self._add_feeds(coordinator, pictures)
+            if pictures is not None:
+                self._status(coordinator, pictures, closing)
             watcher = threading.Thread(target=self._watch, args=(coordinator,), name="reflex-feeds-watch", daemon=True)
             watcher.start()
             self._say_what_starts(coordinator)
@@ -190,7 +192,12 @@ class _Session:
             sinks.append(self._trace)
         return self._runtime.coordinator(self._processor, self._batching, sinks)
 
-    def _add_feeds(self, coordinator: BatchCoordinator) -> None:
+    def _pictures(self) -> FeedPictures:
+        from reflex_runtime.feeds.pictures import FeedPictures
+
+        return FeedPictures(lambda: self._runtime.names)
+
+    def _add_feeds(self, coordinator: BatchCoordinator, pictures: FeedPictures | None) -> None:
         from reflex_runtime.cli.feeds_output import annotated
         from reflex_runtime.feeds.pipeline import Pipeline
         from reflex_runtime.feeds.sinks import AnnotatedVideo
@@ -199,6 +206,8 @@ class _Session:
         lines = self._results = self._lines()
         for spec in self._specs:
             sinks: list[Callable[[Any], None]] = [] if lines is None else [lines]
+            if pictures is not None:
+                sinks.append(pictures.take)
             if config.annotate:
                 sinks.append(AnnotatedVideo(annotated(config, spec.name)))
             source = self._sources[spec.name]
@@ -221,26 +230,25 @@ class _Session:
             return JsonLines(ResultStream(self._output, lambda: self._news.put(_READER_GONE)))  # type: ignore[arg-type]
         return JsonLines(self._config.results)
 
-    def _status(self, coordinator: BatchCoordinator) -> ExitStack:
+    def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
         from prometheus_client import CollectorRegistry
 
+        from reflex_runtime.cli.serving import url, warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
+        from reflex_runtime.feeds.watching import FeedPages
 
         registry = CollectorRegistry()
         FeedSeries(self._runtime.snapshot, registry)
         server = StatusServer(
-            self._config.host,
-            self._config.port,
+            self._config,
             registry,
             lambda: health_of(self._runtime.snapshot(), {coordinator.id: coordinator.lost}),
+            lambda: FeedPages(self._runtime, coordinator, pictures),
         )
-        server.start()
-        closing = ExitStack()
-        closing.callback(server.stop)
-        host = f"[{server.host}]" if ":" in server.host else server.host
-        logging.info("http://%s:%d/metrics and /health", host, server.port)
-        return closing
+        closing.enter_context(server)
+        warn_if_open(self._config, server.address)
+        logging.info("%s/dashboard, /metrics and /health", url(server.address))
 
     # -- running -------------------------------------------------------------------------------------------------------
 

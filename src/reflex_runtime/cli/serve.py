@@ -181,6 +181,6 @@ def _ready(runtime: Any, address: Any) -> None:
     where = url(address)
     modes = ", ".join(dict.fromkeys(served.spec.inference_mode for served in runtime.policies.values()))
     if runtime.state == "ready":
-        logging.info("ready on %s (%s), page: %s/docs", where, modes, where)
+        logging.info("ready on %s (%s), pages: %s/dashboard and /docs", where, modes, where)
     else:
         logging.error("not serving on %s: %s: %s", where, runtime.state, runtime.error)

@@ -208,6 +208,9 @@ def _ready(model: ServedModel, address: Any) -> None:
     if model.host is not None and model.state == "ready":
         limits = model.generator.limits
         room = f"context {limits.max_model_len:,} tokens, cache {limits.cache_tokens:,}"
-        logging.info("ready on %s (%s, %s), as %s", url(address), model.host.health()["runner"], room, model.name)
+        where, runner = url(address), model.host.health()["runner"]
+        logging.info(
+            "ready on %s (%s, %s), as %s, pages: %s/dashboard and /docs", where, runner, room, model.name, where
+        )
     else:
         logging.error("not serving on %s: %s: %s", url(address), model.state, model.error)

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from itertools import count
 from math import inf
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import (
@@ -47,6 +47,8 @@ from reflex_runtime.drivers.relay import Relay, Sleeper
 from reflex_runtime.telemetry.batch_metrics import BatchMeter, BatchMetrics
 
 log = logging.getLogger("reflex.coordinator")
+
+T = TypeVar("T")
 
 GRACE = 2.0  # further seconds for a thread that is late to start, before it is abandoned
 KNOWN_FEEDS = 4096  # feeds whose frames are numbered here; the one known longest is forgotten beyond
@@ -191,7 +193,8 @@ class BatchCoordinator:
         self._scheduler = Scheduler([config.group(self.id)])
         self._clock = clock
         self._meter = BatchMeter(config.max_batch_size)
-        self._delivery = Delivery(self._events, Audience([self._meter, *sinks], self.id))
+        self._audience = Audience([self._meter, *sinks], self.id)
+        self._delivery = Delivery(self._events, self._audience)
         self._device = Device(
             self._scheduler,
             {self.id: self._owned},
@@ -344,9 +347,27 @@ class BatchCoordinator:
 
     def metrics(self) -> BatchMetrics:
         """Everything counted so far, as one consistent snapshot."""
-        taken = self._delivery.after(self._meter.take)
-        self.relay.go()
-        return taken()
+        return self.between(self._meter.take)()
+
+    def between(self, action: Callable[[], T]) -> T:
+        """Deliver every event up to now, then call `action` before the next one. Returns its result."""
+        try:
+            return self._delivery.after(action)
+        finally:
+            self.relay.go()
+
+    def add_sink(self, sink: Sink) -> None:
+        """Call it with every event from now on; see `sinks` above."""
+        self.between(lambda: self._audience.add(sink))
+
+    def remove_sink(self, sink: Sink) -> None:
+        """It gets no more events. ValueError if it is none of the sinks."""
+        self.between(lambda: self._audience.remove(sink))
+
+    def queues(self) -> dict[str, Any]:
+        """What waits and runs, as the scheduler's snapshot tells it: by group, which is one, the coordinator's id."""
+        groups: dict[str, Any] = self._device.input(lambda scheduler, _: scheduler.snapshot()["groups"])
+        return groups
 
     def _new_feed(self, feed_id: str) -> count[int]:
         if not isinstance(feed_id, str) or not 0 < len(feed_id) <= 256:

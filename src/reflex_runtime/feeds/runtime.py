@@ -285,6 +285,12 @@ class Runtime:
         return reader
 
     @property
+    def names(self) -> frozenset[str]:
+        """The feeds there are."""
+        with self._lock:
+            return frozenset(self._feeds)
+
+    @property
     def over(self) -> bool:
         """Whether every feed is over."""
         with self._lock:

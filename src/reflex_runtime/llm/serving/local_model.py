@@ -21,6 +21,7 @@ from reflex_runtime.llm.serving.served_model import Opening
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.telemetry.journal_writer import JournalWriter
 from reflex_runtime.telemetry.lines import turn_all
+from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
 
 T = TypeVar("T")
@@ -76,6 +77,10 @@ class LocalModel:
     def remove_sink(self, sink: Sink) -> None:
         """See `ModelHost.remove_sink`."""
         self.generator.batcher.remove_sink(sink)
+
+    def processes(self) -> list[LiveProcess]:
+        """None: the engine is in the server's process."""
+        return []
 
     def queues(self) -> dict[str, Any]:
         """See `ModelHost.queues`. Events without an answer are delivered first."""

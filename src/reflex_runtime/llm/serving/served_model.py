@@ -18,6 +18,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
 from reflex_runtime.web.errors import NotReady
 
@@ -51,6 +52,9 @@ class ModelHost(Protocol):
 
     def remove_sink(self, sink: Sink) -> None:
         """It gets no more events."""
+
+    def processes(self) -> list[LiveProcess]:
+        """Processes beside the server's own."""
 
     def queues(self) -> dict[str, Any]:
         """What waits and runs, by group, as the scheduler's snapshot tells it."""

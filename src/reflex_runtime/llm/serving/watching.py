@@ -7,6 +7,7 @@ from typing import Any
 
 from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.telemetry.live import Live
+from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Watchers
 
@@ -19,6 +20,9 @@ def watchers_of(model: ServedModel) -> Watchers:
 
 
 def _server(model: ServedModel) -> dict[str, Any]:
+    told = model.health()
+    workers = [] if model.host is None else model.host.processes()
+    running, waiting = (None, None) if workers else (told.get("running", 0), told.get("waiting", 0))
     return {
         "product": "llm",
         "version": __version__,
@@ -26,5 +30,6 @@ def _server(model: ServedModel) -> dict[str, Any]:
         "error": model.error,
         "unit": "tokens",
         "queues": {} if model.host is None else model.host.queues(),
-        "model": model.health(),
+        "model": told,
+        "processes": [own_process(model.state, model.lives, running, waiting, model.error), *workers],
     }

@@ -36,6 +36,7 @@ from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
+from reflex_runtime.telemetry.processes import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
 
 log = logging.getLogger("reflex.server")
@@ -100,6 +101,11 @@ class Line:
         active = self.registry.active_count()
         found |= {"running": active, "waiting": self.unfinished - active}
         return found | ({"last_error": client.last_error} if client.last_error else {})
+
+    def process(self) -> LiveProcess:
+        client, running = self.client, self.registry.active_count()
+        state, why = client.state, client.last_error or ""
+        return live_process(self.name, client.pid, state, client.restarts, running, self.unfinished - running, why)
 
 
 class Workers:
@@ -201,6 +207,12 @@ class Workers:
         """See `ModelHost.remove_sink`."""
         for line in self.lines:
             line.batcher.remove_sink(sink)
+
+    def processes(self) -> list[LiveProcess]:
+        """The runtime processes, and that which tokenises long prompts."""
+        tokenizing = self._tokenizing.client
+        told = live_process("tokenizer", tokenizing.pid, tokenizing.state, tokenizing.restarts, None, None)
+        return [*(line.process() for line in self.lines), told]
 
     def queues(self) -> dict[str, Any]:
         """What waits for each process."""

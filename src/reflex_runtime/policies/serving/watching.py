@@ -9,6 +9,7 @@ from typing import Any
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.telemetry.live import Live
+from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.watchers import Watchers
 
@@ -24,13 +25,17 @@ def watchers_of(runtime: PolicyRuntime) -> Watchers:
 def _server(runtime: PolicyRuntime) -> dict[str, Any]:
     if runtime.loaded:
         runtime.batcher.flush()  # events without an answer come with the next answer, or now
+    queues: dict[str, Any] = runtime.batcher.device.input(_queues) if runtime.loaded else {}
+    waiting = sum(queue["queued"] for queue in queues.values())
+    running = sum(queue["unsettled"] for queue in queues.values()) - waiting
     return {
         "product": "policies",
         "version": __version__,
         "state": runtime.health,
         "error": runtime.error,
         "unit": runtime.config.cost_model,
-        "queues": runtime.batcher.device.input(_queues) if runtime.loaded else {},
+        "queues": queues,
+        "processes": [own_process(runtime.health, runtime.lives, running, waiting, runtime.error)],
         "policies": {name: _policy(served) for name, served in runtime.policies.items()},
     }
 

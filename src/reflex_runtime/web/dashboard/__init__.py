@@ -20,6 +20,7 @@ _FILES: Final = {
     "index.html": b"text/html; charset=utf-8",
     "dashboard.js": b"text/javascript; charset=utf-8",
     "strip.js": b"text/javascript; charset=utf-8",
+    "feeds.js": b"text/javascript; charset=utf-8",
     "charts.js": b"text/javascript; charset=utf-8",
     "tables.js": b"text/javascript; charset=utf-8",
     "uplot.js": b"text/javascript; charset=utf-8",

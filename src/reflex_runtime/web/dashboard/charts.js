@@ -1,5 +1,5 @@
 // Lines over the last minutes: latency, waiting work, the device's time, and how good the predictions are.
-import { served } from "/dashboard/tables.js";
+import { served } from "./tables.js";
 
 const KEPT = 600; // snapshots: two and a half minutes
 

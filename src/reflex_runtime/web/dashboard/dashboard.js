@@ -1,14 +1,17 @@
 // Reads the stream of snapshots and shows them. The key stays in this tab and is sent in a header, never in an address.
-import { Charts } from "/dashboard/charts.js";
-import { Strip, milliseconds, round } from "/dashboard/strip.js";
-import * as tables from "/dashboard/tables.js";
+// Addresses are relative to this file, so that the page also works behind a proxy that adds a prefix.
+import { Charts } from "./charts.js";
+import { Feeds } from "./feeds.js";
+import { Strip, milliseconds, round } from "./strip.js";
+import * as tables from "./tables.js";
 
 const AGAIN = 1000; // milliseconds until the next try
 const SILENT = 5000; // milliseconds without a snapshot after which the connection counts as lost
+const at = (path) => new URL(path, import.meta.url);
 const $ = (id) => document.getElementById(id);
-const PRODUCTS = { policies: "robot policies", llm: "language model" };
+const PRODUCTS = { policies: "robot policies", llm: "language model", feeds: "cameras and videos" };
 
-let strip = null, charts = null, policies = null;
+let strip = null, charts = null, policies = null, feeds = null;
 
 function headers() {
   const key = sessionStorage.getItem("reflex-key");
@@ -20,9 +23,13 @@ function link(text, kind) {
   $("link").className = `pill ${kind}`;
 }
 
+function get(path, signal) {
+  return fetch(at(`..${path}`), { headers: headers(), signal, cache: "no-store" });
+}
+
 async function ask(path, fields) {
   try {
-    const answer = await fetch(path, { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(fields) });
+    const answer = await fetch(at(`..${path}`), { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(fields) });
     const told = await answer.json();
     return answer.ok ? "done" : told.message;
   } catch (error) {
@@ -35,6 +42,7 @@ function begin() {
   strip = new Strip($("strip"), $("about"), $("legend"));
   charts = new Charts($("charts"));
   policies = new tables.Policies($("policies"), ask);
+  feeds = new Feeds($("feeds"), get);
   const spans = [[0.5, "½ s"], [2, "2 s"], [10, "10 s"], [30, "30 s"]];
   $("spans").replaceChildren(...spans.map(([seconds, text]) => {
     const made = Object.assign(document.createElement("button"), { textContent: text });
@@ -66,8 +74,11 @@ function show(snapshot) {
   charts.add(snapshot);
   tiles(snapshot, tables.served(snapshot));
   if (!strip.paused) tables.batches($("batches"), snapshot);
+  feeds.show(snapshot);
+  $("callers").hidden = server.feeds !== undefined; // the table of feeds has them
   tables.clients($("clients"), $("known"), snapshot);
   tables.queues($("queues"), snapshot);
+  tables.processes($("processes"), snapshot);
   policies.show(server);
   if (last !== null && snapshot.number > last.number + 1) link(`live, ${snapshot.number - last.number - 1} snapshots missed`, "warn");
   else link("live", "good");
@@ -119,7 +130,7 @@ async function watch() {
   const alive = () => { clearTimeout(alarm); alarm = setTimeout(() => given.abort(), SILENT); };
   try {
     alive();
-    const answer = await fetch("/dashboard/stream", { headers: headers(), signal: given.signal, cache: "no-store" });
+    const answer = await fetch(at("stream"), { headers: headers(), signal: given.signal, cache: "no-store" });
     if (answer.status === 401) {
       $("key").hidden = false;
       $("refused").textContent = sessionStorage.getItem("reflex-key") ? "The server did not take this key." : "";

@@ -1,5 +1,5 @@
 // The tables: clients, queues, batches as text, and each policy with what its operator may do.
-import { aboutBatch, milliseconds, round } from "/dashboard/strip.js";
+import { aboutBatch, milliseconds, round } from "./strip.js";
 
 function cells(kind, values, texts = new Set([0])) {
   const row = document.createElement("tr");
@@ -12,8 +12,12 @@ function cells(kind, values, texts = new Set([0])) {
   return row;
 }
 
-function fill(table, heads, rows, texts) {
+export function fill(table, heads, rows, texts) {
   table.replaceChildren(cells("th", heads, texts), ...rows.map((row) => cells("td", row, texts)));
+}
+
+export function pill(text, kind) {
+  return Object.assign(document.createElement("span"), { textContent: text, className: `pill ${kind}` });
 }
 
 // The figures of groups that answer callers: a shadow answers nobody.
@@ -44,6 +48,15 @@ export function queues(table, snapshot) {
   fill(table, ["group", "waiting", "being prepared", "resident", "predicted work", "answers", "busy", "without a result", ""], rows, new Set([0, 7, 8]));
 }
 
+export function processes(section, { server }) {
+  const found = server.processes ?? [];
+  section.hidden = !found.length;
+  const kind = (state) => (state === "ready" || state === "running" ? "good" : state === "starting" ? "warn" : "bad");
+  fill(section.querySelector("table"), ["process", "state", "pid", "restarts", "memory", "running", "waiting", "why"], found.map((p) => [
+    p.name, pill(p.state, kind(p.state)), p.pid ?? "–", p.restarts, p.memory === null ? "–" : `${Math.round(p.memory / 1e6)} MB`, p.running ?? "–", p.waiting ?? "–", p.why,
+  ]), new Set([0, 1, 7]));
+}
+
 export function batches(table, snapshot) {
   const newest = snapshot.batches.slice(-12).reverse();
   fill(table, ["batch"], newest.map((batch) => [aboutBatch(batch).join(" · ")]));
@@ -63,14 +76,15 @@ export class Policies {
 
   show(server) {
     const policies = server.policies ?? {}, alone = Object.keys(policies).length === 1;
-    for (const [name, { box }] of this.made) {
-      if (!(name in policies)) { // another server has come back at this address
+    const buttonsOf = (told) => [alone, told.split !== undefined, ...Object.keys(told.slots)].join();
+    for (const [name, { box, buttons }] of this.made) {
+      if (!(name in policies) || buttons !== buttonsOf(policies[name])) { // another server has come back at this address
         box.remove();
         this.made.delete(name);
       }
     }
     for (const [name, told] of Object.entries(policies)) {
-      if (!this.made.has(name)) this.made.set(name, this.make(name, told, alone));
+      if (!this.made.has(name)) this.made.set(name, { ...this.make(name, told, alone), buttons: buttonsOf(told) });
       this.update(this.made.get(name), told);
     }
   }
@@ -82,12 +96,12 @@ export class Policies {
     const wide = Object.assign(document.createElement("div"), { className: "wide" });
     wide.append(parts.slots);
     box.append(Object.assign(document.createElement("h2"), { textContent: alone ? "Policy" : `Policy ${name}` }), parts.said, wide);
-    box.append(this.operator(alone ? "" : `/policies/${name}`, told), parts.changes);
+    box.append(this.operator(alone ? "" : `/policies/${name}`, told, parts), parts.changes);
     this.place.append(box);
     return parts;
   }
 
-  operator(prefix, told) {
+  operator(prefix, told, parts) {
     const row = Object.assign(document.createElement("div"), { className: "operator" });
     const said = Object.assign(document.createElement("span"), { className: "hint" });
     said.setAttribute("role", "status");
@@ -105,6 +119,7 @@ export class Policies {
     if (told.split !== undefined) {
       const split = Object.assign(document.createElement("input"), { type: "number", min: 0, max: 100, value: told.split });
       split.setAttribute("aria-label", "percent of new episodes for a");
+      parts.split = split;
       row.append(split);
       button("Set a's percent", "/admin/split", () => ({ split: Number(split.value) }));
       button("Roll back to a", "/admin/rollback", () => ({}), "Send everything to a, running episodes too?");
@@ -116,12 +131,12 @@ export class Policies {
   update(parts, told) {
     const rows = Object.entries(told.slots).map(([slot, { verdict }]) => {
       const breaker = told.breaker.slots[slot] ?? {}, outcomes = told.outcomes?.[slot];
-      const pill = Object.assign(document.createElement("span"), { textContent: verdict, className: `pill ${BREAKS[verdict] ?? ""}` });
       const solved = outcomes?.episodes ? `${outcomes.successes} of ${outcomes.episodes} (${percent(outcomes.low)} to ${percent(outcomes.high)})` : "–";
-      return [slot, told.versions[slot] ?? "", pill, `${breaker.consecutive ?? 0}`, breaker.retry_in_s === null || breaker.retry_in_s === undefined ? "" : `${round(breaker.retry_in_s)} s`, solved, breaker.why ?? ""];
+      return [slot, told.versions[slot] ?? "", pill(verdict, BREAKS[verdict] ?? ""), `${breaker.consecutive ?? 0}`, breaker.retry_in_s === null || breaker.retry_in_s === undefined ? "" : `${round(breaker.retry_in_s)} s`, solved, breaker.why ?? ""];
     });
     fill(parts.slots, ["slot", "version", "breaker", "crashes in a row", "probe in", "episodes solved, 95 %", "why"], rows, new Set([0, 1, 2, 5, 6]));
     parts.said.textContent = saidOf(told);
+    if (parts.split && told.split !== parts.lastSplit) parts.split.value = parts.lastSplit = told.split; // also if another operator sets it
     const changes = (told.changes ?? []).slice(-5).reverse();
     parts.changes.replaceChildren(...changes.map((c) => Object.assign(document.createElement("li"), { textContent: `${round(c.ago_s)} s ago: ${c.kind}: ${c.why}` })));
   }

@@ -1,0 +1,99 @@
+"""What `reflex feeds` shows to those who watch it: the live fold, its queue, and every feed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
+
+from reflex_runtime.drivers.coordinator import BatchCoordinator
+from reflex_runtime.feeds.pictures import FeedPictures
+from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.snapshot import FeedSnapshot
+from reflex_runtime.feeds.status import WELL, health_of
+from reflex_runtime.telemetry.live import Live, LiveSnapshot
+from reflex_runtime.telemetry.processes import own_process
+from reflex_runtime.version import __version__
+from reflex_runtime.web.dashboard import dashboard_routes
+from reflex_runtime.web.watchers import Watchers
+
+MOST: Final = 256  # feeds in a snapshot: by name
+ERROR: Final = 200  # characters of an error
+
+
+class FeedsLive(Live):
+    """The fold over a coordinator's events, which come on its threads: a snapshot is taken between two of them."""
+
+    def __init__(self, coordinator: BatchCoordinator, now: float) -> None:
+        super().__init__(now)
+        self._coordinator = coordinator
+
+    def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:
+        return self._coordinator.between(partial(super().snapshot, now, server))
+
+
+class FeedPages:
+    """/dashboard and the pictures of the feeds of one coordinator; see `StatusPages`."""
+
+    def __init__(self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures) -> None:
+        told = partial(_server, runtime, coordinator)
+        fold = partial(FeedsLive, coordinator)
+        self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
+        self._pictures = pictures
+        self.routes = {route.path: route for route in dashboard_routes(self._watchers)}
+        self.find = pictures.find
+
+    def close(self) -> None:
+        """End every answer."""
+        self._watchers.close()
+        self._pictures.close()
+
+
+def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
+    snapshot = runtime.snapshot()
+    health = health_of(snapshot, {coordinator.id: coordinator.lost})
+    state, error = "ready" if health["status"] == "ok" else health["status"], _attention(snapshot.feeds, coordinator)
+    queues = coordinator.queues()
+    waiting = queues[coordinator.id]["queued"]
+    running = queues[coordinator.id]["unsettled"] - waiting
+    return {
+        "product": "feeds",
+        "version": __version__,
+        "state": state,
+        "error": error,
+        "unit": "requests",
+        "queues": queues,
+        "processes": [own_process(state, None, running, waiting)],
+        "feeds": {name: _feed(feed) for name, feed in sorted(snapshot.feeds.items())[:MOST]},
+        "feeds_known": len(snapshot.feeds),
+    }
+
+
+def _attention(feeds: Mapping[str, FeedSnapshot], coordinator: BatchCoordinator) -> str:
+    """What is not well, in a few words."""
+    if coordinator.lost is not None:
+        return f"{coordinator.id} died: {coordinator.lost.message}"[:ERROR]
+    unwell = [f"{name} is {feed.state}" for name, feed in feeds.items() if feed.state not in WELL]
+    return ", ".join(unwell[:3]) + (f" and {len(unwell) - 3} more" if len(unwell) > 3 else "")
+
+
+def _feed(feed: FeedSnapshot) -> dict[str, Any]:
+    """The figures of one feed. p50, p95: seconds from a frame's capture to its answer, of the last 512."""
+    return {
+        "state": feed.state,
+        "mode": feed.mode,
+        "source": feed.source[:ERROR],
+        "resolution": feed.resolution,
+        "fps": feed.fps,
+        "age": feed.age,
+        "p50": feed.latency.p50,
+        "p95": feed.latency.p95,
+        "frames": feed.frames,
+        "answered": feed.processed,
+        "waiting": feed.waiting,
+        "drops": {reason: count for reason, count in feed.drops.items() if count},
+        "restarts": feed.restarts,
+        "sink_errors": feed.sink_errors,
+        "corrupt": feed.corrupt,
+        "error": (feed.error or "")[:ERROR],
+    }

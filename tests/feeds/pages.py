@@ -1,0 +1,57 @@
+"""A status server on a free port, and what it answers."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from reflex_runtime.feeds.status import StatusPages, StatusServer
+
+PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str = ""
+    allow_host: tuple[str, ...] = ()
+
+
+class Page:
+    """A server with one series, a health that the test sets, and further pages."""
+
+    def __init__(self, pages: Callable[[], StatusPages] | None = None, **settings: Any) -> None:
+        self.registry = CollectorRegistry()
+        Gauge("weather", "Degrees", registry=self.registry).set(21.5)
+        self.health: Mapping[str, Any] | Exception = {"status": "ok", "feeds": {}, "coordinators": {}}
+        self.server = StatusServer(Settings(**settings), self.registry, self.told, pages)
+
+    def told(self) -> Mapping[str, Any]:
+        if isinstance(self.health, Exception):
+            raise self.health
+        return self.health
+
+    @contextmanager
+    def asked(self, path: str, method: str = "GET", **headers: str) -> Iterator[http.client.HTTPResponse]:
+        """The answer, which may not end."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=PATIENCE)
+        try:
+            connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+            with connection.getresponse() as answer:
+                yield answer
+        finally:
+            connection.close()
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+        with self.asked(path, method, **headers) as answer:
+            return answer.status, answer.headers, answer.read()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.server.port), timeout=PATIENCE)

@@ -1,0 +1,215 @@
+"""Pictures of feeds over real sockets: made only while somebody looks, once for all of them, and for nobody who does
+not read."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+
+from feeds.fakes import frame
+from feeds.pages import PATIENCE, Page
+from reflex_runtime.feeds import pictures
+from reflex_runtime.feeds.frame import Frame
+from reflex_runtime.feeds.pictures import LARGE, SMALL, FeedPictures, PictureSize, jpeg_of
+from reflex_runtime.feeds.pipeline import Result
+from reflex_runtime.web.exchange import Route
+
+BOX = {"boxes": [[8, 8, 40, 40]], "labels": ["cup"], "scores": [0.5]}
+
+
+class Cameras:
+    """Pictures of the feed `door` on a port. `show` is a result; `play` gives results until the block ends."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.routes: dict[str, Route] = {}
+        self.pictures = FeedPictures(lambda: {"door", "a b"})
+        self.find, self.close = self.pictures.find, self.pictures.close
+        self.page = Page(lambda: self, **settings)
+        self.image = np.full((64, 64, 3), 100, np.uint8)
+
+    def show(self, value: Any = None) -> None:
+        self.pictures.take(Result(Frame(self.image, 0, None, 0.0), "door", value, 0.01))
+
+    @contextmanager
+    def play(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def give() -> None:
+            while not over.wait(0.001):
+                self.show()
+
+        thread = threading.Thread(target=give)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.fixture
+def cameras() -> Iterator[Cameras]:
+    made = Cameras()
+    with made.page.server:
+        yield made
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[PictureSize]:
+    """The size of every picture that was made."""
+    found: list[PictureSize] = []
+
+    def make(result: Result, size: PictureSize) -> bytes:
+        found.append(size)
+        return jpeg_of(result, size)
+
+    monkeypatch.setattr(pictures, "jpeg_of", make)
+    return found
+
+
+def part(answer: http.client.HTTPResponse) -> bytes:
+    """The next picture of a stream."""
+    length = 0
+    while (line := answer.readline()) != b"\r\n" or not length:
+        assert line
+        if line.startswith(b"Content-Length: "):
+            length = int(line[16:])
+    return answer.read(length)
+
+
+def test_i18_nothing_is_made_unless_asked_and_one_picture_is_for_all_who_ask(
+    cameras: Cameras, made: list[PictureSize]
+) -> None:
+    for _ in range(100):
+        cameras.show()
+    assert made == []
+    with ThreadPoolExecutor(4) as pool, cameras.play():
+        answers = list(pool.map(cameras.page.ask, ["/feeds/door.jpg"] * 12))
+    assert {(code, headers["Content-Type"]) for code, headers, _ in answers} == {(200, "image/jpeg")}
+    assert len({body for _, _, body in answers}) == 1
+    assert simplejpeg.decode_jpeg(answers[0][2]).shape == (64, 64, 3)
+    assert len(made) <= 1 + PATIENCE  # one a second, however busy the machine
+    assert set(made) == {SMALL}
+
+
+def test_i18_a_stream_has_at_most_ten_pictures_a_second_each_made_once(
+    cameras: Cameras, made: list[PictureSize]
+) -> None:
+    with cameras.play(), cameras.page.asked("/feeds/door.mjpeg") as one, cameras.page.asked("/feeds/door.mjpeg") as two:
+        assert one.headers["Content-Type"] == "multipart/x-mixed-replace; boundary=frame"
+        assert one.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        part(one)
+        began, before = time.monotonic(), len(made)
+        for _ in range(4):
+            assert simplejpeg.is_jpeg(part(one))
+        assert time.monotonic() - began > 0.25
+        for _ in range(4):
+            part(two)
+        assert len(made) - before <= 6  # not four for each of the two
+    for _ in range(1000):
+        cameras.show()
+    until(lambda: not cameras.pictures._views)
+    seen = len(made)
+    cameras.show()
+    assert len(made) == seen
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.005)
+
+
+def test_i18_there_are_only_so_many_streams(cameras: Cameras, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "STREAMS", 1)
+    with cameras.page.asked("/feeds/door.mjpeg"):
+        code, _, body = cameras.page.ask("/feeds/a%20b.mjpeg")
+        assert (code, json.loads(body)["message"]) == (429, "1 watch feeds already, which is the most")
+
+
+def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(
+    cameras: Cameras, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "UNREAD", 0.0)
+    monkeypatch.setattr(pictures, "RESTS", 0.0)
+    monkeypatch.setattr(pictures, "LARGE", replace(LARGE, every=0.0, quality=100))
+    cameras.image = np.random.default_rng(0).integers(0, 255, (900, 900, 3), dtype=np.uint8)
+    with cameras.page.connect() as slow, cameras.page.asked("/feeds/door.mjpeg") as quick, cameras.play():
+        slow.sendall(b"GET /feeds/door.mjpeg HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        streams = lambda: [len(view.streams) for view in cameras.pictures._views.values()]  # noqa: E731
+        until(lambda: streams() == [2])
+        while streams() == [2]:
+            part(quick)
+        part(quick)
+
+
+def test_i18_without_a_frame_there_is_no_picture_and_no_error(
+    cameras: Cameras, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "PATIENCE", 0.05)
+    assert cameras.page.ask("/feeds/door.jpg")[0] == 204
+    assert cameras.page.ask("/feeds/door.mjpeg", "HEAD")[0] == 200
+    code, _, body = cameras.page.ask("/feeds/wall.jpg")
+    assert (code, json.loads(body)["message"]) == (404, "there is no feed wall")
+
+
+def test_i18_a_frame_that_is_no_picture_is_logged_once(
+    cameras: Cameras, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pictures, "PATIENCE", 0.5)
+    monkeypatch.setattr(pictures, "SMALL", replace(SMALL, every=0.0))
+    cameras.image = np.zeros((0, 5, 3), np.uint8)
+    with cameras.play():
+        assert cameras.page.ask("/feeds/door.jpg")[0] == 204
+        assert caplog.text.count("a picture could not be made") == 1
+        cameras.image = np.zeros((6, 8, 3), np.uint8)
+        assert cameras.page.ask("/feeds/door.jpg")[0] == 200
+
+
+def test_h5_pictures_need_the_key_and_pages_of_other_sites_are_refused_without_one(cameras: Cameras) -> None:
+    for path in ("/feeds/door.jpg", "/feeds/door.mjpeg"):
+        assert cameras.page.ask(path, Origin="http://evil.example")[0] == 403
+        keyed = Cameras(api_key="s3cret")
+        with keyed.page.server, keyed.play():
+            assert keyed.page.ask(path)[0] == 401
+            with keyed.page.asked(path, X_Reflex_Key="s3cret") as answer:
+                assert answer.status == 200
+
+
+def test_i18_a_stop_ends_streams(cameras: Cameras) -> None:
+    with cameras.page.asked("/feeds/door.mjpeg") as stream:
+        cameras.page.server.stop()
+        with suppress(http.client.IncompleteRead, ConnectionResetError):
+            assert not stream.read().rstrip(b"\r\n").removeprefix(b"--frame")
+
+
+@pytest.mark.parametrize("shape", [(480, 640), (1080, 1920), (1920, 1080), (7, 5), (1, 3000)])
+def test_i18_a_picture_is_small_and_what_was_found_is_in_its_place(shape: tuple[int, int]) -> None:
+    image = np.full((*shape, 3), 100, np.uint8)
+    by = -(-max(shape) // SMALL.longest)
+    value = {"boxes": np.array([[20 * by, 10 * by, 60 * by, 50 * by]], np.float32), "labels": np.array([3])}
+    picture = simplejpeg.decode_jpeg(jpeg_of(Result(Frame(image, 0, None, 0.0), "a", value, 0.0), SMALL))
+    assert max(picture.shape) <= SMALL.longest
+    assert abs(picture.shape[0] / shape[0] - picture.shape[1] / shape[1]) < max(1 / shape[0], 1 / shape[1])
+    if min(shape) > 100:
+        coloured = np.ptp(picture.astype(int), axis=2) > 40
+        assert coloured[30:45, 19:22].any(axis=1).all()  # the left side
+        assert not coloured[55:, 65:].any()
+
+
+@pytest.mark.parametrize("value", [None, "text", {"boxes": "none"}, {"boxes": [[1, 2]]}, {"labels": 3}, BOX])
+def test_i18_results_of_any_form_make_a_picture(value: Any) -> None:
+    made = jpeg_of(Result(frame(), "a", value, 0.0), LARGE)
+    assert simplejpeg.decode_jpeg(made).shape == (6, 8, 3)

@@ -1,0 +1,49 @@
+"""What those who watch feeds get: batches with feeds as members, and every feed's figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from feeds.fakes import Camera, Detector
+from feeds.pages import Page
+from reflex_runtime.drivers.batch_processor import BatchConfig
+from reflex_runtime.feeds.pictures import FeedPictures
+from reflex_runtime.feeds.pipeline import Pipeline
+from reflex_runtime.feeds.runtime import Runtime
+from reflex_runtime.feeds.source import SourceError
+from reflex_runtime.feeds.watching import FeedPages
+
+
+def test_x4_the_stream_of_feeds_has_their_batches_their_figures_and_what_is_not_well() -> None:
+    runtime, detector = Runtime(), Detector()
+    coordinator = runtime.coordinator(detector, BatchConfig(max_batch_size=4, max_latency=0.0))
+    pictures = FeedPictures(lambda: runtime.names)
+    page = Page(lambda: FeedPages(runtime, coordinator, pictures))
+    door, lost = Camera(), Camera(refuse=[SourceError("no route")] * 1000)
+    runtime.feed("door", door, Pipeline(batch=coordinator), [pictures.take])
+    runtime.feed("yard", lost, Pipeline(batch=coordinator), [pictures.take])
+    with page.server, runtime, page.asked("/dashboard/stream") as stream:
+        first = snapshot(stream, lambda told: told["server"]["feeds"]["yard"]["restarts"] > 0)
+        assert first["server"]["product"] == "feeds"
+        door.give(1)
+        told = snapshot(stream, lambda told: told["batches"])
+        (batch,) = told["batches"]
+        assert [batch["group"], [member[0] for member in batch["members"]]] == ["detector", ["door"]]
+        server = snapshot(stream, lambda told: told["server"]["feeds"]["door"]["answered"] == 1)["server"]
+        assert server["feeds"]["door"]["p95"] > 0
+        assert server["feeds"]["yard"]["error"] == "no route"
+        assert (server["state"], server["error"]) == ("failing", "yard is reconnecting")
+        assert server["queues"]["detector"]["queued"] == 0
+        assert page.ask("/dashboard")[0] == 200
+        assert len(coordinator._audience._sinks) == 3
+    assert len(coordinator._audience._sinks) == 2  # the fold has left with its watcher
+
+
+def snapshot(stream: Any, found: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The next one of which it is so."""
+    while True:
+        told: dict[str, Any] = json.loads(stream.readline())
+        if found(told):
+            return told
