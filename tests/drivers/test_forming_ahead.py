@@ -83,7 +83,8 @@ def running(n: int, **options: Any) -> Iterator[tuple[Made, list[Ticket]]]:
     finally:
         for _ in range(n):
             made.steps.released.release()
-        made.device.stop()
+        if not made.device._stopping:  # a second stop would wait for what the first one gave up
+            made.device.stop()
 
 
 def forming(made: Made) -> threading.Thread | None:
