@@ -154,12 +154,7 @@ MUTANTS = [
     M("core/group.py", "half the time limit does not promote", "0.5 * limit", "5 * limit"),
     M("core/group.py", "answers are not remembered", "if client.unsettled == 0 and client", "if False and client"),
     # life cycle
-    M(
-        "core/scheduler.py",
-        "expiry a moment late",
-        "group.turns.expires_at() <= self._now",
-        "group.turns.expires_at() < self._now",
-    ),
+    M("core/leaving.py", "expiry a moment late", "group.turns.expires_at() <= now", "group.turns.expires_at() < now"),
     M(
         "core/scheduler.py",
         "a pause ends a moment late",
@@ -247,12 +242,7 @@ MUTANTS = [
         "            pass\n",
     ),
     M("core/scheduler.py", "failed batches teach", "if not failed:  # first", "if True:  # first"),
-    M(
-        "core/scheduler.py",
-        "a hard close spares residents",
-        "if ticket.state is not RUNNING:  # a running one leaves",
-        "if ticket.state is WAITING:  # a running one leaves",
-    ),
+    M("core/leaving.py", "a hard close spares residents", "if t.state is not RUNNING)", "if t.state is WAITING)"),
     M("core/admission.py", "one too many in the queue", ">= config.capacity", "> config.capacity"),
     M("core/admission.py", "one too many in flight", "- replaces >= cap:", "- replaces > cap:"),
     M("core/admission.py", "hopeless deadlines are admitted", "if now + needed > ticket.deadline and", "if False and"),
@@ -795,7 +785,7 @@ MUTANTS = [
         "return [*self.preparing.get(request.client, ()), *waiting]",
         "return waiting",
     ),
-    M("core/scheduler.py", "closing forgets what is prepared", "return iter(preparing + [", "return iter([] + ["),
+    M("core/leaving.py", "closing forgets what is prepared", "chain(prepared, queued)", "chain((), queued)"),
     M(
         "core/scheduler.py",
         "being prepared is credit",
@@ -876,6 +866,9 @@ MUTANTS = [
     # ahead
     M("core/ahead.py", "what goes first is not let in", "ticket.tier < self.last", "ticket.tier < -1"),
     M("core/ahead.py", "everybody is let in", "ticket.tier < self.last", "ticket.tier < 9"),
+    M("core/ahead.py", "another group waits for what is formed ahead", "].waiting == 1 or", "].waiting == 0 or"),
+    M("core/ahead.py", "a deadline elsewhere waits for what is formed ahead", "!= batch.partition and", "is None and"),
+    M("core/ahead.py", "what is taken back forgets who left", "    group.left[:0] = batch.left\n", ""),
     M("core/ahead.py", "a member of the batch cannot leave", "and ticket in self.batch.grants", "and False"),
     M("core/ahead.py", "a batch formed ahead does not expire", "min(t.deadline for t in batch.grants)", "inf"),
     M("core/ahead.py", "a batch formed ahead is never late", "now + self.batch.expected > self.expires", "False"),
@@ -902,7 +895,7 @@ MUTANTS = [
     ),
     M("core/scheduler.py", "a batch formed ahead starts when it was formed", "batch.scheduled_at = now", "pass"),
     M("core/scheduler.py", "what is formed ahead survives a pause", "self._take_back()\n        turns", "turns"),
-    M("core/scheduler.py", "a closed scheduler forms ahead", "is not None or self._closed or", "is not None or"),
+    M("core/scheduler.py", "a closed scheduler forms ahead", "batch is None and not self._closed", "batch is None"),
     M(
         "core/time_cost.py",
         "every stage learns padded sizes",

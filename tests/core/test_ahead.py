@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.helpers import ask, ask_many, finish, ids, outcome_of, scheduler_of, settled, take, trained
-from reflex_runtime.core.batch import Batch, Done, Failed, More
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled
@@ -178,6 +178,61 @@ def test_an_arrival_that_comes_after_the_members_changes_nothing(priority: Prior
     ahead = scheduler.form_ahead(0.010)
     ask(scheduler, 0.011, id="late", priority=priority)
     assert scheduler.start_ahead(0.011) is ahead
+
+
+def test_b21_the_first_request_of_another_group_does_not_wait_for_a_batch_formed_ahead() -> None:
+    """A group of weight 0 runs only if nothing else waits."""
+    flush = FlushPolicy.window(1.0, 0.005, 2)
+    scheduler = Scheduler([
+        GroupConfig(name=name, flush=flush, cost=lambda: trained(0.010, 0.001), weight=weight)
+        for name, weight in (("prod", 1.0), ("shadow", 0.0))
+    ])
+    ask_many(scheduler, 2, group="prod")
+    running = take(scheduler, 0.0)
+    ask_many(scheduler, 4, group="shadow", now=0.001)
+    ahead = scheduler.form_ahead(0.010)
+    assert ahead is not None
+    ask(scheduler, 0.011, id="more", group="shadow")
+    assert scheduler._ahead.batch is ahead
+    ask(scheduler, 0.011, id="real", group="prod")
+    assert scheduler.start_ahead(0.012) is None
+    finish(scheduler, running, 0.012)
+    assert ids(take(scheduler, 0.012).grants) == ["real"]
+
+
+@pytest.mark.parametrize("limit", [0.025, None])
+def test_b10_a_deadline_in_another_partition_does_not_wait_for_a_batch_formed_ahead(limit: float | None) -> None:
+    scheduler = known()
+    running = busy(scheduler)
+    ahead = scheduler.form_ahead(0.010)
+    assert ahead is not None
+    ask(scheduler, 0.011, id="other", partition="other", time_limit=limit)
+    if limit is None:
+        assert scheduler.start_ahead(0.012) is ahead
+        return
+    assert scheduler.start_ahead(0.012) is None
+    finish(scheduler, running, 0.012)
+    assert ids(take(scheduler, 0.012).grants) == ["other"]
+
+
+def test_residents_that_left_are_named_by_the_next_batch_although_one_was_taken_back() -> None:
+    scheduler = known()
+    failed = [ask(scheduler, id=name) for name in ("x", "y")]
+    scheduler.complete(take(scheduler, 0.0), [Apart(ProcessorError("one of them"))] * 2, 0.010, 0.010)
+    ask_many(scheduler, 2, now=0.010, partition="other")
+    running = take(scheduler, 0.010)
+    while running.partition != "other":
+        finish(scheduler, running, 0.011)
+        running = take(scheduler, 0.011)
+    gone = next(t for t in failed if t.outcome is None)
+    ask_many(scheduler, 4, now=0.012, partition="other")
+    scheduler.cancel(gone, 0.012)
+    ahead = scheduler.form_ahead(0.013)
+    assert ahead is not None
+    assert ahead.left == (gone,)
+    ask(scheduler, 0.014, priority=Priority.URGENT)
+    finish(scheduler, running, 0.015)
+    assert take(scheduler, 0.015).left == (gone,)
 
 
 def test_a_member_that_is_prepared_meanwhile_is_let_in_if_it_goes_first() -> None:

@@ -74,3 +74,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
             return await main
 
     return asyncio.run(limited())
+
+
+def cannot_learn(batch: Batch, elapsed: float) -> None:
+    """The `observe` of a broken cost model."""
+    raise ZeroDivisionError

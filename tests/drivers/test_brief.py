@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from drivers.helpers import PATIENCE, Log, run
-from reflex_runtime.core.batch import Batch, Cause
+from reflex_runtime.core.batch import Batch, Cause, Done, Failed, More
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.events import BatchFinished
 from reflex_runtime.core.flush import FlushPolicy
@@ -249,6 +249,38 @@ def test_p50_while_another_group_waits_that_is_not_brief_the_thread_takes_both()
             assert threading.current_thread() not in await asyncio.gather(*both)
             await asleep(batcher)
             assert await batcher.run(Request(0.0, group="brief")) is threading.current_thread()
+
+    run(main())
+
+
+class Steps(Anywhere):
+    """Answers `first` to a request's first step, and an error to its second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = Done("at once")
+        self.dropped = threading.Event()
+
+    def run(self, batch: Batch) -> Sequence[Any]:
+        super().run(batch)
+        return [self.first if ticket.batches == 1 else Failed(ReflexError("broken")) for ticket in batch.grants]
+
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        self.dropped.set()
+
+
+def test_p51_a_resident_that_ends_on_the_loop_is_dropped_although_nothing_else_comes() -> None:
+    async def main() -> None:
+        processor = Steps()
+        async with Batcher({"default": processor}, BY_COUNT, clock=processor.clock) as batcher:
+            await where(batcher, 0.0, PROOF)
+            await asleep(batcher)
+            processor.first = More("half")
+            ticket = batcher.submit(Request(0.0))
+            with pytest.raises(ReflexError, match="broken"):
+                await ticket.waiter
+            assert ticket.batches == 2
+            assert await asyncio.to_thread(processor.dropped.wait, PATIENCE)
 
     run(main())
 

@@ -190,6 +190,26 @@ def test_a_caller_that_stops_waiting_is_not_computed() -> None:
     assert slow.double.close()
 
 
+def test_b16_a_thread_interrupted_before_it_waits_holds_up_no_other() -> None:
+    """Its answer is never waited for: the threads that are answered after it must not wait until it runs."""
+    slow = Slow()
+    driver = slow.double._driver
+    ask = driver.ask
+
+    def interrupted(*args: Any) -> Any:
+        ask(*args)
+        raise KeyboardInterrupt
+
+    driver.ask = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        slow.double(1)
+    driver.ask = ask  # type: ignore[method-assign]
+    assert slow.entered.wait(PATIENCE)
+    slow.gate.set()
+    assert slow.double.close()
+    assert not driver.relay.going
+
+
 def test_b16_a_cancelled_coroutine_is_not_computed() -> None:
     slow = Slow()
 

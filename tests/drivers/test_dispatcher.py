@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from drivers.helpers import Log, run
+from drivers.helpers import Log, cannot_learn, run
 from reflex_runtime.core.batch import Batch, Done, Failed, Outcome
 from reflex_runtime.core.errors import (
     Cancelled,
@@ -230,6 +230,24 @@ def test_a_wrong_number_of_outcomes_fails_the_batch(n: int) -> None:
         for ticket in tickets:
             with pytest.raises(ResultCountMismatch, match=f"{n} outcomes for 2"):
                 await ticket.waiter
+
+    run(main())
+
+
+def test_a_batch_on_which_the_cost_model_fails_is_answered_and_the_next_one_runs() -> None:
+    async def main() -> None:
+        async def send(batch: Batch) -> list[Outcome]:
+            return [Done("right")] * len(batch)
+
+        dispatcher = made(send, flush=FlushPolicy())
+        model = dispatcher.scheduler.cost_model("default")
+        learn, model.observe = model.observe, cannot_learn
+        ticket = dispatcher.submit(Request())
+        with pytest.raises(ProcessorError, match="could not be completed: ZeroDivisionError"):
+            await ticket.waiter
+        model.observe = learn
+        assert await dispatcher.submit(Request()).waiter == "right"
+        assert dispatcher.scheduler.idle
 
     run(main())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.helpers import trained
-from drivers.helpers import PATIENCE
+from drivers.helpers import PATIENCE, cannot_learn
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.errors import Cancelled, CutShort, Drained, ProcessorHung, ReflexError
 from reflex_runtime.core.events import BatchFinished, BatchScheduled
@@ -83,8 +83,7 @@ def running(n: int, **options: Any) -> Iterator[tuple[Made, list[Ticket]]]:
     finally:
         for _ in range(n):
             made.steps.released.release()
-        if not made.device._stopping:  # a second stop would wait for what the first one gave up
-            made.device.stop()
+        made.device.stop()
 
 
 def forming(made: Made) -> threading.Thread | None:
@@ -178,7 +177,7 @@ def test_a_batch_that_was_started_and_not_completed_is_answered_by_a_stop() -> N
 def test_a_batch_on_which_the_cost_model_fails_is_answered_and_the_next_ones_run() -> None:
     with running(6) as (made, tickets):
         model = made.scheduler.cost_model("default")
-        model.observe, learn = _raises, model.observe
+        model.observe, learn = cannot_learn, model.observe
         made.steps.released.release()
         made.steps.inside()
         events = made.device.take_events()  # completes the batch on this thread
@@ -192,10 +191,6 @@ def test_a_batch_on_which_the_cost_model_fails_is_answered_and_the_next_ones_run
         assert [e.batch.id for e in events if isinstance(e, BatchScheduled)] == [1, 2, 3]
         assert [t.outcome.value for t in tickets[2:]] == [2, 3, 4, 5]
         assert not made.device.fatal
-
-
-def _raises(batch: Batch, elapsed: float) -> None:
-    raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("seconds", [0.001, 90.0])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from drivers.helpers import cannot_learn
 from reflex_runtime.core.batch import Batch, Done, More
 from reflex_runtime.core.cost import UnitCost
 from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
@@ -91,6 +92,21 @@ def test_a_processor_that_raises_fails_its_batch_and_the_stepper_goes_on() -> No
     stepping.step()
     stepping.step()
     assert again.outcome == Done("x")
+
+
+def test_a_cost_model_that_raises_fails_its_batch_and_the_stepper_goes_on() -> None:
+    stepping, processor, _ = stepper()
+    processor.run = lambda batch: [Done("right")] * len(batch)  # type: ignore[method-assign]
+    model = stepping.scheduler.cost_model("default")
+    learn, model.observe = model.observe, cannot_learn
+    ticket = stepping.scheduler.submit(Request(), 0.0)
+    assert stepping.step() is not None
+    assert "could not be completed: ZeroDivisionError" in str(ticket.outcome.error)
+    model.observe = learn
+    again = stepping.scheduler.submit(Request(), 50.0)
+    stepping.step()
+    assert again.outcome == Done("right")
+    assert stepping.scheduler.idle
 
 
 def test_what_a_sink_raises_reaches_the_caller() -> None:

@@ -2,8 +2,9 @@
 
 Late binding stays true. Only a batch is formed ahead that could not become another one by waiting: it is full, of one
 call, in the first turn, and no deadline of it is at risk. A driver asks for it shortly before the running batch ends.
-Until it is started it is taken back if anything happens that would change it: a request that goes first arrives, a
-member leaves, is replaced or can no longer meet its deadline, its group pauses, the scheduler closes.
+Until it is started it is taken back if anything happens that would change it: a request arrives that may go first, one
+with a deadline in another partition, or the first one of another group; a member leaves, is replaced or can no longer
+meet its deadline; its group pauses; the scheduler closes.
 """
 
 from __future__ import annotations
@@ -38,9 +39,15 @@ class Ahead:
         batch, self.batch, self.expires = self.batch, None, inf
         return batch
 
-    def lets_in(self, ticket: Ticket) -> bool:
-        """Whether a ticket that has arrived would come before a member."""
-        return self.batch is not None and ticket.tier < self.last
+    def gives_way(self, ticket: Ticket, group: Group) -> bool:
+        """Whether a ticket that has entered its group could run first: before a member; in another partition, because
+        of its deadline; or as the first one of another group."""
+        batch = self.batch
+        if batch is None or ticket.tier < self.last:
+            return batch is not None
+        if group.name != batch.group:
+            return group.active[ticket.request.partition].waiting == 1 or ticket.deadline < inf
+        return ticket.request.partition != batch.partition and ticket.deadline < inf
 
     def late(self, now: float) -> bool:
         """Whether a member will probably miss its deadline if the batch starts now."""
@@ -81,6 +88,7 @@ def may_lead(group: Group, partition: Partition) -> bool:
 def put_back(group: Group, partition: Partition, batch: Batch) -> None:
     """Let the members of a batch that was not started wait again, each in its old place."""
     partition.in_flight -= 1
+    group.left[:0] = batch.left
     if partition.room is not None:
         partition.room += len(batch)
     if group.room is not None:

@@ -697,5 +697,5 @@ class Scheduler:
         if self._holding.gaps:
             self._holding.asks(group, now)
         group.enter(ticket, now)
-        if self._ahead.lets_in(ticket):
+        if self._ahead.gives_way(ticket, group):
             self._take_back()

@@ -69,12 +69,14 @@ class BatchedFunction(Handle, Generic[Item, Result]):
             raise ConfigError(f"timeout={timeout!r}: must be >= 0 seconds, or None to wait for ever")
         caller = threading.get_ident()
         request = Request(item, group=driver.group, client=caller, priority=priority, time_limit=time_limit)
-        sleeper = Sleeper()
-        ticket = driver.ask(request, sleeper)
+        sleeper, ticket = Sleeper(), None
         try:
+            ticket = driver.ask(request, sleeper)
             came = driver.wait(sleeper, ticket, timeout)
-        except BaseException:  # interrupted: the answer has no reader
-            driver.device.cancel(ticket)
+        except BaseException:  # refused, or interrupted: the answer has no reader
+            driver.relay.runs(sleeper)
+            if ticket is not None:
+                driver.device.cancel(ticket)
             raise
         if not came and not driver.device.abandon(ticket):
             raise WaitTimeout(f"{self._name}: no answer within {timeout:g} s")

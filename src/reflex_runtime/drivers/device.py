@@ -25,6 +25,7 @@ from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, Pr
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.completing import complete
 from reflex_runtime.drivers.forming_ahead import FormingAhead
 from reflex_runtime.drivers.wakeable import Wakeable
 from reflex_runtime.processors.base import Processor, run_batch
@@ -407,15 +408,10 @@ class Device:
         """Complete the batch that came back, if the next one was started first. The lock is held."""
         returned, self._returned = self._returned, None
         if returned is not None:
-            batch, elapsed, at = returned.batch, returned.elapsed, returned.at
-            try:
-                self.scheduler.complete(batch, returned.outcomes, elapsed, at)
-            except Exception as error:  # of a cost model; this may be any thread, which knows nothing of the batch
-                log.exception("batch %d could not be completed", batch.id)
-                failed = Failed(ProcessorError(f"its batch could not be completed: {type(error).__name__}: {error}"))
-                self.scheduler.complete(batch, [failed] * len(batch), elapsed, at)
+            # This may be any thread, which knows nothing of the batch.
+            complete(self.scheduler, returned.batch, returned.outcomes, returned.elapsed, returned.at)
             if returned.next is not None:
-                self.scheduler.began(returned.next, at)
+                self.scheduler.began(returned.next, returned.at)
 
     def _has_news(self) -> bool:
         """Whether what came could change when the sleeping thread is to wake up. The lock is held."""

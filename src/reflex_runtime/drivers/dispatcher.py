@@ -19,6 +19,7 @@ from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Sink
+from reflex_runtime.drivers.completing import complete
 from reflex_runtime.drivers.device import Clock
 from reflex_runtime.drivers.idle import Idle
 from reflex_runtime.drivers.slices import Cancels
@@ -193,7 +194,7 @@ class Dispatcher:
         if not isinstance(result, ReflexError) and len(result) != len(batch):
             result = ResultCountMismatch(f"the call returned {len(result)} outcomes for {len(batch)} requests")
         outcomes = [Failed(result)] * len(batch) if isinstance(result, ReflexError) else result
-        self.scheduler.complete(batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
+        complete(self.scheduler, batch, outcomes, now - (batch.scheduled_at if began is None else began), now)
         self._turn_soon()
 
 

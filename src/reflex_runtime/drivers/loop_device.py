@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
-from reflex_runtime.core.batch import Apart, Batch, Failed, Outcome
+from reflex_runtime.core.batch import Apart, Batch, Done, Failed, Outcome
 from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -109,7 +109,8 @@ class LoopDevice(Device):
             if self._running is not None and self._running[0] is batch:  # it was not given up meanwhile
                 self._complete(outcomes, self.clock())
                 self._settle()
-            if self._stopping or ring:
+            dropped = not all(isinstance(outcome, Done) for outcome in outcomes) and self.scheduler.idle
+            if self._stopping or ring or dropped:  # residents that left, and no next batch names them
                 self._bell.ring()
 
     # -- device thread -------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Relay:
             self.runs(sleeper)
 
     def runs(self, sleeper: Sleeper) -> None:
-        """The thread runs, with or without its answer. To be called as soon as it does, once, whatever happened."""
+        """The thread runs, with or without its answer. To be called as soon as it does, whatever happened."""
         with self._lock:
             sleeper.left = True
             if sleeper is not self._woken:

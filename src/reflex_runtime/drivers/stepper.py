@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from reflex_runtime.core.batch import Batch
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.drivers.completing import complete
 from reflex_runtime.processors.base import Processor, run_batch
 
 
@@ -41,7 +42,7 @@ class Stepper:
         start = self.clock()
         outcomes = run_batch(self._processors[batch.group], batch)
         end = self.clock()
-        self.scheduler.complete(batch, outcomes, end - start, end)
+        complete(self.scheduler, batch, outcomes, end - start, end)
         self.deliver()
         return batch
 
