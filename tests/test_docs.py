@@ -20,6 +20,7 @@ from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
 from reflex_runtime.options import described, flag, headed
 from reflex_runtime.telemetry.metrics import Metrics
+from reflex_runtime.telemetry.spans import span_series
 
 DOCS = Path(__file__).parent.parent / "docs"
 # Never in an answer of the server.
@@ -99,7 +100,9 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     LocalModel(GenerationRuntime(LLMProcessor(ToyRunner(), ByteTokenizer())), model)
     never: Any = None  # nothing is started
     Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
-    for family in [*Metrics().registry.collect(), *feeds, *model.registry.collect()]:
+    spans = CollectorRegistry()
+    span_series(spans)
+    for family in [*Metrics().registry.collect(), *feeds, *model.registry.collect(), *spans.collect()]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)
     for name, family in registered.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import pairwise
+from urllib.parse import urlsplit
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import again, flag, one_line, option, validate
@@ -53,9 +54,19 @@ class ServerConfig:
     log_format: str = option(
         "text", "lines for people, or a JSON object a line for a log collector", choices=("text", "json")
     )
+    otel: str = option(
+        "", "send spans of requests and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        metavar="http://HOST:4318",
+        group="spans",
+    )
+    otel_sample: float = option(
+        1.0, "share of the requests that get a span, where the caller's traceparent does not decide it",
+        low=0, high=1, needs="otel",
+    )
 
     def __post_init__(self) -> None:
         validate(self)
+        _check_endpoint(self.otel)
         _check_trust(self)
 
 
@@ -444,6 +455,23 @@ class FeedsConfig:
     def __post_init__(self) -> None:
         validate(self)
         _check_trust(self)
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """ConfigError for a collector's address that is none, or that has a secret in it: settings are shown."""
+    if not endpoint:
+        return
+    if any(mark in endpoint for mark in "@?#"):
+        expected = "must have no user, query or fragment; headers of your own stand in OTEL_EXPORTER_OTLP_HEADERS"
+        raise ConfigError(f"--otel: {expected}", field="otel")
+    try:
+        found = urlsplit(endpoint)
+        plain = found.scheme in ("http", "https") and bool(found.hostname) and found.port != 0
+    except ValueError:  # a wrong port or address
+        plain = False
+    if not (plain and endpoint.isascii() and endpoint.isprintable()) or " " in endpoint or len(endpoint) > 1000:
+        expected = "must be http://HOST:PORT or https://HOST:PORT of a collector"
+        raise ConfigError(f"--otel={one_line(endpoint)}: {expected}", field="otel")
 
 
 def _check_address(name: str, address: str) -> None:

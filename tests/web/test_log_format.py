@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ import pytest
 from reflex_runtime.cli.logs import JsonLog
 from reflex_runtime.cli.serving import show_settings
 from reflex_runtime.config import ServeConfig
-from serving.harness import Server
+from serving.harness import PATIENCE, Server
 
 SMALL = ("--kv-cache-gb", "0.05")
 
@@ -42,6 +45,20 @@ def test_x6_the_log_of_a_model_server_is_json_too(more: tuple[str, ...]) -> None
         server.stop()
         told = lines(server)
     assert any(line["message"].startswith("ready on http://") for line in told)
+
+
+def test_x6_the_log_of_a_runtime_process_is_json_where_its_server_says_so() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "reflex_runtime", "worker"], stdin=theirs, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "REFLEX_LOG_FORMAT": "json"},
+        )  # fmt: skip
+        theirs.close()
+        ours.sendall(b"no frame at all" * 10)
+        told = [json.loads(line) for line in process.communicate(timeout=PATIENCE)[1].splitlines()]
+    assert any(line["message"].startswith("the other end does not keep to the protocol") for line in told)
+    assert {(line["level"], line["pid"]) for line in told} == {("WARNING", process.pid)}
 
 
 def test_x6_a_line_can_be_written_in_every_encoding() -> None:

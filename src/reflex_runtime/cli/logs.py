@@ -7,6 +7,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
+from reflex_runtime.telemetry.tracing import current_span
+
 PLAIN = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -26,7 +28,8 @@ class JsonLog(logging.Formatter):
     """A record as one JSON object on one line.
 
     time: UTC, ISO 8601 with microseconds. level, logger, message, pid, thread. Of an exception also `error` (its
-    class), `error_message` and `traceback`. The line at the start also has `settings`.
+    class), `error_message` and `traceback`. With `--otel`, a line about a request has the ids of its span: `trace_id`,
+    `span_id`. The line at the start also has `settings`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -38,6 +41,8 @@ class JsonLog(logging.Formatter):
             "pid": record.process,
             "thread": record.threadName,
         }
+        if (span := current_span()) is not None:
+            told |= {"trace_id": f"{span.trace_id:032x}", "span_id": f"{span.span_id:016x}"}
         if "settings" in record.__dict__:
             told["settings"] = record.__dict__["settings"]
         error = record.exc_info[1] if record.exc_info else None

@@ -21,6 +21,7 @@ from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, add_options, one_line
 from reflex_runtime.sources import POLICIES, environment, read
+from reflex_runtime.telemetry.tracing import check_otel
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan
@@ -132,6 +133,7 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
         except OSError as error:
             raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     check_trace(config.trace)
+    check_otel(config.otel)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
     _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
     _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")

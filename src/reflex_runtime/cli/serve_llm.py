@@ -24,6 +24,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, one_line
 from reflex_runtime.sources import environment, load
+from reflex_runtime.telemetry.tracing import check_otel
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -110,6 +111,7 @@ def _checked(config: LLMServeConfig, directory: Path) -> Tokenizer:
 
     for path in _traces(config):
         check_trace(path)
+    check_otel(config.otel)
     check_model(config, describe(directory))
     return HFTokenizer.load(directory)
 

@@ -107,7 +107,8 @@ class RequestAnswered(NamedTuple):
     outcome: ok, cancelled, rejected, expired, shed, superseded, drained, failed, client_error. latency: seconds.
     detail: free for the server's sinks (what was asked and answered, for the recorder).
     served_in: seconds from the request's last byte to the answer; None where no caller waits for it (a shadow's).
-    wire: the protocol that the request came on; "" for a shadow's.
+    wire: the protocol that the request came on; "" for a shadow's. error: why it has no answer, where a server knows.
+    span: what its server keeps of its trace; None without one.
     """
 
     at: float
@@ -119,6 +120,8 @@ class RequestAnswered(NamedTuple):
     detail: Any = None
     served_in: float | None = None
     wire: str = ""
+    error: ReflexError | None = None
+    span: Any = None
 
 
 Event = (

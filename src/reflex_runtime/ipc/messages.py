@@ -72,9 +72,9 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     """Params of `generate`, and one of those of `batch_generate`: a request from the front to the engine.
 
     stream_id: unique among the streams that have not ended. prompt: one of `prompt`, `prompt_token_ids`, `messages`.
-    timeout_ms: until the first token. follows: a stream with the same prompt; this request waits until that stream has
-    computed it. credits: tokens that may be sent before `stream.credit` grants more. draft_model, guidance: refused
-    without the capability.
+    traceparent: of the request's span, where it is recorded. timeout_ms: until the first token. follows: a stream with
+    the same prompt; this request waits until that stream has computed it. credits: tokens that may be sent before
+    `stream.credit` grants more. draft_model, guidance: refused without the capability.
     """
 
     stream_id: str = ""
@@ -85,6 +85,7 @@ class GenerateParams(SamplingParams, frozen=True, kw_only=True, omit_defaults=Tr
     priority: str = "default"
     client: str = ""
     request_id: str = ""
+    traceparent: str = ""
     timeout_ms: float | None = None
     follows: str | None = None
     credits: int = WINDOW

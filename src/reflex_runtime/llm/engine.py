@@ -41,6 +41,7 @@ from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
+from reflex_runtime.telemetry.trace_context import SpanContext
 
 _numbers = count()  # of requests: unique in the process
 _DEFAULT = SamplingParams()
@@ -111,14 +112,16 @@ class LLMProcessor(BaseProcessor):
         priority: Priority = Priority.DEFAULT,
         client: Hashable = "",
         time_limit: float | None = None,
+        span: SpanContext | None = None,
     ) -> Request:
-        """A request for this processor. time_limit: seconds until its first token.
+        """A request for this processor. time_limit: seconds until its first token. span: steps refer to it, if given.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check(ids, params.max_tokens)
         sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids)
+        sequence.span = span
         return Request(
             sequence,
             id=_next_id() if id is None else id,

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.telemetry.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
 
@@ -64,7 +65,8 @@ class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
     Between steps the scheduler's side changes it (`blocks.py`), during a step the processor (`engine.py`). The driver
-    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it.
+    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. span: of the request
+    that it belongs to, if that is recorded.
     """
 
     __slots__ = (
@@ -83,6 +85,7 @@ class Sequence:
         "params",
         "published",
         "seed",
+        "span",
         "tokens",
     )
 
@@ -102,6 +105,7 @@ class Sequence:
         self.published = 0  # blocks of `blocks` that the prefix cache knows
         self.choices: list[Choice] = []
         self.finish_reason: str | None = None
+        self.span: SpanContext | None = None
         self._stream = stream
         self._pieces: list[str] = []
         self._held = ""  # complete characters that may be the beginning of a stop text

@@ -423,7 +423,7 @@ class HttpConnection(asyncio.Protocol):
         try:
             protocol = handshake(start + head + b"\r\n", route.most)
             websocket = WebSocket(self.app, self.transport, protocol, exchange.number, query_of(self._url))
-            websocket.may_change = self.app.may_change(exchange)
+            websocket.headers, websocket.may_change = exchange.headers, self.app.may_change(exchange)
             session = route.socket(websocket)
         except Exception as error:
             exchange.wanted = False

@@ -66,14 +66,20 @@ class GrpcCall:
     (`time.monotonic`). left_ms: how long its caller waits from then on; None without limit. held: bytes of it that
     `Bodies` counts."""
 
-    __slots__ = ("held", "id", "left_ms", "method", "peer", "started")
+    __slots__ = ("_context", "held", "id", "left_ms", "method", "peer", "started")
 
     def __init__(self, method: str, id: str, context: Any) -> None:
-        self.method, self.id, self.peer = method, id, str(context.peer())
+        self._context, self.method, self.id, self.peer = context, method, id, str(context.peer())
         self.started = time.monotonic()
         left = context.time_remaining()
         self.left_ms = None if left is None else max(float(left) * 1e3, 0.001)
         self.held = 0
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]:
+        """Its metadata: names in lower case."""
+        sent = self._context.invocation_metadata() or ()
+        return {name.encode(): value.encode() if isinstance(value, str) else value for name, value in sent}
 
 
 class Reported(Exception):

@@ -87,8 +87,8 @@ class SocketApplication(Protocol):
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """One websocket. id: made by the server, unique. query: of the URL. may_change: whether the peer may
-    change state. phase, heard: see `Connections`."""
+    """One websocket. id: made by the server, unique. query: of the URL. headers: of the handshake, names in lower case.
+    may_change: whether the peer may change state. phase, heard: see `Connections`."""
 
     def __init__(
         self,
@@ -99,6 +99,7 @@ class WebSocket(asyncio.BufferedProtocol):
         query: Mapping[str, str],
     ) -> None:
         self.app, self.transport, self.id, self.query = app, transport, id, query
+        self.headers: Mapping[bytes, bytes] = {}
         self.phase = Phase.ANSWERED
         self.heard = 0.0
         self.held = 0  # bytes of the message that is coming

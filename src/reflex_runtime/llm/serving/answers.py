@@ -141,6 +141,15 @@ class Answer:
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
 
+    @property
+    def id(self) -> str:
+        return self._head[0]
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        """Why each choice ended, of those that have."""
+        return [finish for finish in self._finish if finish is not None]
+
     # -- as it comes ---------------------------------------------------------------------------------------------------
 
     def chunk(self, index: int, outputs: Seq[Output]) -> bytes:
@@ -155,6 +164,7 @@ class Answer:
                 logprobs = self._no_logprobs()
                 self._tell(logprobs, output, self._lengths[index] + output.held)
             self._lengths[index] += len(output.text)
+            self._finish[index] = output.finish
             if output.text or logprobs is not None or output.finish is not None:
                 events += self._parts(index, output, logprobs)
         return b"".join(events)

@@ -26,6 +26,7 @@ from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import TokenOutput
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.telemetry.trace_context import SpanContext
 
 log = logging.getLogger("reflex.server")
 
@@ -58,8 +59,10 @@ class Generator(Protocol[R]):
         priority: Priority,
         client: Hashable,
         time_limit: float | None,
+        span: SpanContext | None = None,
     ) -> R:
-        """A request for `submit_alike`. time_limit: seconds until its first token. Raises TooLarge, ConfigError."""
+        """A request for `submit_alike`. time_limit: seconds until its first token. span: see `LLMProcessor.request`.
+        Raises TooLarge, ConfigError."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
@@ -207,10 +210,12 @@ class GenerationRuntime:
 
     def request(
         self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None,
+        client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
     ) -> Request:  # fmt: skip
         """A request for `submit`: see `LLMProcessor.request`."""
-        return self.processor.request(prompt, params, id=id, priority=priority, client=client, time_limit=time_limit)
+        return self.processor.request(
+            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, span=span
+        )
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:
         """Admit a request that `processor.request` made. Raises `Rejected`.

@@ -25,8 +25,10 @@ from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
+from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.telemetry import metrics
+from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.dashboard import dashboard_routes
@@ -61,6 +63,7 @@ class OpenAI:
 
     def __init__(self, model: ServedModel) -> None:
         self.model = model
+        self._spans = None if model.spans is None else GenerationSpans(model.spans, model.name, CHAT)
         name = Route(MODELS + "/{id}", self._card)
         routes = [
             Route("/health", self._health, open=True),
@@ -84,7 +87,8 @@ class OpenAI:
         def run(exchange: Exchange, body: bytes) -> None:
             self.app.spawn(exchange, self._generate(exchange, body, chat))
 
-        return Route(path, run, "POST", most=self.model.config.max_body_bytes, enter=self._enter)
+        failed = None if self._spans is None else self._spans.failed
+        return Route(path, run, "POST", most=self.model.config.max_body_bytes, enter=self._enter, fail=failed)
 
     def _count(self, exchange: Exchange, status: int) -> None:
         self.model.answered("other" if exchange.route is None else exchange.route.path, status)
@@ -151,18 +155,38 @@ class OpenAI:
         runtime: Generator[Any] = exchange.ask
         streams: list[OutputStream] = []
         exchange.on_left = partial(_take_back, streams)
+        span = None if self._spans is None else self._spans.begin(exchange)
         try:
             bell = Bell()
             decode = wire.chat if chat else wire.completion
             asked = decode(body) if len(body) <= LARGE else await self.app.bodies.beside(decode, body)
             del body  # what it says is decoded
-            asked = await self._queue(exchange, runtime, asked, streams, bell)
+            asked = await self._queue(exchange, runtime, asked, streams, bell, span)
             self.app.entered(exchange)
             token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
             answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, asked.include_usage)
-            await (_stream if asked.stream else _whole)(exchange, streams, answer, asked, bell)
+            await self._answer(exchange, streams, answer, asked, bell, span)
         finally:
             _take_back(streams)
+
+    async def _answer(
+        self,
+        exchange: Exchange,
+        streams: list[OutputStream],
+        answer: Answer,
+        asked: wire.CompletionRequest,
+        bell: Bell,
+        span: RequestSpan | None,
+    ) -> None:
+        send = _stream if asked.stream else _whole
+        if self._spans is None or span is None:
+            await send(exchange, streams, answer, asked, bell)
+            return
+        try:
+            await send(exchange, streams, answer, asked, bell, span)
+        finally:
+            self._spans.used(span, exchange, _usage(streams, asked.n))
+        self._spans.answered(exchange, answer)
 
     async def _queue(
         self,
@@ -171,6 +195,7 @@ class OpenAI:
         asked: wire.CompletionRequest,
         streams: list[OutputStream],
         bell: Bell,
+        span: RequestSpan | None,
     ) -> wire.CompletionRequest:
         """Queue all its choices, or none. Returns the request without its texts."""
         self._check_name(asked.model)
@@ -178,7 +203,9 @@ class OpenAI:
         prompts = await self._tokens(runtime, asked)
         self._check_tokens(asked, prompts)
         asked = _aged(asked, exchange)
-        groups = [_requests(runtime, asked, i, ids, exchange) for i, ids in enumerate(prompts)]
+        if span is not None:
+            asked_in(span, asked)
+        groups = [_requests(runtime, asked, i, ids, exchange, span) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
@@ -214,7 +241,12 @@ def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionR
 
 
 def _requests(
-    runtime: Generator[Any], asked: wire.CompletionRequest, number: int, ids: list[int], exchange: Exchange
+    runtime: Generator[Any],
+    asked: wire.CompletionRequest,
+    number: int,
+    ids: list[int],
+    exchange: Exchange,
+    span: RequestSpan | None,
 ) -> list[Any]:
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
     params = asked.params
@@ -222,6 +254,7 @@ def _requests(
         params = changed(params, max_tokens=runtime.limits.room(len(ids)))
     peer = exchange.client
     client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
+    recorded = None if span is None or not span.context.sampled else span.context
     found = []
     for i in range(asked.n):
         index = number * asked.n + i
@@ -229,8 +262,9 @@ def _requests(
         name = exchange.request_id + (f"#{index}" if index or asked.n > 1 or len(asked.prompts) > 1 else "")
         try:
             request = runtime.request(
-                ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit
-            )
+                ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
+                span=recorded,
+            )  # fmt: skip
         except TooLarge as error:
             raise wire.BadRequest(error.message, asked.field, "context_length_exceeded") from None
         except ConfigError as error:
@@ -240,20 +274,32 @@ def _requests(
 
 
 async def _whole(
-    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.CompletionRequest, bell: Bell
+    exchange: Exchange,
+    streams: list[OutputStream],
+    answer: Answer,
+    asked: wire.CompletionRequest,
+    bell: Bell,
+    span: RequestSpan | None = None,
 ) -> None:
     async for index, outputs in merged(streams, bell):
+        first_token(span)
         answer.add(index, outputs)
     exchange.answer(200, answer.whole(_usage(streams, asked.n)))
 
 
 async def _stream(
-    exchange: Exchange, streams: list[OutputStream], answer: Answer, asked: wire.CompletionRequest, bell: Bell
+    exchange: Exchange,
+    streams: list[OutputStream],
+    answer: Answer,
+    asked: wire.CompletionRequest,
+    bell: Bell,
+    span: RequestSpan | None = None,
 ) -> None:
     aside = partial(_pass_on, exchange, streams[0], answer) if len(streams) == 1 else None
     async for index, outputs in merged(streams, bell, aside):
         events = answer.chunk(index, outputs)
         if not exchange.begun:
+            first_token(span)
             exchange.begin(200, _STREAM, _error_event)
         if events:
             await exchange.drained()

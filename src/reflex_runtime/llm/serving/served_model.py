@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -17,15 +18,19 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Sink
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.tracing import spans_of
 from reflex_runtime.web.errors import NotReady
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
     from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
+
+UNTOLD = 1.0  # seconds at the end in which answers that are made are sent
 
 
 class ModelHost(Protocol):
@@ -106,7 +111,8 @@ class ServedModel:
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
         self.on_drain: list[Callable[[], None]] = []
-        self._sinks: list[Sink] = []
+        self.spans = spans_of(config.otel, config.otel_sample, self.registry)
+        self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._open, self._on_fatal = open, on_fatal
         self._state = "initializing"
         self._clean = True
@@ -191,6 +197,11 @@ class ServedModel:
         """Finish open requests until then, end the rest. Returns whether nothing is left running."""
         if self.host is not None:
             self._clean = await self.host.close(max(0.0, until - asyncio.get_running_loop().time()))
+        if self.spans is not None:
+            with suppress(TimeoutError):  # a span ends with its answer
+                async with asyncio.timeout(UNTOLD):
+                    await answered()
+            await in_thread(self.spans.close)
         return self._clean
 
     # -- what is asked of it -------------------------------------------------------------------------------------------

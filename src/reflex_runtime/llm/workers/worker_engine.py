@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
+from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
@@ -22,6 +23,8 @@ from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.options import convert
+from reflex_runtime.telemetry.trace_context import parent_of
+from reflex_runtime.telemetry.tracing import Spans, spans_of
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
@@ -29,8 +32,11 @@ Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 class WorkerEngine:
     """One model of a runtime process: an `ipc.engine.Engine`."""
 
-    def __init__(self, model: LocalModel, registry: CollectorRegistry) -> None:
-        self._model, self._registry = model, registry
+    def __init__(self, model: LocalModel, registry: CollectorRegistry, spans: Spans | None = None) -> None:
+        """spans: of its steps; closed with the engine."""
+        self._model, self._registry, self._spans = model, registry, spans
+        if spans is not None:
+            model.add_sink(spans)
 
     @property
     def runtime(self) -> GenerationRuntime:
@@ -64,6 +70,7 @@ class WorkerEngine:
             priority=PRIORITIES[params.priority],
             client=params.client,
             time_limit=None if params.timeout_ms is None else params.timeout_ms / 1e3,
+            span=parent_of(params.traceparent.encode()) if params.traceparent else None,
         )
         stream = self.runtime.submit(request, bell)
         if leader is not None:
@@ -72,7 +79,10 @@ class WorkerEngine:
 
     async def close(self, drain: bool, timeout: float) -> bool:
         """Every stream has ended when it returns; whether the device thread has, too."""
-        return await self._model.close(timeout, drain)
+        closed = await self._model.close(timeout, drain)
+        if self._spans is not None:
+            await in_thread(self._spans.close)
+        return closed
 
     async def _prompt(self, params: GenerateParams) -> list[int]:
         given = [p for p in (params.prompt, params.prompt_token_ids, params.messages) if p is not None]
@@ -142,10 +152,11 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
         if params.only == "tokenizer":
             return TokenizerEngine(tokenizer(Path(params.path)))
         opening = _Opening(_config(params.options), params.model_id, lost)
+        spans = spans_of(opening.config.otel, 1.0, opening.registry)  # of requests that the server has chosen
         model = await opened(lambda: make(Path(params.path), opening.config))(opening)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector skips it
-        return WorkerEngine(model, opening.registry)
+        return WorkerEngine(model, opening.registry, spans)
 
     return load
 

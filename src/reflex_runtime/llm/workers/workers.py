@@ -38,6 +38,7 @@ from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
 from reflex_runtime.telemetry.series import Counter
+from reflex_runtime.telemetry.trace_context import SpanContext
 
 log = logging.getLogger("reflex.server")
 
@@ -261,7 +262,7 @@ class Workers:
 
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
-        client: Hashable = "", time_limit: float | None = None,
+        client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
@@ -270,6 +271,7 @@ class Workers:
         return GenerateParams(
             **sampling, model_id=self._opening.name, prompt_token_ids=ids, priority=priority.name.lower(),
             client=str(client), request_id=id, timeout_ms=None if time_limit is None else time_limit * 1e3,
+            traceparent="" if span is None else span.traceparent,
         )  # fmt: skip
 
     def submit_alike(self, requests: Sequence[GenerateParams], bell: asyncio.Event) -> list[StreamHandle]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from typing import Protocol
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import Ticket
@@ -11,8 +12,16 @@ from reflex_runtime.policies.rollout.rollout import Placement
 from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.served import ServedPolicy
+from reflex_runtime.telemetry.tracing import RequestSpan
 
 Settle = Callable[[ActAnswer | ReflexError], None]
+
+
+class HasHeaders(Protocol):
+    """What a request came on: a call, or the connection of several. headers: names in lower case."""
+
+    @property
+    def headers(self) -> Mapping[bytes, bytes]: ...
 
 
 class Ask:
@@ -20,7 +29,8 @@ class Ask:
 
     wire: one of `WIRES` (see `wire_names`). client: whose fair share it takes where it names neither robot nor episode.
     settle: called once, with the answer or the error to send. started: when it reached this machine; received: when
-    all of it had been read, 0.0 before (`time.monotonic`).
+    all of it had been read, 0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any.
+    span: of its trace; None where the server makes none.
     question, served, placement, version: what is asked, and what answers it; each is None before it is known.
     entered: it counts as active. left: the caller has gone. ended: it is settled.
     """
@@ -36,6 +46,8 @@ class Ask:
         "request_id",
         "served",
         "settle",
+        "source",
+        "span",
         "started",
         "ticket",
         "version",
@@ -43,11 +55,18 @@ class Ask:
     )
 
     def __init__(
-        self, wire: str, request_id: str, client: Hashable, settle: Settle, started: float | None = None
+        self,
+        wire: str,
+        request_id: str,
+        client: Hashable,
+        settle: Settle,
+        started: float | None = None,
+        source: HasHeaders | None = None,
     ) -> None:
         self.wire, self.request_id, self.client, self.settle = wire, request_id, client, settle
         self.started = time.monotonic() if started is None else started
-        self.received = 0.0
+        self.received, self.source = 0.0, source
+        self.span: RequestSpan | None = None
         self.question: Question | None = None
         self.ticket: Ticket | None = None
         self.served: ServedPolicy | None = None

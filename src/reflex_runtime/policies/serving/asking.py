@@ -34,7 +34,9 @@ from reflex_runtime.policies.serving.question import ActAnswer, Question, Timing
 from reflex_runtime.policies.serving.recorded import asked_and_answered
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
+from reflex_runtime.policies.serving.spans import begin_span, join_span
 from reflex_runtime.policies.wires.observations import Reading, Readings
+from reflex_runtime.telemetry.tracing import within
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import CallerLeft, TooManyRequests, known
 from reflex_runtime.web.fields import invalid
@@ -112,6 +114,8 @@ class Asking:
         """The request begins to come. Whether it may enter; otherwise it is settled."""
         ask.entered = True
         self.runtime.active += 1
+        if self.runtime.spans is not None:
+            begin_span(self.runtime.spans, ask)
         try:
             self._check_open()
         except ReflexError as error:
@@ -157,6 +161,14 @@ class Asking:
         """Settle the request with an error, unless it is settled."""
         if ask.ended:
             return
+        spans = self.runtime.spans
+        if spans is None:
+            self._failed(ask, failure)
+            return
+        with within(begin_span(spans, ask)):
+            self._failed(ask, failure)
+
+    def _failed(self, ask: Ask, failure: Exception) -> None:
         error = known(failure, ask.request_id)
         self._publish(ask, error.outcome, error.http_status, time.monotonic(), error=error)
         if ask.placement is not None and ask.served is not None:
@@ -205,6 +217,8 @@ class Asking:
             observation = _observe(policy, ask.request_id, question, ask.received)
             request = policy.request(observation, client=client, priority=priority, time_limit=limit)
             ask.ticket = self.runtime.batcher.submit(request, settled)
+            if ask.span is not None:
+                join_span(self.runtime.spans, ask)
             return
         done = partial(self._prepared, ask)
         job = _job(policy, ask.request_id, question, ask.received, client, SHARES[priority], done)
@@ -213,6 +227,8 @@ class Asking:
         )
         ask.ticket = self.runtime.batcher.submit(request, settled, ready=False)
         self.runtime.preparing.add(job)
+        if ask.span is not None:
+            join_span(self.runtime.spans, ask)
 
     def _time_limit(self, ask: Ask, question: Question) -> float | None:
         limit = question.deadline_ms if question.deadline_ms is not None else self.served.config.deadline_ms
@@ -326,9 +342,10 @@ class Asking:
             except Exception:  # the caller gets the answer all the same
                 log.exception("request %s could not be recorded", ask.request_id)
         latency, served_in = now - ask.started, now - ask.received
-        runtime.audience.publish(
-            RequestAnswered(now, slot, outcome, status, latency, ask.ticket, detail, served_in, ask.wire)
+        event = RequestAnswered(
+            now, slot, outcome, status, latency, ask.ticket, detail, served_in, ask.wire, error, ask.span
         )
+        runtime.audience.publish(event)
 
 
 def _job(

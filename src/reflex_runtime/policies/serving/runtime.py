@@ -29,6 +29,7 @@ from reflex_runtime.policies.serving.slots import SHADOW, Slot
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
 from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
+from reflex_runtime.telemetry.tracing import spans_of
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.supervisor import Lives
 
@@ -53,10 +54,13 @@ class PolicyRuntime:
         self.lives: Lives | None = None  # what its supervisor knows, where there is one
         self.unusable = False  # a source itself is wrong: there is nothing to wait for
         self.metrics = Metrics(several=len(plans) > 1)
+        self.spans = spans_of(config.otel, config.otel_sample, self.metrics.registry)
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
         self.preparing = Preparing()
         self.audience = Audience([self.metrics, FailureLog()])  # answers come before there is a batcher
+        if self.spans is not None:
+            self.audience.add(self.spans)
         self.policies = {plan.name: ServedPolicy(plan, self, alone=len(plans) == 1) for plan in plans}
         self.active = 0
         self.exchanges = False  # a policy is being loaded into a slot
@@ -157,6 +161,8 @@ class PolicyRuntime:
         for journal in self.journals:
             journal.close()
         self.preparing.close()
+        if self.spans is not None:
+            await in_thread(self.spans.close)
         if running:
             log.warning("%s; leaving without it", running)
         return self._clean

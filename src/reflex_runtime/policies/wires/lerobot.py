@@ -176,7 +176,7 @@ class LerobotService:
 
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a call."""
-        self._asking.fail(Ask(LEROBOT, call.id, call.peer, lambda result: None, call.started), error)
+        self._asking.fail(Ask(LEROBOT, call.id, call.peer, lambda result: None, call.started, call), error)
 
     def end(self) -> None:
         """The server shuts down: answer the calls that wait for an observation."""
@@ -240,7 +240,7 @@ class LerobotService:
 
     async def _ask(self, call: GrpcCall, robot: LerobotRobot, seen: LerobotSeen) -> ActAnswer:
         settled: asyncio.Future[ActAnswer | ReflexError] = asyncio.get_running_loop().create_future()
-        ask = Ask(LEROBOT, call.id, robot.name, partial(settle, settled), seen.started)
+        ask = Ask(LEROBOT, call.id, robot.name, partial(settle, settled), seen.started, call)
         if robot.asking.enter(ask):
             robot.asking.ask(ask, seen.question)
         try:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.policies.policy.spec import PolicySpec
-from reflex_runtime.policies.serving.ask import Ask
+from reflex_runtime.policies.serving.ask import Ask, HasHeaders
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.question import ActAnswer, Question
 from reflex_runtime.policies.serving.wire_names import OIP
@@ -251,11 +251,13 @@ class Infer:
         client: Hashable,
         done: Callable[[list[ActAnswer] | ReflexError], None],
         started: float | None = None,
+        source: HasHeaders | None = None,
     ) -> None:
         """done: called once, with the answers of all rows or the first error. request_id: if the caller names none;
-        after an error it is the id of the failed row."""
+        after an error it is the id of the failed row. source: see `Ask`."""
         self.request_id = request_id
-        self._asking, self._client, self._done, self._started = asking, client, done, started
+        self._asking, self._client, self._done = asking, client, done
+        self._started, self._source = started, source
         self._asks: list[Ask] = []
         self._answers: list[ActAnswer | None] = []
         self._over = False
@@ -283,7 +285,7 @@ class Infer:
             self._asking.leave(ask)
 
     def _begin(self, request_id: str, settle: Callable[[ActAnswer | ReflexError], None]) -> Ask:
-        return Ask(OIP, request_id, self._client, settle, self._started)
+        return Ask(OIP, request_id, self._client, settle, self._started, self._source)
 
     def _settled(self, row: int, result: ActAnswer | ReflexError) -> None:
         if self._over:

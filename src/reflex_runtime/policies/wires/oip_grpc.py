@@ -110,7 +110,7 @@ class OipService:
     def failed(self, call: GrpcCall, error: ReflexError) -> None:
         """Count the error of a request."""
         if call.method == "ModelInfer":
-            self._asking.fail(Ask(OIP, call.id, call.peer, lambda result: None, call.started), error)
+            self._asking.fail(Ask(OIP, call.id, call.peer, lambda result: None, call.started, call), error)
 
     async def live(self, call: GrpcCall, data: bytes) -> bytes:
         return serialize({"live": True}, _LIVE)
@@ -135,7 +135,7 @@ class OipService:
         most_ms = call.left_ms if call.left_ms is None or call.left_ms <= MOST_MS else None
         asked = oip.questions(asking.served.spec, self._sequences, sent, most_ms)
         settled: asyncio.Future[list[ActAnswer] | ReflexError] = asyncio.get_running_loop().create_future()
-        infer = oip.Infer(asking, call.id, call.peer, partial(settle, settled), call.started)
+        infer = oip.Infer(asking, call.id, call.peer, partial(settle, settled), call.started, call)
         infer.ask(asked)
         try:
             result = await settled

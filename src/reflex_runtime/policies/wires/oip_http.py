@@ -244,7 +244,9 @@ class OipHttp:
     def _begin(self, exchange: Exchange, sent: OipBody | None = None) -> oip.Infer:
         done = partial(self._settle, exchange, sent)
         asking = self._asking if sent is None else self._model_of(exchange)[0]
-        infer = exchange.ask = oip.Infer(asking, exchange.request_id, exchange.client, done, exchange.started)
+        infer = exchange.ask = oip.Infer(
+            asking, exchange.request_id, exchange.client, done, exchange.started, exchange
+        )
         return infer
 
     def _settle(self, exchange: Exchange, sent: OipBody | None, result: list[ActAnswer] | ReflexError) -> None:

@@ -108,7 +108,8 @@ class OpenpiSession:
 
     def failed(self, message: SocketMessage, error: ReflexError) -> str:
         """Count an error and return the frame for it."""
-        self._asking.fail(Ask(OPENPI, message.id, self._robot, lambda result: None, message.started), error)
+        ask = Ask(OPENPI, message.id, self._robot, lambda result: None, message.started, self._socket)
+        self._asking.fail(ask, error)
         return _text(error, message.id)
 
     def left(self) -> None:
@@ -138,7 +139,7 @@ class OpenpiSession:
 
     def _begin(self, message: SocketMessage, place: int) -> Ask:
         request_id = f"{message.id}.{place}" if self._batched else message.id
-        return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started)
+        return Ask(OPENPI, request_id, self._robot, partial(self._settled, place), message.started, self._socket)
 
     def _question(self, observation: Any, part: str) -> Question:
         """part: position in a batch; each position is a separate robot."""

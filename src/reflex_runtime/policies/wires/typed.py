@@ -71,7 +71,8 @@ class TypedSession(ABC):
         if self._read != message.id and isinstance(message.data, bytes):  # refused before it was decoded
             with suppress(ReflexError):
                 self.read(message.data)
-        self.asking.fail(Ask(self._wire, message.id, self.robot, lambda result: None, message.started), error)
+        ask = Ask(self._wire, message.id, self.robot, lambda result: None, message.started, self.socket)
+        self.asking.fail(ask, error)
         return self.error(error, message.id)
 
     def left(self) -> None:
@@ -90,7 +91,7 @@ class TypedSession(ABC):
 
     def ask(self, message: SocketMessage, read: Callable[[], Question]) -> None:
         """Ask the policy. read: builds the question from the message."""
-        self._ask = Ask(self._wire, message.id, self.robot, self._settled, message.started)
+        self._ask = Ask(self._wire, message.id, self.robot, self._settled, message.started, self.socket)
         self.asking.take(self._ask, read, message.received)
 
     def report(self, episode: str, result: dict[str, Any]) -> None:

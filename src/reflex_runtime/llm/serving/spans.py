@@ -1,0 +1,112 @@
+"""The spans of the requests to a language model's server, with the GenAI semantic conventions of OpenTelemetry.
+
+https://opentelemetry.io/docs/specs/semconv/gen-ai/. Prompts and completions are never in a span.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.events import RequestAnswered
+from reflex_runtime.llm.serving.answers import Answer, Usage
+from reflex_runtime.llm.serving.fields import CompletionRequest
+from reflex_runtime.telemetry.spans import Attribute
+from reflex_runtime.telemetry.tracing import RequestSpan, Spans, follow, within
+from reflex_runtime.web.exchange import Exchange
+
+WIRE: Final = "openai"
+FIRST_TOKEN: Final = "gen_ai.first_token"  # a moment
+_PROVIDER: Final = "reflex"
+
+
+class GenerationSpans:
+    """Makes the spans of one served model's requests. All of it happens on the event loop."""
+
+    def __init__(self, spans: Spans, model: str, chat_path: str) -> None:
+        """chat_path: of the route that takes conversations."""
+        self._spans, self._model, self._chat_path = spans, model, chat_path
+        self._open: dict[Exchange, RequestSpan] = {}
+
+    def begin(self, exchange: Exchange) -> RequestSpan:
+        """The span of a request that is being answered in this task."""
+        span = self._open[exchange] = self._begun(exchange)
+        follow(span)
+        return span
+
+    def _begun(self, exchange: Exchange) -> RequestSpan:
+        route = "" if exchange.route is None else exchange.route.path
+        operation = "chat" if route == self._chat_path else "text_completion"
+        span = self._spans.begin(f"{operation} {self._model}", exchange.headers)
+        span.attributes |= {
+            "http.request.method": exchange.method,
+            "http.route": route,
+            "reflex.wire": WIRE,
+            "reflex.request.id": exchange.request_id,
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": _PROVIDER,
+            "gen_ai.response.model": self._model,
+        }
+        return span
+
+    def used(self, span: RequestSpan, exchange: Exchange, usage: Usage) -> None:
+        """What it took, also of a request that failed."""
+        span.attributes |= {
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        }
+        if span.moments:
+            span.attributes["gen_ai.response.time_to_first_chunk"] = span.moments[0][1] - exchange.started
+
+    def answered(self, exchange: Exchange, answer: Answer) -> None:
+        """It has its whole answer."""
+        span = self._open.pop(exchange)
+        span.attributes |= {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
+        self._end(exchange, span, None)
+
+    def failed(self, exchange: Exchange, error: ReflexError) -> None:
+        """Answer it with an error. It may have failed before it had a span."""
+        span = self._open.pop(exchange, None) or self._begun(exchange)
+        with within(span):
+            exchange.fail(error)
+        self._end(exchange, span, error)
+
+    def _end(self, exchange: Exchange, span: RequestSpan, error: ReflexError | None) -> None:
+        now = time.monotonic()
+        outcome, status = ("ok", 200) if error is None else (error.outcome, error.http_status)
+        span.attributes["http.response.status_code"] = 200 if exchange.begun else status
+        received = exchange.received or now
+        self._spans(
+            RequestAnswered(
+                now, self._model, outcome, status, now - exchange.started, None, None, now - received, WIRE, error, span
+            )
+        )
+
+
+def asked_in(span: RequestSpan, asked: CompletionRequest) -> None:
+    """What a request asks for, without its texts."""
+    params = asked.params
+    found: dict[str, Attribute] = {
+        "gen_ai.request.model": asked.model,
+        "gen_ai.request.stream": asked.stream,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+    }
+    if asked.max_tokens is not None:
+        found["gen_ai.request.max_tokens"] = asked.max_tokens
+    if params.top_k:
+        found["gen_ai.request.top_k"] = params.top_k
+    if params.seed is not None and -(1 << 63) <= params.seed < 1 << 63:  # what an attribute can have
+        found["gen_ai.request.seed"] = params.seed
+    if asked.n > 1:
+        found["gen_ai.request.choice.count"] = asked.n
+    span.attributes |= found
+
+
+def first_token(span: RequestSpan | None) -> None:
+    """A part of the answer has come; the first one is noted."""
+    if span is not None and not span.moments:
+        span.moments = ((FIRST_TOKEN, time.monotonic()),)
+

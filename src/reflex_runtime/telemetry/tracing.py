@@ -1,0 +1,180 @@
+"""The spans of a server: a fold over its events, for OpenTelemetry (`--otel`).
+
+The sink copies a few numbers of each request and batch that ends and puts them into a queue; everything else happens on
+the thread that sends them. A batch is a span of a trace of its own, and refers to the spans of its requests by links:
+it belongs to all of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.util import find_spec
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestQueued, RequestSettled
+from reflex_runtime.core.request import Ticket
+from reflex_runtime.telemetry.spans import LINKS, Attribute, BatchFacts, RequestFacts, SpanFacts, TicketRun
+from reflex_runtime.telemetry.trace_context import SpanContext, parent_in
+
+CLOSE_S: Final = 2.0  # seconds that a drain waits for the collector at most
+_NEEDED: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+_NO_HEADERS: Final[Mapping[bytes, bytes]] = {}
+_current: ContextVar[SpanContext | None] = ContextVar("reflex_span", default=None)
+
+
+class RequestSpan:
+    """The span of a request that is being answered.
+
+    parent: id of the caller's span, 0 without. batch: the span of its first batch, once that has ended. attributes,
+    moments: what the product has to say.
+    """
+
+    __slots__ = ("attributes", "batch", "context", "moments", "name", "parent")
+
+    def __init__(self, name: str, context: SpanContext, parent: int = 0) -> None:
+        self.name, self.context, self.parent = name, context, parent
+        self.batch: SpanContext | None = None
+        self.attributes: dict[str, Attribute] = {}
+        self.moments: tuple[tuple[str, float], ...] = ()
+
+
+class Spans:
+    """A sink that makes the spans of one server. All of it happens on one thread, that of the events.
+
+    put: takes the facts of a span that has ended; never waits. sample: the share of requests without a parent that are
+    recorded; one with a parent is recorded if its parent is. A batch is recorded if one of its requests is.
+    """
+
+    events = frozenset({RequestQueued, BatchFinished, RequestAnswered, RequestSettled})
+
+    def __init__(
+        self, put: Callable[[SpanFacts], object], sample: float = 1.0, close: Callable[[float], bool] | None = None
+    ) -> None:
+        """close: sends what is left within so many seconds; whether all was sent."""
+        self._put, self._sample, self._close = put, sample, close
+        self._members: dict[Ticket, RequestSpan] = {}  # recorded, and not settled
+        self._random = random.Random()  # seeded by the system: a fork makes its own `Spans`
+
+    def begin(self, name: str, headers: Mapping[bytes, bytes] | None = None) -> RequestSpan:
+        """The span of a request that has come. headers: with its parent, where its wire has any."""
+        parent = parent_in(headers or _NO_HEADERS)
+        if parent is None:
+            return RequestSpan(name, self._new(self._random.random() < self._sample))
+        return RequestSpan(name, self._child(parent), parent.span_id)
+
+    def adopt(self, span: RequestSpan, parent: SpanContext) -> None:
+        """The request names its parent only in its body. Called before `joined`."""
+        span.context, span.parent = self._child(parent), parent.span_id
+
+    def joined(self, ticket: Ticket, span: RequestSpan) -> None:
+        """The request is this ticket: batches that it is in refer to it. Called before it is told as settled."""
+        if span.context.sampled:  # its outcome may be there already: events come late
+            self._members[ticket] = span
+
+    def close(self, timeout: float = CLOSE_S) -> bool:
+        """Send what is left. Blocks; returns whether all of it was sent within so many seconds."""
+        return self._close is None or self._close(timeout)
+
+    # -- the sink ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestSettled):
+            self._members.pop(event.ticket, None)
+        elif isinstance(event, BatchFinished):
+            if self._members:
+                self._finished(event)
+        elif isinstance(event, RequestAnswered):
+            if event.span is not None:
+                self._answered(event)
+        elif isinstance(event, RequestQueued):
+            context = getattr(event.ticket.request.payload, "span", None)  # a payload that knows its span
+            if isinstance(context, SpanContext):
+                self.joined(event.ticket, RequestSpan("", context))
+
+    def _finished(self, event: BatchFinished) -> None:
+        batch, members = event.batch, self._members
+        links = [found for ticket in batch.grants if (found := members.get(ticket)) is not None]
+        if not links:
+            return
+        context = self._new(True)
+        for ticket in batch.admitted:
+            if (entered := members.get(ticket)) is not None:
+                entered.batch = context
+        linked = tuple(span.context for span in links[:LINKS])
+        facts = BatchFacts(
+            context, linked, batch.scheduled_at, event.elapsed, batch.id, batch.group, batch.stage, batch.cause.value,
+            batch.reason.value, batch.cost, batch.expected, len(batch), len(batch.admitted), batch.short_of,
+            event.crashed, event.apart, dict(batch.notes),
+        )  # fmt: skip
+        self._put(facts)
+
+    def _answered(self, event: RequestAnswered) -> None:
+        span: RequestSpan = event.span
+        if not span.context.sampled:
+            return
+        run = None if event.ticket is None else TicketRun.of(event.ticket)
+        code, message = ("", "") if event.error is None else (event.error.code, event.error.message)
+        span.attributes["reflex.slot"] = event.slot
+        facts = RequestFacts(
+            span.name, span.context, span.parent, event.at - event.latency, event.at, event.outcome, event.status,
+            code, message, run, span.batch, span.attributes, span.moments,
+        )  # fmt: skip
+        self._put(facts)
+
+    def _new(self, sampled: bool) -> SpanContext:
+        bits = self._random.getrandbits
+        return SpanContext(bits(128) or 1, bits(64) or 1, sampled)
+
+    def _child(self, parent: SpanContext) -> SpanContext:
+        return parent._replace(span_id=self._random.getrandbits(64) or 1)
+
+
+def current_span() -> SpanContext | None:
+    """The span of the request that this code runs for, where it is known; for lines of the log."""
+    return _current.get()
+
+
+def follow(span: RequestSpan) -> None:
+    """From now on what this task logs belongs to the request."""
+    _current.set(span.context)
+
+
+@contextmanager
+def within(span: RequestSpan | None) -> Iterator[None]:
+    """What is logged in between belongs to this request."""
+    token = _current.set(None if span is None else span.context)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def check_otel(endpoint: str) -> None:
+    """ConfigError where the packages for `--otel` are missing."""
+    if endpoint and not all(map(_is_there, _NEEDED)):
+        raise ConfigError("--otel needs opentelemetry-sdk and opentelemetry-exporter-otlp-proto-http: "
+                          "in a clone, pip install '.[otel]'")  # fmt: skip
+
+
+def spans_of(endpoint: str, sample: float, registry: CollectorRegistry) -> Spans | None:
+    """The spans of a server, sent to this collector; None without one. registry: for their series."""
+    if not endpoint:
+        return None
+    check_otel(endpoint)
+    from reflex_runtime.telemetry.span_export import SpanExport
+
+    export = SpanExport(endpoint, registry)
+    return Spans(export.put, sample, export.close)
+
+
+def _is_there(module: str) -> Any:
+    try:
+        return find_spec(module)
+    except ModuleNotFoundError:  # not even the package around it
+        return None
