@@ -248,6 +248,10 @@ OF_VERBS: Final[dict[str, dict[str, str]]] = {
         "--rerun": "test_a_missing_rerun_names_the_extra",
         "--episode": "test_only_one_episode",
     },
+    "tune": {
+        "--aim": "test_aim_is_what_is_improved",
+        "--picture": "test_it_says_what_to_set_and_what_comes_and_draws",
+    },
     "trace": {
         "--out": "test_out_is_where_it_is_written",
         "--last": "test_asked_for_rows_are_all_shown",

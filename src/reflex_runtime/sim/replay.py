@@ -10,7 +10,7 @@ Arrivals stay as recorded, although a caller that waits for its answer would ask
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -91,6 +91,7 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
         name=name,
         flush=changes.of(FlushPolicy(**flush)),
         capacity=told.capacity,
+        max_queued_seconds=told.max_queued_seconds or inf,
         max_in_flight_per_client=told.max_in_flight_per_client,
         weight=told.weight,
         tenant=told.tenant or "",
@@ -118,7 +119,8 @@ def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
         model.settled(done)
 
 
-def _request(line: RequestLine) -> Request:
+def request_of(line: RequestLine) -> Request:
+    """The request that the scheduler got."""
     asked = line.schedule
     assert asked is not None
     return Request(
@@ -136,7 +138,7 @@ def _request(line: RequestLine) -> Request:
     )
 
 
-class _Steps:
+class RecordedSteps:
     """Answers as a processor with these stages: the next stage, or the rest of the last."""
 
     def __init__(self, recording: Journal) -> None:
@@ -218,7 +220,7 @@ def replay_measured(recording: Journal) -> MeasuredReplay:
 class _Measured:
     def __init__(self, recording: Journal) -> None:
         self._scheduler = scheduler_of(recording)
-        self._steps = _Steps(recording)
+        self._steps = RecordedSteps(recording)
         self._slots = recording.slots
         self._batches = sorted(recording.batches, key=lambda b: b.at)
         self._tickets: dict[int, Ticket] = {}
@@ -297,7 +299,7 @@ class _Measured:
 
     def _submitter(self, line: RequestLine, asked: Scheduled) -> Callable[[float, bool], None]:
         def submit(now: float, busy: bool) -> None:
-            request, ready = _request(line), asked.admitted is None and asked.ready
+            request, ready = request_of(line), asked.admitted is None and asked.ready
             if asked.admitted is not None and request.time_limit is not None:  # what was left of it is recorded
                 request = replace(request, time_limit=request.time_limit + asked.arrived - asked.admitted)
             try:
@@ -313,7 +315,7 @@ class _Measured:
     def _made(self, line: RequestLine, asked: Scheduled) -> tuple[float, Request | ProcessorError] | None:
         """When it had been prepared, and to what; None if it was not."""
         if asked.admitted is not None:
-            return asked.arrived, _request(line)
+            return asked.arrived, request_of(line)
         end = None if asked.ticket is None else self._ended.get(asked.ticket)
         if asked.ready or end is None or end.outcome in ("cancelled", "expired"):
             return None
@@ -363,9 +365,12 @@ class _Measured:
 
 class MeasuredDevice:
     """A device as fast as the recorded batches were: per slot and stage the median of a size seen at least three times,
-    else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch."""
+    else a line fitted to all of them; times one of the recorded ratios to that, drawn anew for each batch.
 
-    def __init__(self, batches: Sequence[BatchLine]) -> None:
+    warm: what warm-up measured. It counts for the line, because the recorded batches may all have had one size.
+    """
+
+    def __init__(self, batches: Sequence[BatchLine], warm: Iterable[Warm] = ()) -> None:
         by_stage: dict[tuple[str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for batch in batches:
             if not batch.crashed and not batch.apart and batch.size:
@@ -375,7 +380,8 @@ class MeasuredDevice:
         self._medians = {
             key: {n: median(seen) for n, seen in sizes.items() if len(seen) >= 3} for key, sizes in by_stage.items()
         }
-        self._lines = {key: _line(sizes) for key, sizes in by_stage.items()}
+        warmed = list(warm)
+        self._lines = {key: _line(_with_warm(key, sizes, warmed)) for key, sizes in by_stage.items()}
         self._ratios = {
             key: [seconds / self._usual(key, n) for n, seen in sizes.items() for seconds in seen]
             for key, sizes in by_stage.items()
@@ -387,12 +393,28 @@ class MeasuredDevice:
             key = next(iter(self._lines))
         return self._usual(key, len(batch.grants)) * rng.choice(self._ratios[key])
 
+    def usual(self, n: int) -> float:
+        """Seconds of n requests in the longest stage."""
+        return max(self._usual(key, n) for key in self._lines)
+
     def _usual(self, key: tuple[str, str], n: int) -> float:
         known = self._medians[key].get(n)
         if known is not None:
             return known
         fixed, marginal = self._lines[key]
         return fixed + marginal * n
+
+
+def _with_warm(
+    key: tuple[str, str], sizes: Mapping[int, Sequence[float]], warm: Sequence[Warm]
+) -> dict[int, list[float]]:
+    """The measured times of each size; those of warm-up only where no batch was recorded."""
+    found = {n: list(seen) for n, seen in sizes.items()}
+    for one in warm:
+        for stage, n, seconds in one.batches:
+            if (one.slot, stage) == key and n not in sizes:
+                found.setdefault(n, []).append(seconds)
+    return found
 
 
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
@@ -408,13 +430,13 @@ def replay_schedule(recording: Journal, changes: Changes | None = None) -> Repor
         raise ConfigError(f"{recording.path}: no request in it came to the scheduler")
     first, last = _span(recording)
     asked = [(line, line.schedule) for line in lines if line.schedule is not None and line.schedule.ready]
-    arrivals = [Arrival(schedule.arrived - first, _request(line)) for line, schedule in asked]
+    arrivals = [Arrival(schedule.arrived - first, request_of(line)) for line, schedule in asked]
     run = simulate(
         scheduler_of(recording, changes),
         RecordedArrivals(arrivals),
         MeasuredDevice(recording.batches),
         duration=last - first + 1e-9,
-        outcome=_Steps(recording),
+        outcome=RecordedSteps(recording),
     )
     return Report.of(run)
 
@@ -434,7 +456,8 @@ def recorded_report(recording: Journal) -> Report:
             end = ended.get(asked.ticket, finished.get(asked.ticket, asked.arrived))
         limit = inf if asked.time_limit is None else asked.time_limit
         device = line.cost.measured_ms / 1e3
-        run.answers.append(RequestEnd(_request(line), asked.arrived - first, end - first, line.outcome, limit, device))
+        request, arrived = request_of(line), asked.arrived - first
+        run.answers.append(RequestEnd(request, arrived, end - first, line.outcome, limit, device))
     for b in recording.batches:
         reason = Cause(b.cause).reason.value
         run.batches.append(Ran(b.at - first, b.elapsed, b.size, b.expected or 0.0, b.cause, reason))

@@ -44,8 +44,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     unit: of cost and budget (`seconds`, `tokens`, `requests`). budget: ceiling on a batch's cost, None without one.
     max_size: most members. flush, cost: fields of the `FlushPolicy` and of the `TimeCost`, None for inf; a cost of None
-    is another cost model, which cannot be replayed. planned: a controller changes the budget. tenant: written where
-    groups take turns as one.
+    is another cost model, which cannot be replayed. max_queued_seconds: None without a bound. planned: a controller
+    changes the budget. tenant: written where groups take turns as one.
     """
 
     unit: str
@@ -53,6 +53,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     max_size: int
     flush: dict[str, Any] = {}
     capacity: int = 0
+    max_queued_seconds: float | None = None
     max_in_flight_per_client: int = 0
     weight: float = 1.0
     tenant: str | msgspec.UnsetType = msgspec.UNSET

@@ -27,6 +27,7 @@ def info_of(group: GroupConfig) -> GroupInfo:
         max_size=group.flush.max_batch_size,
         flush={name: None if value == inf else value for name, value in asdict(group.flush).items()},
         capacity=group.capacity,
+        max_queued_seconds=group.max_queued_seconds if group.max_queued_seconds < inf else None,
         max_in_flight_per_client=group.max_in_flight_per_client,
         weight=group.weight,
         tenant=group.tenant or msgspec.UNSET,

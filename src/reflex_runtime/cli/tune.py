@@ -1,0 +1,119 @@
+"""`reflex tune`: which settings suit the load of a server or of a journal, and what they would bring."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reflex_runtime.cli.progress import ProgressLine
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.options import one_of
+from reflex_runtime.telemetry.journal import JournalError
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+
+if TYPE_CHECKING:
+    from reflex_runtime.sim.tuning import TunedFigures, Tuning
+
+_EPILOG = """\
+examples:
+  reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
+  reflex tune run.jsonl --aim p99              what lowers the slowest answers
+  reflex tune run.jsonl --picture tuned        also draw it, into tuned.svg and tuned.png
+
+The load and the device's times are taken from the recording, and the scheduler runs in virtual time with some fifty
+settings. docs/tuning.md says how, and how near the predictions were in a benchmark.
+
+exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments
+"""
+
+
+def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
+    parser = verbs.add_parser(
+        "tune",
+        description="Find the budget, hold and size of batches that suit a recorded load, and predict what they bring.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
+    add(
+        "--aim",
+        metavar="WHAT",
+        help="what to improve: p50, p95, p99 (of latency), throughput or on-time; by default on-time if more than "
+        "one request in a hundred is not answered in time, else p95",
+    )
+    add("--picture", type=Path, metavar="PATH", help="draw the settings and the latencies into PATH.svg and PATH.png")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune; returns the exit code."""
+    from reflex_runtime.sim.tuning import AIMS, Tuner
+
+    if args.aim is not None and args.aim not in AIMS:
+        raise ConfigError(f"--aim={args.aim}: {one_of(args.aim, AIMS)}")
+    try:
+        journal = _journal(args)
+    except JournalError as error:
+        print(f"reflex tune: {error.message}", file=sys.stderr)
+        return 1
+    tuner = Tuner(journal, ProgressLine("simulated runs"))
+    tuning = tuner.tune(args.aim)
+    print(told(tuning, tuner.present.in_words(), args.source))
+    if args.picture is not None:
+        from reflex_runtime.sim.tuning_picture import draw_tuning
+
+        paths = draw_tuning(tuning, args.picture)
+        print(f"wrote {' and '.join(str(path) for path in paths)}", file=sys.stderr)
+    return 0
+
+
+def _journal(args: argparse.Namespace) -> Journal:
+    return read_journal(args.source, images=False)
+
+
+def told(tuning: Tuning, present: str, source: str) -> str:
+    """The result as text."""
+    from reflex_runtime.sim.report import columns
+    from reflex_runtime.sim.tuning import TRUSTED
+
+    load, before, after = tuning.load, tuning.before, tuning.after
+    lines = [
+        f"{source}: {len(load.requests)} requests in {load.span:.1f} s",
+        f"load      {load.text()}",
+        f"now       {present}",
+        f"aim       {tuning.aim}",
+    ]
+    if tuning.off > TRUSTED:
+        lines.append(
+            f"warning   simulated with these settings, p50 or throughput is off by {tuning.off:.0%}: something other "
+            "than batching decides the latency. Do not rely on what follows"
+        )
+    rows = _rows({"measured": tuning.measured, "simulated": before.figures})
+    if tuning.why:
+        lines += ["", columns(rows[0], rows[1:]), "", f"Nothing to change: {tuning.why}."]
+        return "\n".join(lines)
+    rows = _rows(
+        {"measured": tuning.measured, "predicted": tuning.predicted, "simulated now": before.figures,
+         "simulated then": after.figures}
+    )  # fmt: skip
+    flags = after.knobs.flags(before.knobs)
+    if after.knobs.hold != before.knobs.hold and after.knobs.hold == float("inf"):
+        flags.append("and no --batch-timeout-ms")
+    lines += [f"set       {' '.join(flags)}", "", columns(rows[0], rows[1:])]
+    return "\n".join(lines)
+
+
+def _rows(found: dict[str, TunedFigures]) -> list[list[str]]:
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:.1f}"
+
+    cells: list[tuple[str, Callable[[TunedFigures], str]]]
+    cells = [("latency p50, ms", lambda f: ms(f.p50)), ("latency p95, ms", lambda f: ms(f.p95))]
+    cells += [("latency p99, ms", lambda f: ms(f.p99)), ("answers/s", lambda f: f"{f.throughput:.1f}")]
+    cells += [("not answered in time", lambda f: f"{1.0 - f.on_time:.1%}"), ("batch size", lambda f: f"{f.batch:.1f}")]
+    cells += [("device busy", lambda f: f"{f.busy:.0%}")]
+    return [["", *found], *([name, *(cell(figures) for figures in found.values())] for name, cell in cells)]

@@ -1,0 +1,336 @@
+"""Which budget, hold and size would serve a recorded load best, and what they would bring.
+
+The load and the device are those of a journal (`observed.py`, `MeasuredDevice`); the scheduler is the shipped one, in
+virtual time. The present settings are simulated too: what is predicted is the *change* that a setting brings, applied
+to what was measured. An error that both simulations share, such as a network that neither has, then has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final, Literal, NamedTuple, get_args
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.percentile import percentile
+from reflex_runtime.sim.observed import ObservedLoad, observe
+from reflex_runtime.sim.replay import Changes, MeasuredDevice, RecordedSteps, scheduler_of
+from reflex_runtime.sim.report import Report
+from reflex_runtime.sim.run import Run, simulate
+from reflex_runtime.telemetry.journal_reader import Journal
+
+Aim = Literal["p50", "p95", "p99", "throughput", "on-time"]
+AIMS: Final[tuple[Aim, ...]] = get_args(Aim)
+
+BUDGETS: Final = tuple(ms / 1e3 for ms in (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000, 2000))
+HOLDS: Final = (0.0, 0.002, 0.005, 0.010, 0.030, inf)
+SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+LONG: Final = 20.0  # seconds that a steady load is simulated for, at least
+MOST: Final = 2_500  # requests of one simulated run, about
+SEEDS: Final = 3  # of the runs that decide
+WORTH: Final = 0.05  # share by which a setting must be better to be proposed
+SPARED: Final = 0.01  # share that a further changed setting must bring
+MISSED: Final = 0.01  # share of requests without an answer in time from which on that is what to improve
+LOSS: Final = 0.05  # share by which p99 may get worse, and throughput by less than half of it
+SATURATED: Final = 0.95  # busy share of a device that can do no more
+IDLE: Final = 0.10  # busy share of a device that has nothing to do
+TRUSTED: Final = 0.25  # share by which the simulation of the present settings may be off
+
+
+class Knobs(NamedTuple):
+    """The settings that are tuned. Seconds; hold inf is the server's default."""
+
+    budget: float
+    hold: float
+    size: int
+
+    def flags(self, before: Knobs) -> list[str]:
+        """The flags of `reflex serve` that differ from `before`."""
+        told = []
+        if self.budget != before.budget:
+            told.append(f"--max-batch-cost-ms {self.budget * 1e3:g}")
+        if self.hold != before.hold and self.hold < inf:
+            told.append(f"--batch-timeout-ms {self.hold * 1e3:g}")
+        if self.size != before.size:
+            told.append(f"--max-batch-size {self.size}")
+        return told
+
+    def in_words(self) -> str:
+        """All three."""
+        hold = "hold by default" if self.hold == inf else f"hold ≤ {self.hold * 1e3:g} ms"
+        return f"budget {self.budget * 1e3:g} ms, {hold}, size ≤ {self.size}"
+
+
+class TunedFigures(NamedTuple):
+    """What a setting brings. Seconds, answers a second, shares. on_time: answered, and within the limit if any."""
+
+    p50: float
+    p95: float
+    p99: float
+    throughput: float
+    on_time: float
+    batch: float
+    busy: float
+
+    def of(self, aim: Aim) -> float:
+        """The figure that is aimed at; smaller is better."""
+        if aim == "throughput":
+            return -self.throughput
+        return 1.0 - self.on_time if aim == "on-time" else float(getattr(self, aim))
+
+
+@dataclass(frozen=True, slots=True)
+class TriedKnobs:
+    """A setting and its simulated figures: means over the seeds; each: those of every seed."""
+
+    knobs: Knobs
+    figures: TunedFigures
+    each: Sequence[TunedFigures]
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """The result. aim: what was improved. measured: the figures of the journal. before, after: simulated, of the
+    present settings and of the proposed ones, which are the same where nothing helps. tried: all of them.
+
+    why: one sentence on why nothing helps; empty where something does. lines: two runs, for the picture.
+    """
+
+    aim: Aim
+    load: ObservedLoad
+    measured: TunedFigures
+    before: TriedKnobs
+    after: TriedKnobs
+    tried: Sequence[TriedKnobs]
+    why: str
+    latencies: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
+
+    @property
+    def predicted(self) -> TunedFigures:
+        """The measured figures after the simulated change."""
+        return predicted(self.measured, self.before.figures, self.after.figures)
+
+    @property
+    def off(self) -> float:
+        """By which share the simulated p50 and throughput of the present settings are off, whichever is worse."""
+        pairs = [(self.before.figures.p50, self.measured.p50)]
+        pairs.append((self.before.figures.throughput, self.measured.throughput))
+        return max(abs(simulated / seen - 1.0) for simulated, seen in pairs if seen > 0.0)
+
+
+def predicted(measured: TunedFigures, before: TunedFigures, after: TunedFigures) -> TunedFigures:
+    """Measured figures after a simulated change: times and rates by its ratio, the share on time by its difference."""
+
+    def ratio(name: str) -> float:
+        seen, was, will = (float(getattr(figures, name)) for figures in (measured, before, after))
+        return seen * will / was if was > 0.0 else will
+
+    on_time = min(1.0, max(0.0, measured.on_time + after.on_time - before.on_time))
+    names = ("p50", "p95", "p99", "throughput", "batch", "busy")
+    told = {name: ratio(name) for name in names} | {"on_time": on_time}
+    return TunedFigures(**{**told, "busy": min(1.0, told["busy"])})
+
+
+class Tuner:
+    """The simulations of one journal. progress: told (done, None) runs, at the end (done, done). requests: of one run,
+    at most, about.
+
+    ConfigError when its schedule cannot be replayed, or its groups have different settings.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        progress: Callable[[int, int | None], None] = lambda *_: None,
+        requests: int = MOST,
+    ) -> None:
+        self.journal, self._progress = journal, progress
+        scheduler_of(journal)  # or says why not
+        self.load = observe(journal)
+        self.present = present(journal)
+        self._device = MeasuredDevice(journal.batches, journal.warm.values())
+        self._found: dict[tuple[Knobs, int], TunedFigures] = {}
+        self._reached: dict[Knobs, tuple[float, int]] = {}  # predicted seconds and size of the largest batches
+        self._runs = 0
+        span = max(self.load.span, LONG) if self.load.steady else self.load.span
+        rate = len(self.load.requests) / self.load.span
+        self._span = min(span, max(2.0, requests / rate))
+        self.warmup = min(1.0, 0.1 * self._span)
+
+    def simulate(self, knobs: Knobs, seed: int = 0) -> Run:
+        """One run."""
+        self._runs += 1
+        self._progress(self._runs, None)
+        changes = Changes(knobs.budget, knobs.hold, knobs.size)
+        return simulate(
+            scheduler_of(self.journal, changes),
+            self.load.parts,
+            self._device,
+            duration=self._span,
+            warmup=self.warmup,
+            seed=seed,
+            outcome=RecordedSteps(self.journal),
+            between=self.load.between,
+        )
+
+    def figures(self, knobs: Knobs, seed: int = 0) -> TunedFigures:
+        """The figures of one run, simulated once."""
+        found = self._found.get((knobs, seed))
+        if found is None:
+            run = self.simulate(knobs, seed)
+            found = self._found[knobs, seed] = figures_of(Report.of(run))
+            self._reached[knobs] = (
+                max((b.expected for b in run.batches), default=0.0), max((b.size for b in run.batches), default=0)
+            )  # fmt: skip
+        return found
+
+    def tried(self, knobs: Knobs) -> TriedKnobs:
+        """A setting with every seed."""
+        each = [self.figures(knobs, seed) for seed in range(SEEDS)]
+        mean = TunedFigures(*(sum(values) / len(each) for values in zip(*each, strict=True)))
+        return TriedKnobs(knobs, mean, each)
+
+    def measured(self) -> TunedFigures:
+        """What the journal itself has, over the span that a run reports. Latency is the server's own: from the request
+        to the answer."""
+        first = self.load.requests[0].came + self.warmup * (self.warmup < 0.5 * self.load.span)
+        last = self.load.requests[0].came + self.load.span
+        asked = [one for one in self.load.requests if one.came >= first and one.outcome != "cancelled"]
+        good = sorted(one.served for one in asked if one.outcome == "ok")
+        answered = sum(one.outcome == "ok" and first <= one.ended < last for one in self.load.requests)
+        limits = ((one, one.request.time_limit) for one in asked if one.outcome == "ok")
+        on_time = sum(limit is None or one.ended - one.came <= limit for one, limit in limits)
+        batches = [b for b in self.journal.batches if first <= b.at < last]
+        busy = sum(b.elapsed for b in batches) / (last - first)
+        p50, p95, p99 = (percentile(good, share) if good else 0.0 for share in (0.50, 0.95, 0.99))
+        size = sum(b.size for b in batches) / max(1, len(batches))
+        rate, share = answered / (last - first), on_time / max(1, len(asked))
+        return TunedFigures(p50, p95, p99, rate, share, size, min(1.0, busy))
+
+    def tune(self, aim: Aim | None = None) -> Tuning:
+        """Search: one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
+        them, else p95."""
+        measured, before = self.measured(), self.tried(self.present)
+        missed = 1.0 - before.figures.on_time
+        chosen: Aim = aim or ("on-time" if missed > MISSED else "p95")
+        best = self._search(chosen)
+        after = self.tried(best)
+        if not self._better(chosen, before, after):
+            after = before
+        why = "" if after is not before else self._why(before.figures)
+        tried = [TriedKnobs(knobs, found, [found]) for (knobs, seed), found in self._found.items() if seed == 0]
+        runs = [_latencies(self.simulate(one.knobs)) for one in (before, after)]
+        self._progress(self._runs, self._runs)
+        return Tuning(chosen, self.load, measured, before, after, tried, why, (runs[0], runs[1]))
+
+    def _search(self, aim: Aim) -> Knobs:
+        base = best = self.present
+        allowed = self.figures(base)
+
+        def least(candidates: Iterable[Knobs], now: Knobs) -> Knobs:
+            found, at = now, self.figures(now).of(aim)
+            for knobs in candidates:
+                figures = self.figures(knobs)
+                if figures.of(aim) < at - 1e-12 and _may(figures, allowed, aim):
+                    found, at = knobs, figures.of(aim)
+            return found
+
+        for _ in range(2):
+            was = best
+            best = least((best._replace(hold=hold) for hold in HOLDS), best)
+            best = least(self._budgets(best), best)
+            best = least(self._sizes(best), best)
+            if best == was:
+                break
+        return self._fewest(base, best, aim)
+
+    def _budgets(self, now: Knobs) -> list[Knobs]:
+        """Other budgets that change a batch: those below the longest one, and above the present one if it is reached.
+
+        Not those below two requests: nothing is learned from batches of one.
+        """
+        longest, _ = self._reached[now]
+        least = max(self._device.usual(2), BUDGETS[0])
+        reached = longest > 0.8 * now.budget
+        found = [b for b in BUDGETS if least <= b < longest or (reached and b > now.budget)]
+        return [now._replace(budget=budget) for budget in found]
+
+    def _sizes(self, now: Knobs) -> list[Knobs]:
+        """Other sizes that change a batch, as for budgets."""
+        _, largest = self._reached[now]
+        found = [n for n in SIZES if n < largest or (largest >= now.size and n > now.size)]
+        return [now._replace(size=size) for size in found]
+
+    def _fewest(self, base: Knobs, best: Knobs, aim: Aim) -> Knobs:
+        """Go back to the present value of each setting that hardly matters."""
+        for name in Knobs._fields:
+            back = best._replace(**{name: getattr(base, name)})
+            now, then = self.figures(best).of(aim), self.figures(back).of(aim)
+            if back != best and then <= now + SPARED * abs(now) and _may(self.figures(back), self.figures(base), aim):
+                best = back
+        return best
+
+    def _better(self, aim: Aim, before: TriedKnobs, after: TriedKnobs) -> bool:
+        """Whether it is worth it, and with every seed better."""
+        gain = before.figures.of(aim) - after.figures.of(aim)
+        least = MISSED if aim == "on-time" else WORTH * abs(before.figures.of(aim))
+        each = zip(before.each, after.each, strict=True)
+        return gain >= least and all(b.of(aim) > a.of(aim) for b, a in each) and _may(
+            after.figures, before.figures, aim
+        )
+
+    def _why(self, now: TunedFigures) -> str:
+        """Why nothing helps."""
+        count = len({knobs for knobs, _ in self._found})
+        if now.busy >= SATURATED:
+            return (
+                f"the device is saturated: it runs {now.busy:.0%} of the time, and none of {count} settings is better "
+                f"by {WORTH:.0%}. A faster model, another device or fewer requests would help"
+            )
+        if now.busy <= IDLE:
+            return (
+                f"there is no load: the device runs {now.busy:.1%} of the time, so hardly any request waits for "
+                "another one. What is left of the latency is the model's own time"
+            )
+        return f"none of {count} settings is better by {WORTH:.0%}: the present ones suit this load"
+
+
+def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
+    """Whether what is not aimed at gets no worse than it may."""
+    return (
+        (aim == "on-time" or figures.p99 <= allowed.p99 * (1.0 + LOSS))
+        and figures.throughput >= allowed.throughput * (1.0 - 0.5 * LOSS)
+        and figures.on_time >= allowed.on_time - 0.005
+    )
+
+
+def present(journal: Journal) -> Knobs:
+    """The settings that a journal was recorded with. ConfigError where its groups have different ones."""
+    found = set()
+    for told in journal.groups.values():
+        flush = {name: inf if value is None else value for name, value in told.flush.items()}
+        holds = flush.get("hold_max") or (0.0,)
+        if isinstance(holds, list | tuple) and any(holds):
+            raise ConfigError(f"{journal.path}: its batches left by a rule that reflex serve does not have")
+        if told.weight > 0.0:  # a shadow's are its own
+            found.add(Knobs(float(flush["max_batch_cost"]), float(flush["returns"]), int(flush["max_batch_size"])))
+    if len(found) != 1:
+        raise ConfigError(
+            f"{journal.path}: its policies have different settings of batches; tune them one by one, each with a "
+            "recording of its own"
+        )
+    return found.pop()
+
+
+def figures_of(report: Report) -> TunedFigures:
+    """The figures of a simulated run."""
+    return TunedFigures(
+        report.p50 or 0.0, report.p95 or 0.0, report.p99 or 0.0, report.throughput,
+        1.0 if report.on_time is None else report.on_time, report.batch_size or 0.0, min(1.0, report.busy),
+    )  # fmt: skip
+
+
+def _latencies(run: Run) -> list[float]:
+    """Of answered requests, ascending."""
+    return sorted(a.latency for a in run.answers if a.outcome == "ok" and a.arrived >= run.warmup)
