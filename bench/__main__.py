@@ -37,8 +37,8 @@ from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "costs", "faults", "hostile", "pictures", "soak", "versions")
-CASES += ("wires", "torch")
-USUAL = CASES[:-10]  # the others are asked for by name
+CASES += ("wires", "torch", "soak-mixed")
+USUAL = CASES[:-11]  # the others are asked for by name
 
 
 def main() -> int:
@@ -46,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help=f"some of: {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="of the case soak-mixed (10)")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), metavar="DIR")
     args = parser.parse_args()
     scale = 0.2 if args.quick else 1.0
@@ -77,6 +78,7 @@ def main() -> int:
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),
             "soak": lambda: soak.soak(scale),
+            "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
             "versions": lambda: versions.versions(tiny, heavy, scale),
             "wires": lambda: wires.wires(Path(root), scale),
             "torch": lambda: torch_policies.torch_policies(scale),

@@ -94,7 +94,7 @@ def _health(case: str, times: list[float], p99: float) -> list[Row]:
 
 def _peak(server: servers.Server) -> float:
     """The most resident memory its process ever had, in MB."""
-    status = Path(f"/proc/{server._pids()[0]}/status").read_text()
+    status = Path(f"/proc/{server.pids()[0]}/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 

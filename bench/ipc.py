@@ -403,7 +403,7 @@ class Floating(Server):
 
     def streamed(self, **job: Any) -> Streamed:
         """Ask it for streams. cpu: of the server, and of its runtime process where it has one."""
-        pids = [] if "kill" in job else self._pids()
+        pids = [] if "kill" in job else self.pids()
         return streams.ask(Job(port=self.port, model=self.model, pids=pids, **job))
 
     def worker(self) -> int:

@@ -53,7 +53,7 @@ class Server:
 
     def load(self, **job: Any) -> Answered:
         """Ask it."""
-        return ask(Job(**{"port": self.port, "path": self.path, "pids": self._pids()} | job))
+        return ask(Job(**{"port": self.port, "path": self.path, "pids": self.pids()} | job))
 
     def get(self, path: str) -> bytes:
         """The body of one GET."""
@@ -74,7 +74,8 @@ class Server:
         self._process.wait()
         self._log.close()
 
-    def _pids(self) -> list[int]:
+    def pids(self) -> list[int]:
+        """Of its processes."""
         process = psutil.Process(self._process.pid)
         return [process.pid, *(child.pid for child in process.children(recursive=True))]
 
