@@ -13,12 +13,17 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from reflex_runtime.cli.live_tables import STREAM, feeds_table, groups_table, own_tables, snapshot_of
 from reflex_runtime.cli.server_address import ServerAddress, add_server, key_of
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.telemetry.live import LiveSnapshot
 
 WIDE = 120  # columns where the output is no terminal and COLUMNS does not say
 ABREAST = 4  # processes beside each other
 PARTITIONS = 20  # shown; --json has all
+MOST = 16 * 2**20  # bytes of a snapshot
+_HEAD = frozenset({"status", "state", "model", "running", "waiting", "error", "policies"})  # told elsewhere
+_TABLES = frozenset({"feeds", "coordinators", "slots", "verdict", "restarts"})  # in the tables of a snapshot
 _STATES = {"open": "given up for a while"}
 _STYLES = {"ready": "green", "ok": "green", "starting": "yellow", "restarting": "bold yellow"}
 
@@ -55,8 +60,18 @@ def run(args: argparse.Namespace) -> int:
             told,
             args.url,
             Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE, highlight=False),
+            snapshot_from(args.url, key_of(args)),
         )
     return 0 if told.get("status") == "ok" else 1
+
+
+def snapshot_from(url: str, key: str = "") -> LiveSnapshot | None:
+    """What those who watch the server see now; None where it has no such stream, or room for one more."""
+    address = ServerAddress.of(url)
+    if address.path:  # of one policy
+        return None
+    with address.answer(STREAM, key) as response:
+        return snapshot_of(response.readline(MOST), url) if response.status == 200 else None
 
 
 def ask(url: str, key: str = "") -> dict[str, Any]:
@@ -84,16 +99,23 @@ def _object(body: bytes) -> dict[str, Any] | None:
 # -- as a table --------------------------------------------------------------------------------------------------------
 
 
-def show(told: Mapping[str, Any], url: str, console: Console) -> None:
-    """Print the server's answer: its state, its processes, and their queues."""
+def show(told: Mapping[str, Any], url: str, console: Console, snapshot: LiveSnapshot | None = None) -> None:
+    """Print the server's answer: its state, and the tables that `reflex top` has of it, or else what it says."""
     name, state = told.get("model") or told.get("model_id") or "", str(told.get("state") or told.get("status"))
     head = Text(f"{name} on {url}: " if name else f"{url}: ").append(state, _STYLES.get(state, "bold red"))
     console.print(head.append(_counts(told)))
-    if told.get("error"):
-        console.print(Text(str(told["error"]), "red"))
+    error = told.get("error") or (snapshot.server.get("error") if snapshot is not None else "")
+    if error:
+        console.print(Text(str(error), "red"))
+    if snapshot is not None:
+        width, server = console.width, snapshot.server
+        tables: list[RenderableType] = [groups_table(snapshot, width)]
+        if "feeds" in server:
+            tables += ["", feeds_table(server["feeds"], width)]
+        console.print(*tables, *own_tables(server, width), "", sep="\n")
     lines = told.get("lines")
     if not lines:
-        _plain(told, console)
+        _plain(told, console, _TABLES if snapshot is not None else frozenset())
         return
     for first in range(0, len(lines), ABREAST):
         some = lines[first : first + ABREAST]
@@ -108,15 +130,15 @@ def _counts(told: Mapping[str, Any]) -> str:
     return ", " + ", ".join(found) if found else ""
 
 
-def _plain(told: Mapping[str, Any], console: Console) -> None:
-    """A server without runtime processes: what it says of itself, name by name."""
+def _plain(told: Mapping[str, Any], console: Console, but: frozenset[str]) -> None:
+    """A server without runtime processes: what it says of itself, name by name. but: names that are left out."""
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in told.items():
-        if name not in ("status", "state", "model", "running", "waiting", "error", "policies") and value is not None:
+        if name not in _HEAD | but and value is not None:
             shown = json.dumps(value) if isinstance(value, dict | list | bool) else str(value)
             table.add_row(name.replace("_", " "), shown)
     console.print(table)
-    if told.get("policies"):
+    if told.get("policies") and not but:
         console.print(_policies(told["policies"]))
 
 

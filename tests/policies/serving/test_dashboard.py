@@ -16,8 +16,9 @@ import pytest
 from rich.console import Console
 
 from reflex_runtime.cli import main, top
+from reflex_runtime.cli.live_tables import snapshot_of
 from reflex_runtime.cli.server_address import ServerAddress
-from reflex_runtime.cli.top import TopView, _read, watched
+from reflex_runtime.cli.top import TopView, watched
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.core.group import GroupConfig
@@ -144,9 +145,9 @@ def test_x4_a_shadow_is_no_client_and_answers_nobody(tiny: Path) -> None:
 
 def test_x4_top_says_what_it_cannot_read() -> None:
     with pytest.raises(ReflexError, match=r"here: is of another version of reflex: .*`at`"):
-        _read(b'{"number": 1}\n', "here")
+        snapshot_of(b'{"number": 1}\n', "here")
     with pytest.raises(ReflexError, match="here: ended in the middle"):
-        _read(b'{"number": 1', "here")
+        snapshot_of(b'{"number": 1', "here")
 
 
 def test_x4_top_shows_groups_without_a_queue_and_keeps_a_bounded_number_of_colours(
@@ -185,6 +186,43 @@ def test_x4_top_leaves_out_columns_on_a_narrow_terminal(width: int, shown: int) 
     (groups,) = [line for line in lines if line.startswith("prod")]
     assert "30.0 ms" in groups
     assert "…" not in "".join(lines)
+
+
+@pytest.mark.parametrize("width", [120, 80, 60])
+def test_x4_top_shows_feeds_and_processes_however_narrow_a_terminal_is(width: int) -> None:
+    drops = {"overrun": 3, "queue_full": 12}
+    feed = {"fps": 14.5, "age": 0.02, "p95": 0.08, "frames": 77_000, "drops": drops, "restarts": 4, "state": "running"}
+    feeds = {f"cam-{i}": feed | {"error": "rtsp://10.0.0.7/live: Connection refused " * 5} for i in range(22)}
+    process = {"name": "worker-0", "pid": 14224, "state": "restarting", "restarts": 2, "memory": 130_400_000}
+    process |= {"running": 3, "waiting": None, "why": "its process was ended by SIGKILL " * 5}
+    server = {"state": "failing", "error": "cam-1 is reconnecting", "feeds": feeds, "processes": [process]}
+    console = Console(width=width, record=True)
+    console.print(TopView("here").show(LiveSnapshot(1.0, 1, [], [], 0, [], [], 0, server), width))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "cam-1 is reconnecting" in lines
+    assert any(re.match(r"█ cam-19 +running +14\.5 +20\.0 ms ", line) for line in lines)
+    assert [line.rstrip() for line in lines if "more" in line] == ["and 2 more"]
+    (row,) = [line for line in lines if line.startswith("worker-0")]
+    assert re.match(r"worker-0  restarting +(14224 +)?2  130 MB +3 +–", row)
+    assert ("ended" in row) == (width == 120)  # its beginning
+
+
+def test_x4_status_says_what_those_who_watch_see(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(tiny, "--max-consecutive-crashes", "1", "--inject-fault", "prod:raise:1") as server:
+        assert server.act(robot_id="arm-7").status == 500
+        seen = snapshots(server)
+        told = next(seen)["server"]
+        seen.close()
+        (process,) = told["processes"]
+        assert process["pid"] == server.process.pid
+        assert process["memory"] == pytest.approx(psutil.Process(process["pid"]).memory_info().rss, rel=0.2)
+        assert main(["status", f"127.0.0.1:{server.port}"]) == 1
+        shown = capsys.readouterr().out
+    version = told["policies"]["default"]["versions"]["prod"]
+    assert re.search(rf"^default +degraded +prod +drained +{re.escape(version)} ", shown, re.MULTILINE), shown
+    assert re.search(rf"^server +degraded +{process['pid']} +0 +\d+ MB +0 +0", shown, re.MULTILINE), shown
+    assert re.search(r"^prod +0 +0 +0 ", shown, re.MULTILINE), shown
 
 
 def test_x4_top_says_what_does_not_answer_or_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:

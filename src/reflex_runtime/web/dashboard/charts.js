@@ -20,9 +20,10 @@ export class Charts {
     const ms = (key) => { const found = worst(key); return Number.isFinite(found) ? found * 1000 : null; };
     const sum = (key) => queues.reduce((total, queue) => total + (queue[key] ?? 0), 0);
     const ratios = groups.filter((g) => g.error !== null);
+    const computes = snapshot.server.model?.workers === undefined; // else other processes do
     latency.add(snapshot.at, [ms("p50"), ms("p95"), ms("p99")]);
     waiting.add(snapshot.at, [sum("queued") - sum("preparing"), sum("preparing"), sum("residents")]);
-    busy.add(snapshot.at, [100 * Math.min(1, groups.reduce((total, g) => total + g.busy, 0))]);
+    busy.add(snapshot.at, [!computes ? null : 100 * Math.min(1, groups.reduce((total, g) => total + g.busy, 0))]);
     ratio.add(snapshot.at, [ratios.length ? ratios.reduce((t, g) => t + g.error, 0) / ratios.length : null]);
   }
 }
@@ -36,6 +37,7 @@ class Lines {
     box.append(Object.assign(document.createElement("h2"), { textContent: title }));
     place.append(box);
     this.box = box;
+    box.hidden = true; // until it has a value
     this.data = [[], ...names.map(() => [])];
     const faint = getComputedStyle(document.body).getPropertyValue("--faint"), rule = getComputedStyle(document.body).getPropertyValue("--rule");
     const axis = { stroke: faint, grid: { stroke: rule, width: 1 }, ticks: { show: false } };
@@ -43,10 +45,10 @@ class Lines {
       width: this.width(), height: 150, pxAlign: false,
       cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false }, y: { range: range ?? ((_, least, most) => [0, most > 0 ? most * 1.1 : 1]) } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
+      axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
       series: [
         { label: "age", value: (_, at) => (at === null ? "–" : `${Math.round((this.last ?? at) - at)} s`) },
-        ...names.map((label, i) => ({ label, stroke: COLOURS[i], dash: DASHES[i], width: 1.5, points: { show: false }, value: (_, v) => (v === null ? "–" : v.toFixed(v < 10 ? 2 : 0)) })),
+        ...names.map((label, i) => ({ label, stroke: COLOURS[i], dash: DASHES[i], width: 1.5, points: { show: false }, value: (_, v) => (v === null ? "–" : v.toFixed(v < 10 && !Number.isInteger(v) ? 2 : 0)) })),
       ],
     }, this.data, box);
     new ResizeObserver(() => this.plot.setSize({ width: this.width(), height: 150 })).observe(box);
@@ -58,6 +60,7 @@ class Lines {
 
   add(at, values) {
     this.last = at;
+    if (values.some((value) => value !== null)) this.box.hidden = false;
     [at, ...values].forEach((value, i) => {
       this.data[i].push(value);
       if (this.data[i].length > KEPT) this.data[i].shift();

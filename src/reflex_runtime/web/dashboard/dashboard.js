@@ -61,6 +61,7 @@ function begin() {
 }
 
 let last = null; // the snapshot before
+let predicts = false; // whether a batch has had a predicted time
 
 function show(snapshot) {
   if (strip === null) begin();
@@ -75,7 +76,10 @@ function show(snapshot) {
   tiles(snapshot, tables.served(snapshot));
   if (!strip.paused) tables.batches($("batches"), snapshot);
   feeds.show(snapshot);
-  $("callers").hidden = server.feeds !== undefined; // the table of feeds has them
+  const messages = server.model?.workers !== undefined; // to runtime processes: who asked, and how long it took there, is not known here
+  $("columns").textContent = messages ? "One column is one message to a runtime process, one cell one request in it."
+    : `One column is one batch, one cell one ${server.feeds ? "frame" : "request"}, in the colour of its ${server.feeds ? "feed" : "client"}.`;
+  $("callers").hidden = server.feeds !== undefined || messages; // the table of feeds has them
   tables.clients($("clients"), $("known"), snapshot);
   tables.queues($("queues"), snapshot);
   tables.processes($("processes"), snapshot);
@@ -93,7 +97,9 @@ function tiles(snapshot, groups) {
   const work = queues.reduce((total, q) => total + (q.queued_seconds ?? 0), 0);
   const model = snapshot.server.model;
   const speaks = groups.some((g) => g.first_p50 !== null || g.tokens > 0);
-  const tokens = !speaks && !model ? [] : [
+  const messages = model?.workers !== undefined;
+  predicts ||= groups.some((g) => g.error !== null);
+  const tokens = messages ? [["running", String(model.running)]] : !speaks && !model ? [] : [
     ["tokens a second", round(sum("tokens"))],
     ["first token, p50", milliseconds(worst("first_p50"))],
     ["first token, p99", milliseconds(worst("first_p99"))],
@@ -106,11 +112,11 @@ function tiles(snapshot, groups) {
     ...tokens,
     ["answers a second", round(sum("rate"))],
     ["requests a batch", sizes.length ? round(sizes.reduce((a, b) => a + b, 0) / sizes.length) : "–"],
-    ["device busy", `${Math.round(100 * Math.min(1, snapshot.groups.reduce((total, g) => total + g.busy, 0)))} %`],
-    ["p50", milliseconds(worst("p50"))],
-    ["p99", milliseconds(worst("p99"))],
+    ...(messages ? [] : [["device busy", `${Math.round(100 * Math.min(1, snapshot.groups.reduce((total, g) => total + g.busy, 0)))} %`]]),
+    [messages ? "p50, until taken" : "p50", milliseconds(worst("p50"))],
+    [messages ? "p99, until taken" : "p99", milliseconds(worst("p99"))],
     ["waiting", String(queues.reduce((total, q) => total + q.queued, 0))],
-    ["predicted work", milliseconds(work)],
+    ...(predicts ? [["predicted work", milliseconds(work)]] : []),
     ["without a result", String(groups.reduce((n, g) => n + Object.entries(g.outcomes).reduce((m, [kind, k]) => (kind === "ok" ? m : m + k), 0), 0))],
   ];
   if (snapshot.left_out) told.push(["batches not shown", String(snapshot.left_out)]);

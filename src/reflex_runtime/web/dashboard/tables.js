@@ -31,7 +31,7 @@ export function clients(table, known, snapshot) {
     c.name, c.group, c.wire, `${round(c.rate)} /s`, milliseconds(c.age), c.answers, milliseconds(c.p95), c.lost, c.why,
   ]);
   fill(table, ["client", "group", "wire", "answers", "last, ago", "answered", "p95", "lost", "why"], rows, new Set([0, 1, 2, 8]));
-  known.textContent = snapshot.clients_known > rows.length ? `${rows.length} of ${snapshot.clients_known}, those answered last` : "";
+  known.textContent = snapshot.clients_known > rows.length ? `${rows.length} of ${snapshot.clients_known}, those answered last` : rows.length ? "" : "none yet: they are counted since the first watcher came";
 }
 
 export function queues(table, snapshot) {
