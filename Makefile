@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE  # the tests start hundreds of processes: each would compile all that it imports
 
-.PHONY: setup demo test test-lerobot lint bench docs clean
+.PHONY: setup demo test test-lerobot test-ray lint bench docs clean
 
 setup: .venv/ready           ## make .venv with everything for development
 
@@ -39,6 +39,16 @@ LEROBOT_PYTHON ?= $(shell python3.12 --version >/dev/null 2>&1 && echo python3.1
 test-lerobot: .venv-lerobot/ready   ## the tests that need LeRobot itself; .ci/run runs them where it can be installed
 	OMP_NUM_THREADS=1 .venv-lerobot/bin/python -m pytest tests/lerobot
 
+# Ray, 500 MB: an environment of its own, for the tests that start it.
+.venv-ray/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[ray]' psutil pytest pytest-timeout
+	touch $@
+
+test-ray: .venv-ray/ready    ## the tests that need Ray; .ci/run runs them where it can be installed
+	OMP_NUM_THREADS=1 .venv-ray/bin/python -m pytest tests/on_ray
+
 lint: setup                  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -50,4 +60,4 @@ docs: setup                  ## check that the pages tell what is there
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_pages.py
 
 clean:
-	rm -rf .venv .venv-lerobot demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-lerobot .venv-ray demo-out bench-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

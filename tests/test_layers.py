@@ -31,11 +31,13 @@ BELOW: dict[str, set[str]] = {
     "ipc": MIDDLE,
     "policies": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
+    "cluster": MIDDLE | {"web", "policies"},
     "client": set(),
     "config": set(),
     "sources": {"config"},
 }
-READS_CONFIG = {"web", "policies", "llm", "feeds"}  # a tree of frozen values; besides it only those at the top read it
+# A tree of frozen values; besides these only those at the top read it.
+READS_CONFIG = {"web", "policies", "llm", "feeds", "cluster"}
 # What is wrong in a file or a setting is a ConfigError.
 ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli
@@ -181,3 +183,9 @@ def _needed(path: Path, files: dict[str, Path]) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names if alias.name in files}
     return found & files.keys()
+
+
+def test_x7_ray_is_imported_in_cluster_alone() -> None:
+    for module, path in modules():
+        found = {name.split(".")[0] for _, name in imports(ast.parse(path.read_text()), module, False)}
+        assert "ray" not in found or part_of(module) == "cluster", module

@@ -12,13 +12,15 @@ import pytest
 from reflex_runtime.cli import main
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import check_needs, flag
 from reflex_runtime.sources import load, read
 from serving.exports import write_tiny
 
-KINDS: tuple[type[Any], ...] = (ServeConfig, LLMServeConfig, FeedsConfig, SimulateConfig, PromptsConfig)
+KINDS: tuple[type[Any], ...] = (
+    ServeConfig, LLMServeConfig, FeedsConfig, RayConfig, SimulateConfig, PromptsConfig,
+)  # fmt: skip
 OPTIONS = [pytest.param(kind, field, id=f"{kind.__name__}-{field.name}") for kind in KINDS for field in fields(kind)]
 NEEDY = [option for option in OPTIONS if option.values[1].metadata["needs"] or option.values[1].metadata["unless"]]
 TEXTS = {"ramp": "5,100", "ramp_every": "2m", "slo": "p99=150ms", "guard": "p99=150ms", "cuda_graphs": "1,2", "at": "0"}

@@ -13,13 +13,14 @@ from reflex_runtime.cli import build_parser
 from reflex_runtime.cli.bench import BenchConfig
 from reflex_runtime.cli.simulate import SimulateConfig
 from reflex_runtime.cli.trace_prompts import PromptsConfig
-from reflex_runtime.config import FeedsConfig, LLMServeConfig, ServeConfig
+from reflex_runtime.config import FeedsConfig, LLMServeConfig, RayConfig, ServeConfig
 from reflex_runtime.options import flag
 
 COMMANDS: Final[dict[type[Any], str]] = {
     ServeConfig: "serve",
     LLMServeConfig: "serve MODEL",
     FeedsConfig: "feeds",
+    RayConfig: "ray",
     SimulateConfig: "simulate",
     BenchConfig: "bench",
     PromptsConfig: "trace",
@@ -130,6 +131,16 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "api_key_file": "test_h5_the_key_may_stand_in_a_file",
         "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
         "trace": "test_h10_trace_writes_every_step",
+    },
+    RayConfig: {
+        "replicas": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "max_replicas": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "target_backlog_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "scale_out_delay_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "scale_in_delay_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "scale_in_wait_s": "test_x7_replicas_max_replicas_and_their_delays_are_rays",
+        "replica_cpus": "test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves",
+        "replica_gpus": "test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves",
     },
     FeedsConfig: {
         "processor": "test_f14_processor_is_imported_from_beside_you_and_answers",

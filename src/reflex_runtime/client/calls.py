@@ -62,7 +62,10 @@ class Calls:
         """POST /act. A later attempt sends the rest of the deadline."""
         began = self.clock()
         request = observation(fields, self.wire, self.encoding)
-        reply, attempts = yield from self._ask("POST", "/act", request, self.wire, began, request.get("deadline_ms"))
+        reply, attempts = yield from self._ask(
+            "POST", "/act", request, self.wire, began, request.get("deadline_ms"),
+            request.get("episode_id") or request.get("robot_id"),
+        )  # fmt: skip
         request_id = str(request["request_id"])
         try:
             return chunk(reply, request_id, attempts)
@@ -82,9 +85,9 @@ class Calls:
             raise refused(reply)
         return decoded(reply)
 
-    def post(self, path: str, fields: Mapping[str, Any]) -> Call[dict[str, Any]]:
-        """POST a JSON object."""
-        reply, _ = yield from self._ask("POST", path, fields, "json", self.clock())
+    def post(self, path: str, fields: Mapping[str, Any], episode: str | None = None) -> Call[dict[str, Any]]:
+        """POST a JSON object. episode: that it is about."""
+        reply, _ = yield from self._ask("POST", path, fields, "json", self.clock(), episode=episode)
         return decoded(reply) if reply.body else {}
 
     def outcome(self, episode_id: str, success: bool, reward: float | None) -> Call[dict[str, Any]]:
@@ -94,7 +97,7 @@ class Calls:
         body: dict[str, Any] = {"success": bool(success)}
         if reward is not None:
             body["reward"] = float(reward)
-        return (yield from self.post(f"/episodes/{quote(episode_id, safe='')}/outcome", body))
+        return (yield from self.post(f"/episodes/{quote(episode_id, safe='')}/outcome", body, episode_id))
 
     def _ask(
         self,
@@ -104,8 +107,13 @@ class Calls:
         wire: Wire,
         began: float,
         deadline_ms: float | None = None,
+        episode: str | None = None,
     ) -> Call[tuple[Reply, int]]:
-        """A 2xx reply and the number of attempts, or the last attempt's error."""
+        """A 2xx reply and the number of attempts, or the last attempt's error. episode: names it to what is between
+        this client and several servers."""
+        headers = self._headers(wire)
+        if episode:
+            headers["X-Reflex-Episode"] = quote(episode, safe="")
         deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
         limit = min(self.timeout, deadline + GRACE)
         retries = Retries(self.retries, began + min(self.timeout, deadline), self.spread)
@@ -115,7 +123,7 @@ class Calls:
                 fields = {**fields, "deadline_ms": max(1e-3, deadline_ms - (now - began) * 1e3)}
             body = None if fields is None else encoded(fields, wire)
             try:
-                reply = yield from _sent(Send(method, path, self._headers(wire), body, max(1e-3, began + limit - now)))
+                reply = yield from _sent(Send(method, path, headers, body, max(1e-3, began + limit - now)))
                 if 200 <= reply.status < 300:
                     return reply, retries.made + 1
                 raise refused(reply)

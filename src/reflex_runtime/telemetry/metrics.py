@@ -55,6 +55,9 @@ class Metrics:
         )
         self._depth = Gauge("reflex_policy_runtime_queue_depth", "Waiting requests, now", labels, registry=r)
         self._backlog = Gauge("reflex_backlog_seconds", "Predicted device seconds of waiting work", labels, registry=r)
+        self._busy = Counter(
+            "reflex_device_busy_seconds_total", "Seconds that the device computed", labels, registry=r
+        )
         self._in_flight = Gauge("reflex_in_flight_requests", "Requests being answered, now", labels, registry=r)
         self._drained = Gauge("reflex_slot_drained", "1 while the slot is drained or probed", labels, registry=r)
         self._wait = Histogram(
@@ -179,6 +182,11 @@ class Metrics:
         """A shadow chunk was compared: the mean absolute difference, in the robot's units."""
         self._slots[slot].apart.observe(mean)
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds that the device computed, for all slots."""
+        return sum(slot.busy.value for slot in self._slots.values())
+
     def render(self) -> bytes:
         if self._recording is not None:
             dropped, told = self._recording
@@ -202,6 +210,7 @@ class _Slot:
         self.act = metrics._act.labels(*labels)
         self.warnings = {kind: metrics._warnings.labels(*labels, kind) for kind in WARNINGS}
         self.error = metrics._error.labels(*labels)
+        self.busy = metrics._busy.labels(*labels)
         self.hit = metrics._hit.labels(*labels)
         self.miss = metrics._miss.labels(*labels)
         self.steps = metrics._steps.labels(*labels)
@@ -230,6 +239,7 @@ class _Slot:
 
     def finished(self, event: BatchFinished) -> None:
         batch = event.batch
+        self.busy.inc(max(0.0, event.elapsed))
         if batch.expected > 0.0 and event.elapsed > 0.0 and not event.crashed and not event.apart:
             self.error.observe(batch.expected / event.elapsed)
         if "captured" in batch.notes:

@@ -91,6 +91,7 @@ class Exchange:
     number: our own id of the request. request_id: goes out as X-Request-Id. route: what answers it; None before that
     is known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens.
     begun: the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts.
+    moved: another server answered what it continues.
 
     The rest is for the connection. opened: its turn has come. wanted: its body must be read or handed over. whole: it
     is complete. broken: why it never will be. upgrades: it asks for a websocket, and may have it now.
@@ -112,6 +113,7 @@ class Exchange:
         "keep_alive",
         "left",
         "method",
+        "moved",
         "number",
         "on_left",
         "opened",
@@ -156,7 +158,7 @@ class Exchange:
         self.expects = b"expect" in headers
         self.keep_alive, self.streams = keep_alive, streams
         self.broken: ReflexError | None = None
-        self.left = self.begun = self.done = self.opened = self.wanted = self.whole = self.upgrades = False
+        self.moved = self.left = self.begun = self.done = self.opened = self.wanted = self.whole = self.upgrades = False
 
     # -- answering -----------------------------------------------------------------------------------------------------
 

@@ -142,11 +142,11 @@ async def serving(
         if not host.unusable:
             await stopping
     stopping.cancel()
-    clean = await _drain(app, host, loop.time() + drain_s)
+    clean = await drain(app, host, loop.time() + drain_s)
     if parent is not None:
         parent.leaves()
     server.close()
-    await _close_connections(app)
+    await close_connections(app)
     for listener in app.listeners:
         await listener.close()
     if host.unusable:
@@ -171,7 +171,7 @@ async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
     return False
 
 
-async def _drain(app: App, host: Host, until: float) -> bool:
+async def drain(app: App, host: Host, until: float) -> bool:
     """Refuse new requests, finish those received, answer the rest. Returns whether every thread ended."""
     loop = asyncio.get_running_loop()
     await _read_what_arrived(app)  # what had reached this machine when the signal came counts as received
@@ -188,7 +188,7 @@ async def _drain(app: App, host: Host, until: float) -> bool:
     return clean
 
 
-async def _close_connections(app: App) -> None:
+async def close_connections(app: App) -> None:
     """Close every connection once its answer was read, and after a while the others too."""
     for connection in app.connections.all():
         connection.shutdown()

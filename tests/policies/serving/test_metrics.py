@@ -41,6 +41,7 @@ COUNTERS = {
     "reflex_injected_latency_seconds_total",
     "reflex_episode_outcomes_total",
     "reflex_recording_dropped_total",
+    "reflex_device_busy_seconds_total",
 }
 GAUGES = {
     "reflex_captured_graph_hit_rate",
@@ -60,6 +61,7 @@ MOVED: dict[str, str] = {
     "reflex_policy_runtime_queue_depth": "test_b14_the_queue_depth_is_read_live",
     "reflex_in_flight_requests": "test_b14_the_queue_depth_is_read_live",
     "reflex_backlog_seconds": "test_b14_the_backlog_is_the_predicted_time_of_what_waits",
+    "reflex_device_busy_seconds_total": "test_b14_the_device_is_busy_for_as_long_as_batches_take",
     "reflex_request_warnings_total": "test_an_instruction_that_changes_nothing_is_a_warning_and_is_counted",
     "reflex_prepare_seconds": "test_a_request_waits_for_its_pictures_and_the_time_is_counted",
     "reflex_queue_wait_seconds": "test_b15_waits_and_latencies_are_seconds",
@@ -171,6 +173,14 @@ def test_b14_the_backlog_is_the_predicted_time_of_what_waits(tiny: Path) -> None
             burst.answers([0, 1, 2, 3, 4])
             plug.answers()
             assert server.metrics()("reflex_backlog_seconds") == 0.0
+
+
+def test_b14_the_device_is_busy_for_as_long_as_batches_take(tiny: Path) -> None:
+    with Server(tiny, "--inject-latency-ms", "30", "--brief-ms", "0") as server:
+        for body in numbered(3):
+            assert server.post(body).status == 200
+        found = server.reach(lambda m: m("reflex_device_busy_seconds_total") >= 0.09)
+        assert found("reflex_device_busy_seconds_total") < 30
 
 
 def test_b14_the_hit_rate_is_over_the_last_100_batches_of_captured_stages(tiny: Path) -> None:

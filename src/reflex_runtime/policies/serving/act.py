@@ -48,6 +48,7 @@ class Act:
     def _begin(self, exchange: Exchange) -> Ask:
         settle = partial(_settle, exchange)
         ask = exchange.ask = Ask(ACT, exchange.request_id, exchange.client, settle, exchange.started, exchange)
+        ask.moved = exchange.moved
         return ask
 
     def _ask(self, exchange: Exchange, asked: Question | JsonNumpy | GrootJson) -> None:

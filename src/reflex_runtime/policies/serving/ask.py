@@ -32,7 +32,8 @@ class Ask:
     all of it had been read, 0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any.
     span: of its trace; None where the server makes none.
     question, served, placement, version: what is asked, and what answers it; each is None before it is known.
-    entered: it counts as active. left: the caller has gone. ended: it is settled.
+    entered: it counts as active. left: the caller has gone. ended: it is settled. moved: another server answered its
+    episode before.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Ask:
         "ended",
         "entered",
         "left",
+        "moved",
         "placement",
         "question",
         "received",
@@ -72,4 +74,4 @@ class Ask:
         self.served: ServedPolicy | None = None
         self.placement: Placement | None = None
         self.version: Version | None = None
-        self.entered = self.left = self.ended = False
+        self.entered = self.left = self.ended = self.moved = False

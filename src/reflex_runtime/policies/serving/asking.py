@@ -300,7 +300,7 @@ class Asking:
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
             rtc=chunk.rtc,
-            policy_changed=ask.placement is not None and ask.placement.changed,
+            policy_changed=ask.moved or (ask.placement is not None and ask.placement.changed),
             injected={"latency_ms": latency} if latency else None,
             warnings=self._warnings(ticket),
         )

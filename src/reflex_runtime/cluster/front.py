@@ -1,0 +1,184 @@
+"""Around Ray's proxy: names the episode of each request, for `EpisodeRouter`, and gives the proxy's own refusals
+Reflex's form. It is plain ASGI, and runs in the process of the proxy."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+from urllib.parse import quote, unquote_to_bytes
+
+from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.web.asgi import Receive, Scope, Send
+from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.form import PLAIN
+
+EPISODE_HEADER: Final = b"x-reflex-episode"
+LAST_HEADER: Final = b"x-reflex-last-replica"  # tells a replica which one answered the episode before
+REPLICA_HEADER: Final = b"x-reflex-replica"
+REMEMBERED: Final = 100_000  # episodes
+MOST: Final = 16 << 20  # bytes of a body that are looked at
+_ID: Final = b"x-request-id"
+_OUTCOME: Final = re.compile(r"(?:/policies/[^/]+)?/episodes/(.+)/outcome")
+_TEXT: Final = rb'\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,1024}")'
+_JSON: Final = tuple(re.compile(b'"' + name + b'"' + _TEXT) for name in (b"episode_id", b"robot_id"))
+_PACKED: Final = tuple(bytes([0xA0 + len(name)]) + name for name in (b"episode_id", b"robot_id"))
+
+
+class EpisodeFront:
+    """ASGI middleware. The episode is what the header `X-Reflex-Episode` says, else `episode_id` in the body or in the
+    path, else `robot_id`, else the connection.
+
+    It also remembers which replica answered each of the latest episodes, so that another one can say that the episode
+    has moved. A body is searched for these names, not decoded: a wrong guess costs the request its place, and no wrong
+    answer.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._last: OrderedDict[str, bytes] = OrderedDict()  # the replica that answered last, by episode
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = secrets.token_hex(16)  # of ours: Ray repeats whatever a caller sends
+        kept = [header for header in scope.get("headers", ()) if header[0] != _ID]
+        scope["headers"] = [*kept, (_ID, request_id.encode())]
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["headers"] = [header for header in scope["headers"] if header[0] != LAST_HEADER]
+        given = next((value for name, value in scope["headers"] if name == EPISODE_HEADER), b"")
+        named = unquote_to_bytes(given).decode("utf-8", "replace")
+        if scope["method"] == "POST" and not named:
+            messages = await _read(receive)
+            body = b"".join(message.get("body", b"") for message in messages)
+            named = _named(scope, body)
+            if named:
+                scope["headers"] = [*scope["headers"], (EPISODE_HEADER, quote(named, safe="").encode())]
+            receive = _replayed(messages, receive)
+        if named in self._last:
+            scope["headers"] = [*scope["headers"], (LAST_HEADER, self._last[named])]
+        answering = _Answering(send, request_id, partial(self._remember, named))
+        await self._app(scope, receive, answering.send)
+        if not answering.begun:  # Ray has nothing to say where a replica is lost with a request
+            error = NotReady("the replica that had this request was lost; ask again", retry_after=1.0)
+            await answering.refuse(error, 503)
+
+    def _remember(self, episode: str, replica: bytes) -> None:
+        if not episode:
+            return
+        self._last[episode] = replica
+        self._last.move_to_end(episode)
+        if len(self._last) > REMEMBERED:
+            self._last.popitem(last=False)
+
+
+def _named(scope: Scope, body: bytes) -> str:
+    """The episode of a POST, or what stands for it; "" where there is nothing."""
+    found = _OUTCOME.fullmatch(scope["path"])
+    if found:
+        return found[1]
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    named = _in_packed(body) if b"msgpack" in kind.lower() else _in_json(body)
+    client = scope.get("client")
+    return named or (f"connection {client[0]} {client[1]}" if client else "")
+
+
+def _in_json(body: bytes) -> str:
+    for pattern in _JSON:
+        found = pattern.search(body)
+        if found is not None:
+            try:
+                return str(json.loads(found[1]))
+            except ValueError:
+                return ""
+    return ""
+
+
+def _in_packed(body: bytes) -> str:
+    """The text behind the first of the two keys of a msgpack map."""
+    for key in _PACKED:
+        at = body.find(key) + len(key)
+        kind = body[at : at + 1]
+        if at < len(key) or not kind:
+            continue
+        size, begins = (kind[0] - 0xA0, at + 1) if 0xA0 < kind[0] <= 0xBF else (0, 0)
+        if kind == b"\xd9":
+            size, begins = int.from_bytes(body[at + 1 : at + 2]), at + 2
+        text = body[begins : begins + size].decode("utf-8", "replace")
+        if text:
+            return text
+    return ""
+
+
+async def _read(receive: Receive) -> list[Any]:
+    """The messages of the body, or the first `MOST` bytes of it."""
+    messages, size = [], 0
+    while size < MOST:
+        message = await receive()
+        messages.append(message)
+        size += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            break
+    return messages
+
+
+def _replayed(messages: list[Any], receive: Receive) -> Receive:
+    """`receive` as if nothing had been read."""
+    messages.reverse()
+
+    async def again() -> Any:
+        return messages.pop() if messages else await receive()
+
+    return again
+
+
+class _Answering:
+    """Passes an answer on. One that is Ray's own is replaced by the error that it stands for.
+
+    answers: called with the replica that answers with success, before its answer is sent. begun: whether the answer
+    has begun.
+    """
+
+    def __init__(self, send: Send, request_id: str, answers: Callable[[bytes], None]) -> None:
+        self._send, self._id, self._answers = send, request_id, answers
+        self.begun = self._replaced = False
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            replica = next((value for name, value in message["headers"] if name == REPLICA_HEADER), b"")
+            if message["status"] == 200 and replica:
+                self._answers(replica)
+            ids = [header for header in message["headers"] if header[0].lower() == _ID]
+            kept = [header for header in message["headers"] if header[0].lower() != _ID]
+            if len(ids) > 1:  # ours, and behind it Ray's
+                message = {**message, "headers": [*kept, ids[0]]}
+            elif message["status"] in (404, 408, 429, 503):
+                self._replaced = True
+                error = NotReady("Ray has no replica for this request yet; ask again", retry_after=1.0)
+                await self.refuse(error, 503)
+                return
+        if not self._replaced:
+            await self._send(message)
+
+    async def refuse(self, error: ReflexError, status: int) -> None:
+        """Answer with an error in the form of Reflex."""
+        self.begun = True
+        told = PLAIN.refuse(error, self._id, False)
+        headers = [(b"content-type", told.content_type), (b"content-length", b"%d" % len(told.body))]
+        headers.append((_ID, self._id.encode()))
+        if error.retry_after is not None:
+            headers.append((b"retry-after", b"1"))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": told.body})
+
+
+def middlewares() -> list[Any]:
+    """For Ray, which asks for them by the name in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+    from starlette.middleware import Middleware  # comes with Ray
+
+    return [Middleware(EpisodeFront)]

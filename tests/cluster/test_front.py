@@ -1,0 +1,151 @@
+"""What stands around Ray's proxy: which episode a request belongs to, and the form of what the proxy itself refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+import pytest
+
+from reflex_runtime.cluster.front import EpisodeFront
+
+JSON, PACKED = b"application/json", b"application/msgpack"
+
+
+class Proxy:
+    """Stands in for Ray's proxy: notes what it is asked, and answers with a status, or with nothing."""
+
+    def __init__(self, status: int = 200) -> None:
+        self.status = status
+        self.scope: dict[str, Any] = {}
+        self.body = b""
+        self.replica = b""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.scope = scope
+        more = scope["type"] == "http"
+        while more:
+            message = await receive()
+            self.body += message["body"]
+            more = message["more_body"]
+        if self.status:
+            ids = [value for name, value in scope["headers"] if name == b"x-request-id"]
+            headers = [(b"x-request-id", ids[0])]
+            if self.status == 200:
+                headers = [(b"x-request-id", b"of-the-request"), *headers, (b"x-reflex-replica", self.replica)]
+            await send({"type": "http.response.start", "status": self.status, "headers": headers})
+            await send({"type": "http.response.body", "body": b"its own words"})
+
+    @property
+    def episode(self) -> str | None:
+        found = [unquote(value.decode()) for name, value in self.scope["headers"] if name == b"x-reflex-episode"]
+        assert len(found) < 2
+        return found[0] if found else None
+
+
+def through(
+    front: Proxy | EpisodeFront,
+    body: bytes,
+    path: str = "/act",
+    kind: bytes = JSON,
+    method: str = "POST",
+    **headers: bytes,
+) -> list[Any]:
+    given = [(b"content-type", kind), *((name.replace("_", "-").encode(), value) for name, value in headers.items())]
+    scope = {"type": "http", "method": method, "path": path, "headers": given, "client": ("10.0.0.9", 4321)}
+    half = len(body) // 2
+    parts = [body[:10], body[10:half], body[max(10, half) :]]
+    coming = [{"type": "http.request", "body": part, "more_body": n < 2} for n, part in enumerate(parts)]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return coming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    front = front if isinstance(front, EpisodeFront) else EpisodeFront(front)
+    asyncio.run(front(scope, receive, send))
+    return sent
+
+
+BODIES = [
+    ({"image": "A" * 100_000, "robot_id": "arm", "episode_id": "ep 7/ä"}, "ep 7/ä"),
+    ({"robot_id": "arm", "instruction": 'say "episode_id": "no"'}, "arm"),
+    ({"episode_id": "e" * 200}, "e" * 200),
+    ({"instruction": "nobody"}, "connection 10.0.0.9 4321"),
+    ({"episode_id": None, "robot_id": 7}, "connection 10.0.0.9 4321"),
+]
+
+
+@pytest.mark.parametrize(("body", "episode"), BODIES)
+@pytest.mark.parametrize("kind", [JSON, PACKED])
+def test_x7_the_episode_is_read_from_the_body_which_is_passed_on_whole(body: Any, episode: str, kind: bytes) -> None:
+    data = json.dumps(body).encode() if kind == JSON else msgspec.msgpack.encode(body)
+    proxy = Proxy()
+    through(proxy, data, kind=kind)
+    assert (proxy.episode, proxy.body) == (episode, data)
+
+
+def test_x7_a_header_or_a_path_names_the_episode_before_the_body_does() -> None:
+    for path, headers, episode in (
+        ("/act", {"x_reflex_episode": b"mine"}, "mine"),
+        ("/episodes/ep 7/outcome", {}, "ep 7"),
+        ("/policies/arm/episodes/ep 7/outcome", {}, "ep 7"),
+    ):
+        proxy = Proxy()
+        through(proxy, b'{"episode_id": "another"}', path, **headers)
+        assert proxy.episode == episode
+    proxy = Proxy()
+    through(proxy, b"", "/health", method="GET")
+    assert proxy.episode is None
+
+
+BROKEN = [b"", b"{", b'{"episode_id": "', b"\xaaepisode_id", b"\xaaepisode_id\xd9", b"\xff" * 99]
+
+
+@pytest.mark.parametrize("body", BROKEN)
+@pytest.mark.parametrize("kind", [JSON, PACKED, b""])
+def test_x7_any_body_is_passed_on(body: bytes, kind: bytes) -> None:
+    proxy = Proxy()
+    through(proxy, body, kind=kind)
+    assert (proxy.body, proxy.episode) == (body, "connection 10.0.0.9 4321")
+
+
+def test_x7_a_request_has_one_id_and_a_caller_cannot_choose_it() -> None:
+    proxy = Proxy()
+    start, _ = through(proxy, b"{}", x_request_id=b"chosen")
+    ids = [value for name, value in proxy.scope["headers"] if name == b"x-request-id"]
+    assert len(ids) == 1
+    assert ids != [b"chosen"]
+    assert [value for name, value in start["headers"] if name == b"x-request-id"] == [b"of-the-request"]
+
+
+@pytest.mark.parametrize("status", [0, 404, 408, 503])
+def test_x7_what_ray_refuses_has_the_form_of_reflex(status: int) -> None:
+    """Where a proxy or a replica has just started, or was lost."""
+    start, body = through(Proxy(status), b"{}")
+    told = json.loads(body["body"])
+    headers = dict(start["headers"])
+    assert (start["status"], told["error"], told["retry_safe"]) == (503, "not_ready", True)
+    assert headers[b"x-request-id"].decode() == told["request_id"]
+    assert headers[b"retry-after"] == b"1"
+
+
+def test_x7_a_replica_is_told_which_one_answered_the_episode_before() -> None:
+    proxy = Proxy()
+    front = EpisodeFront(proxy)
+
+    def last(body: bytes, replica: bytes, **given: bytes) -> bytes | None:
+        """What the proxy was told of the episode's last replica; `replica` answers this time."""
+        proxy.replica = replica
+        through(front, body, **given)
+        return next((value for name, value in proxy.scope["headers"] if name == b"x-reflex-last-replica"), None)
+
+    assert last(b'{"episode_id": "e"}', b"r1") is None
+    assert last(b'{"episode_id": "e"}', b"r2", x_reflex_last_replica=b"forged") == b"r1"
+    assert last(b"{}", b"r3", x_reflex_episode=b"e") == b"r2"
+    assert last(b'{"episode_id": "f"}', b"r1", x_reflex_last_replica=b"forged") is None

@@ -1,0 +1,21 @@
+"""Tests on Ray Serve itself. They run with `make test-ray`, and are skipped where Ray is not installed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from on_ray.server import RayServer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what Ray's import warns of
+    pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RayServer]:
+    """Two replicas."""
+    with RayServer("--port", "0", "--replicas", "2", "--replica-cpus", "0.5") as server:
+        yield server

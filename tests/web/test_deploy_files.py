@@ -1,0 +1,164 @@
+"""deploy/: Kubernetes' own schemas, what the files must agree on with the server, and the container's steps."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from reflex_runtime.cli import build_parser
+from reflex_runtime.cluster.front import EPISODE_HEADER
+from reflex_runtime.cluster.scaling import FULL
+from reflex_runtime.config import RayConfig, ServeConfig
+from reflex_runtime.telemetry.metrics import Metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+# KEDA's fields of a ScaledObject, from its documentation: its CRD is not part of Kubernetes.
+SCALED_OBJECT = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "pollingInterval", "advanced", "triggers"}
+PROMETHEUS = {"serverAddress", "query", "threshold"}
+
+
+def documents(file: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / file).read_text()))
+
+
+def kind(file: str, name: str) -> Any:
+    return next(document for document in documents(file) if document["kind"] == name)
+
+
+@pytest.mark.parametrize("file", ["k8s/reflex.yaml", "k8s/gateway.yaml"])
+def test_x7_what_kubernetes_is_given_has_its_schema(file: str) -> None:
+    for document in documents(file):
+        kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_x7_the_end_of_a_pod_is_longer_than_the_drain_and_its_probes_ask_what_the_server_answers() -> None:
+    pod = kind("k8s/reflex.yaml", "Deployment")["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    args = build_parser(container["args"]).parse_args(container["args"])
+    pause = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > pause + float(args.drain_timeout_s)
+    gateway = yaml.safe_load(kind("k8s/gateway.yaml", "ConfigMap")["data"]["envoy.yaml"])["static_resources"]
+    (cluster,) = gateway["clusters"]
+    (check,) = cluster["health_checks"]
+    noticed = int(check["interval"][:-1]) * check["unhealthy_threshold"] + int(cluster["dns_refresh_rate"][:-1])
+    assert noticed < pause, "the gateway learns that a pod ends before it drains"
+    assert container["readinessProbe"]["httpGet"]["path"] == check["http_health_check"]["path"] == "/health"
+    assert container["ports"][0]["containerPort"] == int(args.port)
+    manager = gateway["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+    assert (cluster["lb_policy"], cluster["type"]) == ("RING_HASH", "STRICT_DNS")
+    assert route["route"]["hash_policy"] == [{"header": {"header_name": EPISODE_HEADER.decode()}}]
+    assert {"upgrade_type": "websocket"} in manager["upgrade_configs"]
+    service = kind("k8s/reflex.yaml", "Service")["spec"]
+    assert service["clusterIP"] == "None", "the gateway must see each pod"
+    assert service["selector"] == kind("k8s/reflex.yaml", "Deployment")["spec"]["selector"]["matchLabels"]
+
+
+def test_x7_keda_scales_the_deployment_on_series_that_exist_and_by_the_rule_of_the_package() -> None:
+    (scaled,) = documents("k8s/autoscaling.yaml")
+    assert (scaled["apiVersion"], scaled["kind"]) == ("keda.sh/v1alpha1", "ScaledObject")
+    spec = scaled["spec"]
+    assert spec.keys() == SCALED_OBJECT
+    assert spec["scaleTargetRef"]["name"] == kind("k8s/reflex.yaml", "Deployment")["metadata"]["name"]
+    behaviour = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    autoscaler = {
+        "apiVersion": "autoscaling/v2",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "reflex"},
+        "spec": {"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "reflex"},
+                 "minReplicas": spec["minReplicaCount"], "maxReplicas": spec["maxReplicaCount"],
+                 "behavior": behaviour},
+    }  # fmt: skip
+    kubernetes_validate.validate(autoscaler, "1.37", strict=True)  # what KEDA makes of it
+    assert behaviour["scaleDown"]["policies"][0]["value"] == 1
+    series = {family.name + ("_total" if family.type == "counter" else "") for family in Metrics().registry.collect()}
+    thresholds = {}
+    for trigger in spec["triggers"]:
+        assert (trigger["type"], trigger["metricType"]) == ("prometheus", "AverageValue")
+        told = trigger["metadata"]
+        assert told.keys() == PROMETHEUS
+        (name,) = re.findall(r"reflex_\w+", told["query"])
+        assert name in series
+        thresholds[name] = float(told["threshold"])
+    default = RayConfig().target_backlog_s
+    assert thresholds == {"reflex_backlog_seconds": default, "reflex_device_busy_seconds_total": FULL}
+
+
+def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> None:
+    plain = documents("ray/serve.yaml")[0]["applications"][0]
+    service = documents("ray/rayservice.yaml")[0]["spec"]
+    within = yaml.safe_load(service["serveConfigV2"])["applications"][0]
+    assert plain == within
+    module, name = plain["import_path"].split(":")
+    assert f"def {name}(" in (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text()
+    known = ServeConfig.__dataclass_fields__.keys() | RayConfig.__dataclass_fields__.keys() | {"source"}
+    assert plain["args"].keys() <= known
+    cluster = service["rayClusterConfig"]
+    pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    spec = "src/reflex_runtime/cluster/application.py"
+    for pod in pods:
+        for variable in pod["template"]["spec"]["containers"][0]["env"]:
+            told = variable["value"]
+            assert variable["name"] in (ROOT / spec).read_text()
+            if told.startswith("reflex_runtime."):
+                assert f'"{told}"' in (ROOT / spec).read_text()
+        kubernetes_validate.validate(
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": pod["template"]["spec"]},
+            "1.37", strict=True,
+        )  # fmt: skip
+
+
+def steps() -> list[str]:
+    """The instructions of the Containerfile, with continued lines joined."""
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_x7_the_container_copies_what_is_there_and_builds_a_package_whose_command_runs(tmp_path: Path) -> None:
+    """Its COPY and RUN steps by hand: copy the same files, build the package from them alone, run its entry point."""
+    tree = tmp_path / "src"
+    tree.mkdir()
+    ignored = (ROOT / ".containerignore").read_text().split()
+    for step in steps():
+        words = step.split()
+        if words[0] == "COPY" and not words[1].startswith("--"):
+            for name in words[1:-1]:
+                assert f"!{name.removeprefix('./')}" in ignored, f"{name} does not reach the build"
+                subprocess.run(["cp", "-r", ROOT / name, tree], check=True)
+    (install,) = (step for step in steps() if step.startswith("RUN") and "pip install" in step)
+    expand = ["sh", "-c", f"EXTRAS=; printf %s {install.split()[-1]}"]
+    what = subprocess.run(expand, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps",
+               "--disable-pip-version-check", "--target", tmp_path / "prefix", what]  # fmt: skip
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    if "No matching distribution found for hatchling" in done.stderr:
+        pytest.skip("hatchling cannot be installed here: the package cannot be built")
+    assert done.returncode == 0, done.stderr
+    entry = next(step for step in steps() if step.startswith("ENTRYPOINT"))
+    assert entry == 'ENTRYPOINT ["reflex"]'
+    run = subprocess.run(
+        [sys.executable, tmp_path / "prefix" / "bin" / "reflex", "serve", "--help"],
+        env={"PYTHONPATH": str(tmp_path / "prefix"), "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "--max-batch-cost-ms" in run.stdout
+
+
+def test_x7_the_container_does_not_run_as_root_and_its_command_and_check_are_whole() -> None:
+    found = {step.split()[0]: step for step in steps()}
+    assert found["USER"] == "USER 10001"
+    arguments = yaml.safe_load(found["CMD"].partition(" ")[2])
+    assert build_parser(arguments).parse_args(arguments).host == "0.0.0.0"
+    checks = next(step for step in steps() if step.startswith("HEALTHCHECK"))
+    program = yaml.safe_load(checks[checks.index("[") :])
+    compile(program[2], "HEALTHCHECK", "exec")
+    assert "/health" in program[2]
