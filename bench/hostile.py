@@ -1,8 +1,9 @@
-"""`/health` beside callers that mean no good: the largest bodies there may be, and thousands that hang up at once.
+"""`/health` beside callers that mean no good: the largest bodies there may be, thousands that hang up at once, and
+thousands whose deadlines pass at once.
 
 Loopback only, bounded in count and time. The server has one core, the callers another where there are two.
-`python -m bench.hostile bodies` and `… hangups` are the callers: a job as JSON on standard input, counts on standard
-output.
+`python -m bench.hostile bodies`, `… hangups` and `… expire` are the callers: a job as JSON on standard input, counts on
+standard output.
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ def hostile(export: Path, scale: float) -> list[Row]:
         case = f"{told.get('came', 0):,} callers hang up"
         rows += _health(case, times, 20.0)
         say(f"  hang up: {told}")
+    finally:
+        server.stop()
+    count = min(count, 5_000)
+    server = servers.reflex(
+        export, "--max-queue", "100000", "--inject-latency-ms", "8000", "--batch-timeout-ms", "0",
+        *_more_connections(count),
+    )  # fmt: skip
+    try:
+        times, told = _beside(server.port, "expire", {"callers": count, "within": WITHIN})
+        rows += _health(f"{told.get('came', 0):,} deadlines pass at once", times, 5.0)
+        say(f"  expire: {told}")
     finally:
         server.stop()
     return rows
@@ -210,9 +222,28 @@ def _hangups(port: int, callers: int, within: float) -> dict[str, Any]:
     return {"came": len(open_), "in": round(came, 2)}
 
 
+def _expire(port: int, callers: int, within: float) -> dict[str, Any]:
+    """Callers whose deadlines all pass in the same moment, while the device is busy."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    callers = min(callers, hard - 100)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    end = time.monotonic() + within
+    counts: Counter[str] = Counter()
+    socks: list[socket.socket] = []
+    while len(socks) < callers and time.monotonic() < end - 1.0:
+        sock = socket.create_connection(("127.0.0.1", port), timeout=60)
+        data = json.dumps(STATE | ({"deadline_ms": (end - time.monotonic()) * 1e3} if socks else {})).encode()
+        sock.sendall(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
+        socks.append(sock)
+    for sock in socks[1:]:
+        counts[sock.recv(4096)[9:12].decode()] += 1
+    done = time.monotonic() - end
+    return {"came": len(socks), "answered after the deadline, s": round(done, 2), **counts}
+
+
 def _main() -> None:
     job = json.load(sys.stdin)
-    what = {"bodies": _bodies, "hangups": _hangups, "nothing": _nothing}[sys.argv[1]]
+    what = {"bodies": _bodies, "hangups": _hangups, "expire": _expire, "nothing": _nothing}[sys.argv[1]]
     json.dump(what(**job), sys.stdout)
 
 

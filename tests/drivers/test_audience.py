@@ -12,6 +12,7 @@ from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.core.events import Event, RequestRejected
 from reflex_runtime.core.request import Request
 from reflex_runtime.drivers.audience import Audience, Delivery
+from reflex_runtime.drivers.slices import TURN
 
 
 def rejected(at: float) -> Event:
@@ -108,3 +109,34 @@ def test_what_comes_while_another_thread_acts_after_a_delivery_is_told_by_it() -
     delivery = Delivery(take, Audience([lambda event: told.append(event.at)]))
     delivery.after(act)
     assert told == [1.0]
+
+
+def test_a_turn_that_takes_long_ends_before_its_count_and_the_next_goes_on() -> None:
+    now, told = 0.0, []
+
+    def slow(event: Event) -> None:
+        nonlocal now
+        now += 0.4 * TURN
+        told.append(event.at)
+
+    audience = Audience([slow], clock=lambda: now)
+    assert audience.tell([rejected(float(i)) for i in range(8)])
+    assert told == [0.0, 1.0, 2.0]
+    assert audience.tell([rejected(8.0)])
+    assert not audience.tell([])
+    assert told == [float(i) for i in range(9)]
+
+
+def test_whatever_an_event_takes_each_turn_tells_one_and_a_close_tells_all() -> None:
+    now, told = 0.0, []
+
+    def slow(event: Event) -> None:
+        nonlocal now
+        now += 10 * TURN
+        told.append(event.at)
+
+    audience = Audience([slow], clock=lambda: now)
+    assert audience.tell([rejected(float(i)) for i in range(4)])
+    assert told == [0.0]
+    assert not audience.tell([], all=True)
+    assert told == [0.0, 1.0, 2.0, 3.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.drivers.slices import SLICE
+from reflex_runtime.drivers.slices import SLICE, TURN
 
 log = logging.getLogger("reflex.batcher")
 
@@ -28,11 +29,14 @@ class Audience:
     name: begins its log lines.
     """
 
-    def __init__(self, sinks: Iterable[Sink] = (), name: str = "") -> None:
+    def __init__(
+        self, sinks: Iterable[Sink] = (), name: str = "", clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._sinks: list[Sink] = list(sinks)
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._untold: deque[Event] = deque()
         self._prefix = f"{name}: " if name else ""
+        self._clock = clock
 
     def add(self, sink: Sink) -> None:
         """Add a sink for the events from now on."""
@@ -59,14 +63,14 @@ class Audience:
         return bool(self._untold)
 
     def _slice(self) -> Iterator[Event]:
-        """The next events of one turn: answers cost much more than others."""
-        answers = 0
+        """The next events of one turn, by count and by time: answers cost much more than others, large ones most."""
+        answers, end = 0, self._clock() + TURN
         for _ in range(16 * SLICE):
-            if not self._untold or answers == SLICE:
-                return
             event = self._untold.popleft()
             answers += isinstance(event, RequestSettled)
             yield event
+            if not self._untold or answers == SLICE or self._clock() >= end:
+                return
 
     def publish(self, event: Event) -> None:
         """Call the sinks with one event now, before those that wait in `tell`. For servers; not from a sink."""

@@ -10,6 +10,7 @@ from typing import Final
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.core.scheduler import Scheduler
 
+TURN: Final = 0.004  # seconds after which the rest of the events is for the next turn of the loop
 SLICE: Final = 64  # requests cancelled, and answers delivered, in one turn of the loop: a few milliseconds
 
 
