@@ -41,9 +41,9 @@ class Proxy:
 
     @property
     def episode(self) -> str | None:
-        found = [unquote(value.decode()) for name, value in self.scope["headers"] if name == b"x-reflex-episode"]
+        found = [value.decode() for name, value in self.scope["headers"] if name == b"x-reflex-episode"]
         assert len(found) < 2
-        return found[0] if found else None
+        return unquote(found[0].partition(";")[0]) if found else None
 
 
 def through(
@@ -149,3 +149,18 @@ def test_x7_a_replica_is_told_which_one_answered_the_episode_before() -> None:
     assert last(b'{"episode_id": "e"}', b"r2", x_reflex_last_replica=b"forged") == b"r1"
     assert last(b"{}", b"r3", x_reflex_episode=b"e") == b"r2"
     assert last(b'{"episode_id": "f"}', b"r1", x_reflex_last_replica=b"forged") is None
+
+
+def test_x7_an_episode_that_runs_stays_with_its_replica_and_a_robot_may_move() -> None:
+    proxy = Proxy()
+    proxy.replica = b"r1"
+    front = EpisodeFront(proxy)
+    for body, given, session in (
+        (b'{"episode_id": "e;1"}', {}, b"e%3B1;r1"),
+        (b"{}", {"x_reflex_episode": b"ep"}, b"ep;r1"),
+        (b'{"robot_id": "arm"}', {}, b"arm"),
+        (b"{}", {}, b"connection%2010.0.0.9%204321"),
+    ):
+        for _ in range(2):
+            through(front, body, **given)
+        assert [value for name, value in proxy.scope["headers"] if name == b"x-reflex-episode"] == [session]

@@ -149,4 +149,4 @@ class RayServer:
 
     def replicas(self) -> set[str]:
         """The replicas that answer."""
-        return {self.act(episode_id=f"look {n}").replica for n in range(24)}
+        return {self.act(robot_id=f"look {n}").replica for n in range(24)}

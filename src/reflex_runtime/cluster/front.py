@@ -25,17 +25,27 @@ MOST: Final = 16 << 20  # bytes of a body that are looked at
 _ID: Final = b"x-request-id"
 _OUTCOME: Final = re.compile(r"(?:/policies/[^/]+)?/episodes/(.+)/outcome")
 _TEXT: Final = rb'\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,1024}")'
-_JSON: Final = tuple(re.compile(b'"' + name + b'"' + _TEXT) for name in (b"episode_id", b"robot_id"))
-_PACKED: Final = tuple(bytes([0xA0 + len(name)]) + name for name in (b"episode_id", b"robot_id"))
+
+
+class _Field:
+    """A field of a body that names whose it is, as it is found in JSON and in msgpack."""
+
+    def __init__(self, name: bytes) -> None:
+        self.in_json = re.compile(b'"' + name + b'"' + _TEXT)
+        self.packed = bytes([0xA0 + len(name)]) + name
+
+
+_EPISODE: Final = _Field(b"episode_id")
+_ROBOT: Final = _Field(b"robot_id")
 
 
 class EpisodeFront:
     """ASGI middleware. The episode is what the header `X-Reflex-Episode` says, else `episode_id` in the body or in the
-    path, else `robot_id`, else the connection.
+    path. Where there is none, `robot_id` or the connection stands for it.
 
-    It also remembers which replica answered each of the latest episodes, so that another one can say that the episode
-    has moved. A body is searched for these names, not decoded: a wrong guess costs the request its place, and no wrong
-    answer.
+    It remembers which replica answered each of the latest of them. An episode that runs stays there while that replica
+    is there; a robot or a connection goes to a new owner at once. A replica is told when another one had it before.
+    A body is searched for the names, not decoded: a wrong guess costs the request its place, and no wrong answer.
     """
 
     def __init__(self, app: Any) -> None:
@@ -51,21 +61,29 @@ class EpisodeFront:
             return
         scope["headers"] = [header for header in scope["headers"] if header[0] != LAST_HEADER]
         given = next((value for name, value in scope["headers"] if name == EPISODE_HEADER), b"")
-        named = unquote_to_bytes(given).decode("utf-8", "replace")
+        named, ends = unquote_to_bytes(given).decode("utf-8", "replace"), True
         if scope["method"] == "POST" and not named:
             messages = await _read(receive)
-            body = b"".join(message.get("body", b"") for message in messages)
-            named = _named(scope, body)
-            if named:
-                scope["headers"] = [*scope["headers"], (EPISODE_HEADER, quote(named, safe="").encode())]
+            named, ends = _named(scope, b"".join(message.get("body", b"") for message in messages))
             receive = _replayed(messages, receive)
-        if named in self._last:
-            scope["headers"] = [*scope["headers"], (LAST_HEADER, self._last[named])]
+        if named:
+            self._place(scope, named, ends)
         answering = _Answering(send, request_id, partial(self._remember, named))
         await self._app(scope, receive, answering.send)
         if not answering.begun:  # Ray has nothing to say where a replica is lost with a request
             error = NotReady("the replica that had this request was lost; ask again", retry_after=1.0)
             await answering.refuse(error, 503)
+
+    def _place(self, scope: Scope, named: str, ends: bool) -> None:
+        """Tell Ray's router whose request it is. ends: it is an episode, and not a robot or a connection: while it
+        runs it stays where it is."""
+        last = self._last.get(named)
+        session = quote(named, safe="").encode()
+        if last is not None:
+            scope["headers"].append((LAST_HEADER, last))
+            session += b";" + last if ends else b""
+        kept = [header for header in scope["headers"] if header[0] != EPISODE_HEADER]
+        scope["headers"] = [*kept, (EPISODE_HEADER, session)]
 
     def _remember(self, episode: str, replica: bytes) -> None:
         if not episode:
@@ -76,42 +94,39 @@ class EpisodeFront:
             self._last.popitem(last=False)
 
 
-def _named(scope: Scope, body: bytes) -> str:
-    """The episode of a POST, or what stands for it; "" where there is nothing."""
+def _named(scope: Scope, body: bytes) -> tuple[str, bool]:
+    """The episode of a POST, or what stands for it, "" where there is nothing; and whether it is an episode."""
     found = _OUTCOME.fullmatch(scope["path"])
     if found:
-        return found[1]
+        return found[1], True
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    named = _in_packed(body) if b"msgpack" in kind.lower() else _in_json(body)
+    search = _in_packed if b"msgpack" in kind.lower() else _in_json
+    for field in (_EPISODE, _ROBOT):
+        named = search(body, field)
+        if named:
+            return named, field is _EPISODE
     client = scope.get("client")
-    return named or (f"connection {client[0]} {client[1]}" if client else "")
+    return (f"connection {client[0]} {client[1]}" if client else ""), False
 
 
-def _in_json(body: bytes) -> str:
-    for pattern in _JSON:
-        found = pattern.search(body)
-        if found is not None:
-            try:
-                return str(json.loads(found[1]))
-            except ValueError:
-                return ""
-    return ""
+def _in_json(body: bytes, field: _Field) -> str:
+    found = field.in_json.search(body)
+    try:
+        return "" if found is None else str(json.loads(found[1]))
+    except ValueError:
+        return ""
 
 
-def _in_packed(body: bytes) -> str:
-    """The text behind the first of the two keys of a msgpack map."""
-    for key in _PACKED:
-        at = body.find(key) + len(key)
-        kind = body[at : at + 1]
-        if at < len(key) or not kind:
-            continue
-        size, begins = (kind[0] - 0xA0, at + 1) if 0xA0 < kind[0] <= 0xBF else (0, 0)
-        if kind == b"\xd9":
-            size, begins = int.from_bytes(body[at + 1 : at + 2]), at + 2
-        text = body[begins : begins + size].decode("utf-8", "replace")
-        if text:
-            return text
-    return ""
+def _in_packed(body: bytes, field: _Field) -> str:
+    """The text behind the field's name in a msgpack map."""
+    at = body.find(field.packed) + len(field.packed)
+    kind = body[at : at + 1]
+    if at < len(field.packed) or not kind:
+        return ""
+    size, begins = (kind[0] - 0xA0, at + 1) if 0xA0 < kind[0] <= 0xBF else (0, 0)
+    if kind == b"\xd9":
+        size, begins = int.from_bytes(body[at + 1 : at + 2]), at + 2
+    return body[begins : begins + size].decode("utf-8", "replace")
 
 
 async def _read(receive: Receive) -> list[Any]:
