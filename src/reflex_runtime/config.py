@@ -497,9 +497,16 @@ class FeedsConfig:
         (), "without a key: a further host name of --port; * is any", metavar="NAME", repeat=True, needs="port",
         unless="api_key",
     )
+    otel: str = option(
+        "", "send spans of frames and batches to this OpenTelemetry collector, over OTLP/HTTP",
+        metavar="http://HOST:4318",
+        group="spans",
+    )
+    otel_sample: float = option(1.0, "share of the frames that get a span", low=0, high=1, needs="otel")
 
     def __post_init__(self) -> None:
         validate(self)
+        _check_endpoint(self.otel)
         _check_trust(self)
 
 

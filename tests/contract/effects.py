@@ -143,6 +143,8 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "replica_gpus": "test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves",
     },
     FeedsConfig: {
+        "otel": "test_f14_otel_sends_spans_of_frames_and_of_batches_linked_to_them",
+        "otel_sample": "test_f14_otel_sample_is_the_share_of_frames_that_get_a_span",
         "processor": "test_f14_processor_is_imported_from_beside_you_and_answers",
         "onnx": "test_f14_onnx_runs_a_model_and_score_says_what_is_left_out",
         "score": "test_f14_onnx_runs_a_model_and_score_says_what_is_left_out",

@@ -17,6 +17,7 @@ from feeds.rtsp import RtspCamera
 from feeds.videos import clip, picture
 from reflex_runtime.cli import build_parser
 from reflex_runtime.telemetry.journal_reader import read_journal
+from serving.collector import Collector
 from serving.pair import until
 
 SIZES = ("--processor", "mine:Sizes")
@@ -216,6 +217,25 @@ def test_f14_annotate_and_trace_write_where_they_were_told(tmp_path: Path) -> No
     assert sum(batch.size for batch in read_journal(tmp_path / "t.jsonl").batches) == 6
     said = "wrote videos: out/deep/a.mp4, out/deep/b.mp4; trace: t.jsonl (reflex trace t.jsonl)"
     assert feeds.log[-1].endswith(said)
+
+
+def test_f14_otel_sends_spans_of_frames_and_of_batches_linked_to_them(tmp_path: Path) -> None:
+    frames = [f"{name}=markers:feed=1,frames=3" for name in "ab"]
+    with Collector() as collector:
+        ran(*frames, *SIZES, "--otel", collector.url, cwd=scratch(tmp_path))
+        spans = {span.ids: span for span in collector.spans if span.name == "frame sizes"}
+        links = [link for span in collector.spans if span.name == "batch sizes" for link in span.links]
+    assert len(spans) == 6
+    assert sorted(links) == sorted(spans)
+    assert {span.attributes["reflex.feed"] for span in spans.values()} == {"a", "b"}
+    assert {(span.attributes["reflex.outcome"], span.kind) for span in spans.values()} == {("ok", 1)}
+
+
+def test_f14_otel_sample_is_the_share_of_frames_that_get_a_span(tmp_path: Path) -> None:
+    with Collector() as collector:
+        sampled = ("--otel", collector.url, "--otel-sample", "0.5")
+        ran("a=markers:feed=1,frames=40", *SIZES, *sampled, cwd=scratch(tmp_path))
+        assert 5 < sum(span.name == "frame sizes" for span in collector.spans) < 35
 
 
 def test_f14_table_is_forced_or_forbidden(tmp_path: Path) -> None:

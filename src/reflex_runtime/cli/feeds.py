@@ -20,6 +20,8 @@ from reflex_runtime.options import add_options, check_needs, one_line
 from reflex_runtime.sources import environment, read
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from reflex_runtime.cli.feeds_output import Board
     from reflex_runtime.drivers.batch_processor import BatchConfig, BatchProcessor
     from reflex_runtime.drivers.coordinator import BatchCoordinator
@@ -94,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
     sources = {spec.name: source_of_spec(spec, schemes) for spec in specs}
     check_needs(config, places, _missing(specs, sources))
     check_outputs(config, specs, args.config)
+    if config.otel:
+        from reflex_runtime.telemetry.tracing import check_otel
+
+        check_otel(config.otel)
     output = sys.stdout
     if config.table and config.results == "-" and output.isatty() and sys.stderr.isatty():
         raise ConfigError("--table with --results=-: both would write to this terminal; send one of them to a file")
@@ -126,6 +132,7 @@ class _Session:
         self._board: Board = Board(self._runtime, False if on_screen and config.table is None else config.table)
         self._results: JsonLines | None = None
         self._trace: JournalWriter | None = None
+        self._registry: CollectorRegistry | None = None
         self._news: SimpleQueue[str] = SimpleQueue()  # why to stop; the one queue that a signal handler may put into
         self._started = threading.Event()
         self._waiting = False  # the main thread looks at the news
@@ -190,7 +197,22 @@ class _Session:
             self._trace = JournalWriter(self._config.trace, [self._batching.group(self._processor.id)])
             closing.callback(self._trace.close)
             sinks.append(self._trace)
+        if self._config.otel:
+            from reflex_runtime.telemetry.tracing import FrameSpans, spans_of
+
+            spans = spans_of(self._config.otel, self._config.otel_sample, self._series(), FrameSpans)
+            assert spans is not None
+            closing.callback(spans.close)
+            sinks.append(spans)
         return self._runtime.coordinator(self._processor, self._batching, sinks)
+
+    def _series(self) -> CollectorRegistry:
+        """The registry of its /metrics."""
+        from prometheus_client import CollectorRegistry
+
+        if self._registry is None:
+            self._registry = CollectorRegistry()
+        return self._registry
 
     def _pictures(self) -> FeedPictures:
         from reflex_runtime.feeds.pictures import FeedPictures
@@ -231,14 +253,12 @@ class _Session:
         return JsonLines(self._config.results)
 
     def _status(self, coordinator: BatchCoordinator, pictures: FeedPictures, closing: ExitStack) -> None:
-        from prometheus_client import CollectorRegistry
-
         from reflex_runtime.cli.serving import url, warn_if_open
         from reflex_runtime.feeds.series import FeedSeries
         from reflex_runtime.feeds.status import StatusServer, health_of
         from reflex_runtime.feeds.watching import FeedPages
 
-        registry = CollectorRegistry()
+        registry = self._series()
         FeedSeries(self._runtime.snapshot, registry)
         server = StatusServer(
             self._config,

@@ -21,7 +21,6 @@ from reflex_runtime.core.affine import DEFAULT_COST
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import Places, add_options, one_line
 from reflex_runtime.sources import POLICIES, environment, read
-from reflex_runtime.telemetry.tracing import check_otel
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan
@@ -126,6 +125,8 @@ def _serve(
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
     """What is served. ConfigError for what can be found before anything is loaded."""
+    from reflex_runtime.telemetry.tracing import check_otel
+
     plans = plans_of(config, places, asked)
     if config.record:
         try:

@@ -24,7 +24,6 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.options import add_options, one_line
 from reflex_runtime.sources import environment, load
-from reflex_runtime.telemetry.tracing import check_otel
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
@@ -108,6 +107,7 @@ def _checked(config: LLMServeConfig, directory: Path) -> Tokenizer:
     """The tokenizer. ConfigError for what can be found before the model is loaded."""
     from reflex_runtime.llm.load import describe
     from reflex_runtime.llm.tokenizer import HFTokenizer
+    from reflex_runtime.telemetry.tracing import check_otel
 
     for path in _traces(config):
         check_trace(path)

@@ -62,8 +62,8 @@ class TicketRun(NamedTuple):
 
 
 class RequestFacts(NamedTuple):
-    """A request that has its answer. code, message: of its error, "" without. batch: its first. more: attributes of the
-    product. moments: of the product."""
+    """A request that has its answer. server: a caller waited for it. code, message: of its error, "" without.
+    batch: its first. more: attributes of the product. moments: of the product."""
 
     name: str
     context: SpanContext
@@ -78,6 +78,7 @@ class RequestFacts(NamedTuple):
     batch: SpanContext | None
     more: Mapping[str, Attribute]
     moments: tuple[tuple[str, float], ...] = ()
+    server: bool = True
 
     def span(self) -> Span:
         found: dict[str, Attribute] = {**self.more, "reflex.outcome": self.outcome}
@@ -89,7 +90,7 @@ class RequestFacts(NamedTuple):
             moments = (*_moments(self.run), *moments)
         failed = self.status >= 500
         return Span(
-            self.name, self.context, self.parent, True, self.start, self.end,
+            self.name, self.context, self.parent, self.server, self.start, self.end,
             {name: _short(value) for name, value in found.items()},
             self.message[:LONGEST] or self.outcome if failed else None,
             moments, () if self.batch is None else (self.batch,),

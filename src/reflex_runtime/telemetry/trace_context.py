@@ -7,12 +7,15 @@ refused for it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final, NamedTuple
 
 MOST_PARENT: Final = 256  # bytes of traceparent; version 00 has 55, a later version may have more
 MOST_STATE: Final = 512  # bytes of tracestate, and
 MOST_MEMBERS: Final = 32  # of its members: a longer one is dropped, the trace is not
+_current: ContextVar[SpanContext | None] = ContextVar("reflex_span", default=None)
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[!-~]*)?")
 _MEMBER = re.compile(rb"[a-z0-9][a-z0-9_*/@-]{0,255}=[ -+\--<>-~]{0,255}[!-+\--<>-~]")
 
@@ -62,3 +65,23 @@ def _state(sent: bytes) -> str:
     if len(members) > MOST_MEMBERS or len(keys) != len(members) or not all(map(_MEMBER.fullmatch, members)):
         return ""
     return b",".join(members).decode("ascii")
+
+
+def current_span() -> SpanContext | None:
+    """The span of the request that this code runs for, where it is known; for lines of the log."""
+    return _current.get()
+
+
+def follow(span: SpanContext) -> None:
+    """From now on what this task logs belongs to the request."""
+    _current.set(span)
+
+
+@contextmanager
+def within(span: SpanContext) -> Iterator[None]:
+    """What is logged in between belongs to this request."""
+    token = _current.set(span)
+    try:
+        yield
+    finally:
+        _current.reset(token)

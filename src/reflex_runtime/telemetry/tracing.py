@@ -8,24 +8,29 @@ it belongs to all of them.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.events import BatchFinished, Event, RequestAnswered, RequestQueued, RequestSettled
-from reflex_runtime.core.request import Ticket
+from reflex_runtime.core.batch import Failed
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.core.events import (
+    BatchFinished,
+    Event,
+    RequestAnswered,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
+from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.telemetry.spans import LINKS, Attribute, BatchFacts, RequestFacts, SpanFacts, TicketRun
 from reflex_runtime.telemetry.trace_context import SpanContext, parent_in
 
 CLOSE_S: Final = 2.0  # seconds that a drain waits for the collector at most
 _NEEDED: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 _NO_HEADERS: Final[Mapping[bytes, bytes]] = {}
-_current: ContextVar[SpanContext | None] = ContextVar("reflex_span", default=None)
 
 
 class RequestSpan:
@@ -51,7 +56,7 @@ class Spans:
     recorded; one with a parent is recorded if its parent is. A batch is recorded if one of its requests is.
     """
 
-    events = frozenset({RequestQueued, BatchFinished, RequestAnswered, RequestSettled})
+    events: frozenset[type[Any]] = frozenset({BatchFinished, RequestAnswered, RequestSettled})
 
     def __init__(
         self, put: Callable[[SpanFacts], object], sample: float = 1.0, close: Callable[[float], bool] | None = None
@@ -89,13 +94,8 @@ class Spans:
         elif isinstance(event, BatchFinished):
             if self._members:
                 self._finished(event)
-        elif isinstance(event, RequestAnswered):
-            if event.span is not None:
-                self._answered(event)
-        elif isinstance(event, RequestQueued):
-            context = getattr(event.ticket.request.payload, "span", None)  # a payload that knows its span
-            if isinstance(context, SpanContext):
-                self.joined(event.ticket, RequestSpan("", context))
+        elif isinstance(event, RequestAnswered) and event.span is not None:
+            self._answered(event)
 
     def _finished(self, event: BatchFinished) -> None:
         batch, members = event.batch, self._members
@@ -135,24 +135,56 @@ class Spans:
         return parent._replace(span_id=self._random.getrandbits(64) or 1)
 
 
-def current_span() -> SpanContext | None:
-    """The span of the request that this code runs for, where it is known; for lines of the log."""
-    return _current.get()
+class StepSpans(Spans):
+    """The same for a model whose requests come as sequences that know their span; see `Sequence.span`."""
+
+    events = Spans.events | {RequestQueued}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            context = getattr(event.ticket.request.payload, "span", None)
+            if context is not None:
+                self.joined(event.ticket, RequestSpan("", context))
+        else:
+            super().__call__(event)
 
 
-def follow(span: RequestSpan) -> None:
-    """From now on what this task logs belongs to the request."""
-    _current.set(span.context)
+class FrameSpans(Spans):
+    """The same for the frames of feeds: nobody answers them, so that a span is a frame's way through the scheduler."""
+
+    events = frozenset({RequestQueued, RequestRejected, BatchFinished, RequestSettled})
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestQueued):
+            if self._random.random() < self._sample:
+                self.joined(event.ticket, RequestSpan("frame", self._new(True)))
+        elif isinstance(event, RequestSettled):
+            span, ticket = self._members.pop(event.ticket, None), event.ticket
+            if span is not None:
+                error = ticket.outcome.error if isinstance(ticket.outcome, Failed) else None
+                run = TicketRun.of(ticket)
+                self._put(_frame(span, ticket.request, ticket.admitted, event.at, error, run))
+        elif isinstance(event, RequestRejected):
+            if self._random.random() < self._sample:
+                span = RequestSpan("frame", self._new(True))
+                self._put(_frame(span, event.request, event.at, event.at, event.error, None))
+        else:
+            super().__call__(event)
 
 
-@contextmanager
-def within(span: RequestSpan | None) -> Iterator[None]:
-    """What is logged in between belongs to this request."""
-    token = _current.set(None if span is None else span.context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+def _frame(
+    span: RequestSpan, request: Request, start: float, end: float, error: BaseException | None, run: TicketRun | None
+) -> RequestFacts:
+    known = error if isinstance(error, ReflexError) else None
+    outcome, status = ("ok", 200) if error is None else ("failed", 500)
+    code, message = ("", "") if error is None else ("internal", str(error))
+    if known is not None:
+        outcome, status, code, message = known.outcome, known.http_status, known.code, known.message
+    more: dict[str, Attribute] = {"reflex.feed": str(request.client), "reflex.group": request.group}
+    return RequestFacts(
+        f"{span.name} {request.group}", span.context, 0, start, end, outcome, status, code, message, run, span.batch,
+        more, (), False,
+    )  # fmt: skip
 
 
 def check_otel(endpoint: str) -> None:
@@ -162,7 +194,9 @@ def check_otel(endpoint: str) -> None:
                           "in a clone, pip install '.[otel]'")  # fmt: skip
 
 
-def spans_of(endpoint: str, sample: float, registry: CollectorRegistry) -> Spans | None:
+def spans_of(
+    endpoint: str, sample: float, registry: CollectorRegistry, kind: type[Spans] = Spans
+) -> Spans | None:
     """The spans of a server, sent to this collector; None without one. registry: for their series."""
     if not endpoint:
         return None
@@ -170,7 +204,7 @@ def spans_of(endpoint: str, sample: float, registry: CollectorRegistry) -> Spans
     from reflex_runtime.telemetry.span_export import SpanExport
 
     export = SpanExport(endpoint, registry)
-    return Spans(export.put, sample, export.close)
+    return kind(export.put, sample, export.close)
 
 
 def _is_there(module: str) -> Any:

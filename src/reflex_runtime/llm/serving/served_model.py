@@ -22,7 +22,7 @@ from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
-from reflex_runtime.telemetry.tracing import spans_of
+from reflex_runtime.telemetry.tracing import StepSpans, spans_of
 from reflex_runtime.web.errors import NotReady
 
 if TYPE_CHECKING:  # a runtime process loads this module and serves no HTTP
@@ -111,7 +111,7 @@ class ServedModel:
         self.registry = CollectorRegistry()
         self.host: ModelHost | None = None
         self.on_drain: list[Callable[[], None]] = []
-        self.spans = spans_of(config.otel, config.otel_sample, self.registry)
+        self.spans = spans_of(config.otel, config.otel_sample, self.registry, StepSpans)
         self._sinks: list[Sink] = [] if self.spans is None else [self.spans]
         self._open, self._on_fatal = open, on_fatal
         self._state = "initializing"

@@ -13,7 +13,8 @@ from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.llm.serving.answers import Answer, Usage
 from reflex_runtime.llm.serving.fields import CompletionRequest
 from reflex_runtime.telemetry.spans import Attribute
-from reflex_runtime.telemetry.tracing import RequestSpan, Spans, follow, within
+from reflex_runtime.telemetry.trace_context import follow, within
+from reflex_runtime.telemetry.tracing import RequestSpan, Spans
 from reflex_runtime.web.exchange import Exchange
 
 WIRE: Final = "openai"
@@ -32,7 +33,7 @@ class GenerationSpans:
     def begin(self, exchange: Exchange) -> RequestSpan:
         """The span of a request that is being answered in this task."""
         span = self._open[exchange] = self._begun(exchange)
-        follow(span)
+        follow(span.context)
         return span
 
     def _begun(self, exchange: Exchange) -> RequestSpan:
@@ -69,7 +70,7 @@ class GenerationSpans:
     def failed(self, exchange: Exchange, error: ReflexError) -> None:
         """Answer it with an error. It may have failed before it had a span."""
         span = self._open.pop(exchange, None) or self._begun(exchange)
-        with within(span):
+        with within(span.context):
             exchange.fail(error)
         self._end(exchange, span, error)
 

@@ -24,7 +24,7 @@ from reflex_runtime.llm.serving.texts import Texts
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.options import convert
 from reflex_runtime.telemetry.trace_context import parent_of
-from reflex_runtime.telemetry.tracing import Spans, spans_of
+from reflex_runtime.telemetry.tracing import Spans, StepSpans, spans_of
 
 Make = Callable[[Path, LLMServeConfig], tuple[Runner, Tokenizer]]
 
@@ -152,7 +152,7 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
         if params.only == "tokenizer":
             return TokenizerEngine(tokenizer(Path(params.path)))
         opening = _Opening(_config(params.options), params.model_id, lost)
-        spans = spans_of(opening.config.otel, 1.0, opening.registry)  # of requests that the server has chosen
+        spans = spans_of(opening.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
         model = await opened(lambda: make(Path(params.path), opening.config))(opening)
         gc.collect()
         gc.freeze()  # what is loaded stays: the collector skips it

@@ -36,7 +36,7 @@ from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import ServedPolicy
 from reflex_runtime.policies.serving.spans import begin_span, join_span
 from reflex_runtime.policies.wires.observations import Reading, Readings
-from reflex_runtime.telemetry.tracing import within
+from reflex_runtime.telemetry.trace_context import within
 from reflex_runtime.version import __version__
 from reflex_runtime.web.errors import CallerLeft, TooManyRequests, known
 from reflex_runtime.web.fields import invalid
@@ -165,7 +165,7 @@ class Asking:
         if spans is None:
             self._failed(ask, failure)
             return
-        with within(begin_span(spans, ask)):
+        with within(begin_span(spans, ask).context):
             self._failed(ask, failure)
 
     def _failed(self, ask: Ask, failure: Exception) -> None:

@@ -12,14 +12,15 @@ def begin_span(spans: Spans, ask: Ask) -> RequestSpan:
     if span is None:
         span = ask.span = spans.begin(f"infer {ask.wire}", None if ask.source is None else ask.source.headers)
         span.attributes["reflex.wire"] = ask.wire
-    span.attributes["reflex.request.id"] = ask.request_id
+    if span.context.sampled:
+        span.attributes["reflex.request.id"] = ask.request_id
     return span
 
 
 def join_span(spans: Spans | None, ask: Ask) -> None:
     """The request has been queued, and what it asks is known."""
     span, ticket, question = ask.span, ask.ticket, ask.question
-    if spans is None or span is None or ticket is None or question is None:
+    if spans is None or span is None or ticket is None or question is None or not span.context.sampled:
         return
     found = span.attributes
     found["reflex.request.id"] = ask.request_id
