@@ -63,7 +63,7 @@ def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
         "error": error,
         "unit": "requests",
         "queues": queues,
-        "processes": [own_process(state, None, running, waiting)],
+        "processes": [own_process("running", None, running, waiting)],
         "feeds": {name: _feed(feed) for name, feed in sorted(snapshot.feeds.items())[:MOST]},
         "feeds_known": len(snapshot.feeds),
     }

@@ -29,7 +29,7 @@ export class Charts {
 }
 
 const DASHES = [[], [6, 3], [2, 3]]; // told apart without colour
-const COLOURS = ["#2f81d6", "#c2571a", "#8f3fa8"];
+const COLOURS = ["#2f81d6", "#c2571a", "#a855c0"];
 
 class Lines {
   constructor(place, title, names, range = null) {
@@ -45,7 +45,7 @@ class Lines {
       width: this.width(), height: 150, pxAlign: false,
       cursor: { drag: { x: false, y: false } },
       scales: { x: { time: false }, y: { range: range ?? ((_, least, most) => [0, most > 0 ? most * 1.1 : 1]) } },
-      axes: [{ ...axis, size: 28, values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
+      axes: [{ ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 30, 60], values: (_, ticks) => ticks.map((at) => `−${Math.round((this.last ?? at) - at)} s`) }, { ...axis, size: 48 }],
       series: [
         { label: "age", value: (_, at) => (at === null ? "–" : `${Math.round((this.last ?? at) - at)} s`) },
         ...names.map((label, i) => ({ label, stroke: COLOURS[i], dash: DASHES[i], width: 1.5, points: { show: false }, value: (_, v) => (v === null ? "–" : v.toFixed(v < 10 && !Number.isInteger(v) ? 2 : 0)) })),

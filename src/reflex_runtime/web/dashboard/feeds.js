@@ -56,7 +56,7 @@ export class Feeds {
   }
 
   update(tile, feed) {
-    tile.said.textContent = GOOD.has(feed.state) && feed.state === "running" ? ` ${round(feed.fps)} /s · ${milliseconds(feed.age)} ago` : ` ${feed.state}`;
+    tile.said.textContent = feed.state !== "running" ? ` ${feed.state}` : ` ${round(feed.fps)} /s${feed.age > 1 ? ` · ${milliseconds(feed.age)} ago` : ""}`;
     tile.box.classList.toggle("unwell", !GOOD.has(feed.state));
     const news = feed.answered !== tile.answered; // a feed that stands still is not asked for again
     if (tile.visible && news && !tile.busy && !document.hidden && performance.now() >= tile.next) this.draw(tile, feed.answered);

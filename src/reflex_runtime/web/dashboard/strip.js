@@ -239,6 +239,7 @@ export class Strip {
     this.about.style.right = right ? `${Math.max(8, this.canvas.clientWidth - atX + 14)}px` : "auto";
     const lines = aboutBatch(batch).map((text) => Object.assign(document.createElement("p"), { textContent: text }));
     const list = document.createElement("ul");
+    if (batch.members.length === 1) list.style.columns = 1;
     for (const [client, units, waited] of batch.members.slice(0, 24)) {
       const item = document.createElement("li");
       item.append(this.swatch(client), `${client} · ${milliseconds(waited)}${units === 1 ? "" : ` · ${round(units)}`}`);
