@@ -114,8 +114,8 @@ MUTANTS = [
     M(
         "core/turns.py",
         "urgent partitions wait their turn",
-        "if oldest is not None and partition.tiers[URGENT]",
-        "if partition.tiers[0] is None and partition.tiers[URGENT]",
+        "oldest is not None and partition.tiers[URGENT].oldest.waiting",
+        "oldest is None",
     ),
     M("core/turns.py", "deadlines at risk have no say", "laxity < self._budget", "laxity < -1e9"),
     M(
@@ -132,7 +132,12 @@ MUTANTS = [
         "(partition.counter, -oldest.seq))",
     ),
     M("core/turns.py", "shares of partitions do not count", "(partition.counter, oldest.seq))", "(0.0, oldest.seq))"),
-    M("core/turns.py", "a partition's pause ends a moment late", "self.resumes_at() <= now", "self.resumes_at() < now"),
+    M(
+        "core/turns.py",
+        "a partition's pause ends a moment late",
+        "self._pauses.first()) is not None and top[0] <= now",
+        "self._pauses.first()) is not None and top[0] < now",
+    ),
     M(
         "core/holding.py",
         "holds start again after every batch of others",
@@ -193,8 +198,8 @@ MUTANTS = [
     M(
         "core/scheduler.py",
         "crashed steps are committed",
-        "resources.rollback(batch) if void",
-        "resources.commit(batch) if void",
+        "resources.rollback(batch) if failed",
+        "resources.commit(batch) if failed",
     ),
     M(
         "core/scheduler.py",
@@ -372,8 +377,8 @@ MUTANTS = [
     M(
         "core/time_cost.py",
         "mixed batches teach the median",
-        "len(self.stages) == 1 and len(counts) == 1:",
-        "len(self.stages) == 1:",
+        "if whole and len(counts) == 1:",
+        "if whole:",
     ),
     M(
         "core/time_cost.py",
@@ -414,7 +419,7 @@ MUTANTS = [
     M(
         "core/affine.py",
         "a slow start is believed",
-        "self._learn(x, seconds, 1.0 / seconds**2)",
+        "self._learn(x, seconds, 1.0 / seconds**2, self._time(x))",
         "self._learn_robustly(x, seconds)",
     ),
     M(
@@ -424,7 +429,7 @@ MUTANTS = [
         "if False:",
     ),
     M("core/affine.py", "drift goes unnoticed", "_CUSUM_ALARM = 0.75, 6.0", "_CUSUM_ALARM = 0.75, 600.0"),
-    M("core/affine.py", "a new class counts as drift", "if n > 0.0) <= _WARM_SAMPLES:", "if n > 0.0) <= 0:"),
+    M("core/affine.py", "a new class counts as drift", "if n > 0.0]) <= _WARM_SAMPLES:", "if n > 0.0]) <= 0:"),
     M("core/affine.py", "a guess is an anchor", "guessed = i > 0 and", "guessed = False and"),
     M("core/affine.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value
@@ -474,14 +479,14 @@ MUTANTS = [
     M(
         "core/order.py",
         "who waits twice is in a fixed order",
-        "len(clients) < partition.waiting or len(set(clients)) < len(clients)",
-        "False",
+        "if queue.waiting > 1 or client in clients or",
+        "if",
     ),
     M(
         "core/order.py",
         "who waits in two queues is in a fixed order",
-        "len(clients) < partition.waiting or len(set(clients)) < len(clients)",
-        "len(clients) < partition.waiting",
+        "if queue.waiting > 1 or client in clients or",
+        "if queue.waiting > 1 or",
     ),
     M("core/filling.py", "classes are equals", "if request.cost_class != cost_class or request", "if request"),
     M("core/filling.py", "held ones are equals", "ticket.stage != stage or ticket.held:", "ticket.stage != stage:"),
@@ -828,7 +833,7 @@ MUTANTS = [
     M("core/scheduler.py", "nothing renews an estimate", "elapsed, now, not failed)", "elapsed, now, False)"),
     M("core/scheduler.py", "a probe is free", "queue.client, share / ticket", "queue.client, 0.0 / ticket"),
     M(
-        "core/scheduler.py",
+        "core/group.py",
         "a probe costs its estimate",
         "if evidence.pending and evidence.probes(ticket):\n                batch.notes",
         "if False:\n                batch.notes",
@@ -848,7 +853,7 @@ MUTANTS = [
     M("core/backlog.py", "a client keeps the seconds of what left", "own[0] -= seconds", "own[0] -= 0.0"),
     M("core/backlog.py", "clients without waiting tickets have shares", "        if not own[1]:", "        if False:"),
     M("core/backlog.py", "rounding of seconds is carried on", "        if not self._counted:", "        if False:"),
-    M("core/backlog.py", "what is replaced counts ahead", "return found - sum(", "return found - 0.0 * sum("),
+    M("core/backlog.py", "what is replaced counts ahead", "found -= self._counted", "found -= 0.0 * self._counted"),
     M("core/backlog.py", "what is replaced counts in its share", "waiting -= sum(", "waiting -= 0.0 * sum("),
     M("core/backlog.py", "a newcomer has no share", "+ (own is None)", ""),
     M("core/backlog.py", "everybody exceeds the share", "> most / clients * SLACK", "> 0.0"),
@@ -861,7 +866,7 @@ MUTANTS = [
         "g.device_time",
     ),
     M("core/tenants.py", "groups of a tenant in any order", "g.tenant.number, g.device_time)", "g.tenant.number)"),
-    M("core/tenants.py", "a returning tenant keeps its credit", "if not tenant.active:", "if False:"),
+    M("core/tenants.py", "a returning tenant keeps its credit", "1 and not tenant.active:", "1 and False:"),
     M("core/tenants.py", "each group is a tenant", "if config.tenant and t.name", "if False and t.name"),
     # ahead
     M("core/ahead.py", "what goes first is not let in", "ticket.tier < self.last", "ticket.tier < -1"),

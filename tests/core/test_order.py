@@ -178,12 +178,12 @@ def test_the_oldest_waiting_ticket_is_known_whoever_comes_back_and_leaves() -> N
         for gone in random.sample(sorted(here), min(len(here), random.randrange(4))):
             line.discard(tickets[gone])
             here.discard(gone)
-        assert len(line) == len(here)
-        assert len(line._line) + len(line._returned) <= 64 + 2 * len(line)
+        assert line.waiting == len(here)
+        assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting
         assert i % 3 or line.first() == ((min(here), tickets[min(here)]) if here else None)
     while here:
         line.discard(tickets[here.pop()])
-        assert len(line._line) + len(line._returned) <= 64 + 2 * len(line)  # and nobody asks meanwhile
+        assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting  # and nobody asks meanwhile
 
 
 def test_f7_first_in_first_out_within_a_client_whatever_it_costs() -> None:

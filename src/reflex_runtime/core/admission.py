@@ -63,8 +63,11 @@ def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> Non
     Only measured costs count. With an empty queue ahead every ticket may wait, so that the device is never idle.
     """
     request, backlog, most = ticket.request, group.backlog, group.config.max_queued_seconds
-    ahead, seconds = backlog.ahead(request.priority, leaving), group.seconds_of(ticket)
-    if ahead <= 0.0 or seconds <= 0.0 or ahead + seconds <= most * SLACK:
+    ahead = backlog.ahead(request.priority, leaving)
+    if ahead <= 0.0:
+        return
+    seconds = group.seconds_of(ticket)
+    if seconds <= 0.0 or ahead + seconds <= most * SLACK:
         return
     if backlog.exceeds_share(request.client, seconds, most, leaving):
         raise QueueFull(

@@ -30,20 +30,20 @@ Counts = Mapping[Hashable, float]
 
 
 def solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Solve a small symmetric positive definite system by Gaussian elimination."""
+    """Solve a small symmetric positive definite system by Gaussian elimination, which needs no pivots then."""
     n = len(vector)
-    rows = [[*matrix[i], vector[i]] for i in range(n)]
-    for i in range(n):
-        pivot = max(range(i, n), key=lambda r: abs(rows[r][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
+    rows = [[*row, right] for row, right in zip(matrix, vector, strict=True)]
+    for i, top in enumerate(rows):
         for r in range(i + 1, n):
-            factor = rows[r][i] / rows[i][i]
-            if factor:
-                for c in range(i, n + 1):
-                    rows[r][c] -= factor * rows[i][c]
-    out = [0.0] * n
-    for i in reversed(range(n)):
-        out[i] = (rows[i][n] - sum(rows[i][c] * out[c] for c in range(i + 1, n))) / rows[i][i]
+            row = rows[r]
+            factor = row[i] / top[i]
+            for c in range(i, n + 1):
+                row[c] -= factor * top[c]
+    out = [row[n] for row in rows]
+    for i in range(n - 1, -1, -1):
+        for c in range(i + 1, n):
+            out[i] -= rows[i][c] * out[c]
+        out[i] /= rows[i][i]
     return out
 
 
@@ -128,8 +128,8 @@ class AffineFit:
         self._seen = [k + (n > 0.0) for k, n in zip(self._seen, x, strict=True)]
         # The first batches of a class are predicted from a guess, so they do not count for drift. They are weighted
         # by their own time, so that one slow start counts less than the batches after it.
-        if min(k for k, n in zip(self._seen, x, strict=True) if n > 0.0) <= _WARM_SAMPLES:
-            self._learn(x, seconds, 1.0 / seconds**2)
+        if min([k for k, n in zip(self._seen, x, strict=True) if n > 0.0]) <= _WARM_SAMPLES:
+            self._learn(x, seconds, 1.0 / seconds**2, self._time(x))
         elif not self._drifted(counts, x, seconds):
             self._learn_robustly(x, seconds)
 
@@ -151,7 +151,10 @@ class AffineFit:
         return x
 
     def _time(self, x: list[float]) -> float:
-        return max(1e-9, sum(a * b for a, b in zip(x, self._theta, strict=True)))
+        total = 0.0
+        for a, b in zip(x, self._theta, strict=True):
+            total += a * b
+        return total if total > 1e-9 else 1e-9
 
     def _drifted(self, counts: Counts, x: list[float], seconds: float) -> bool:
         """The drift test. When it fires, the fit is scaled to the batches since the change, and learns them anew.
@@ -194,11 +197,11 @@ class AffineFit:
         bound = _HUBER * self.sigma
         variance = 0.97 * self.sigma**2 + 0.03 * min(residual, bound) ** 2 / _CUT
         self.sigma = max(_SIGMA_MIN, min(_SIGMA_MAX, math.sqrt(variance)))
-        self._learn(x, seconds, (min(1.0, bound / residual) if residual else 1.0) / predicted**2)
+        self._learn(x, seconds, (min(1.0, bound / residual) if residual else 1.0) / predicted**2, predicted)
 
-    def _learn(self, x: list[float], seconds: float, weight: float) -> None:
-        """One step of the decayed least squares."""
-        n, scale = len(x), self._time(x)
+    def _learn(self, x: list[float], seconds: float, weight: float, scale: float) -> None:
+        """One step of the decayed least squares. scale: the predicted time."""
+        n = len(x)
         gram, moment = self._gram, self._moment
         for i in range(n):
             moment[i] = _FORGET * moment[i] + weight * x[i] * seconds
@@ -206,14 +209,16 @@ class AffineFit:
             for j in range(n):
                 row[j] = _FORGET * row[j] + weight * x[i] * x[j]
         least = _SHARE * scale / max(1.0, sum(x[1:]))
-        ridge = [_RIDGE / scale**2] + [_RIDGE / max(least, t) ** 2 for t in self._theta[1:]]
-        left = [[gram[i][j] + (ridge[i] if i == j else 0.0) for j in range(n)] for i in range(n)]
+        ridge = [_RIDGE / scale**2, *[_RIDGE / max(least, t) ** 2 for t in self._theta[1:]]]
+        left = [row.copy() for row in gram]
+        for i, more in enumerate(ridge):
+            left[i][i] += more
         right = [moment[i] + ridge[i] * self._anchor[i] for i in range(n)]
         theta = solve(left, right)
         if theta[0] < 0.0:  # a batch cannot cost less than nothing: the slopes alone explain it
             theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
         floor = 1e-3 * scale
-        self._theta = [theta[0], *(max(t, floor) for t in theta[1:])]
+        self._theta = [theta[0], *[t if t > floor else floor for t in theta[1:]]]
         for i, (a, t) in enumerate(zip(self._anchor, self._theta, strict=True)):
             guessed = i > 0 and self._seen[i] <= _WARM_SAMPLES  # a guess is no anchor
             self._anchor[i] = t if guessed else 0.9 * a + 0.1 * t

@@ -52,7 +52,10 @@ class Backlog:
     def ahead(self, priority: Priority, leaving: Iterable[Ticket] = ()) -> float:
         """Waiting seconds of this priority and those before it, without the given leaving tickets."""
         found = sum(self._by_priority[: priority + 1])
-        return found - sum(self._counted.get(t, 0.0) for t in leaving if t.request.priority <= priority)
+        for ticket in leaving:
+            if ticket.request.priority <= priority:
+                found -= self._counted.get(ticket, 0.0)
+        return found
 
     def exceeds_share(self, client: Hashable, seconds: float, most: float, leaving: Iterable[Ticket] = ()) -> bool:
         """Whether the client, with so many seconds more, had more than its even share of `most` waiting."""

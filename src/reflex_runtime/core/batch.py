@@ -32,10 +32,17 @@ class Cause(StrEnum):
     APART = "apart"
     DRAIN = "drain"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every batch looks its cause up
+
     @property
     def reason(self) -> FlushReason:
         """The documented reason this cause counts as."""
         return _REASONS.get(self, FlushReason.TIMEOUT)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The plain texts of the reason and of the cause."""
+        return _NAMES[self]
 
 
 _REASONS = {
@@ -43,6 +50,9 @@ _REASONS = {
     Cause.BUDGET: FlushReason.BUDGET_REACHED,
     Cause.SIZE: FlushReason.BUDGET_REACHED,
 }
+
+
+_NAMES = {cause: (cause.reason.value, cause.value) for cause in Cause}  # a member's `value` is a slow property
 
 
 class Done(NamedTuple):

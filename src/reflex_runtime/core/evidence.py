@@ -93,8 +93,12 @@ class Evidence:
 
 def _keys(batch: Batch) -> set[Hashable]:
     """The shapes of its members, and what has an estimate of its own."""
-    keys: set[Hashable] = {_key(ticket) for ticket in batch.grants}
-    return keys | {ticket.request.shape for ticket in batch.grants}
+    keys: set[Hashable] = set()
+    for ticket in batch.grants:
+        request = ticket.request
+        keys.add(request.shape)
+        keys.add((request.shape, request.cost_class))
+    return keys
 
 
 def _key(ticket: Ticket) -> Hashable:

@@ -113,7 +113,7 @@ class Filling:
             n = filled.tally.repeat(line[0], min(len(line), filled.places), self._budget)
             filled.grants = dict.fromkeys(line[:n], 1.0)
             line = line[n:]
-        return self._add(filled, line)
+        return self._add(filled, line) if line else filled
 
     def _add(
         self, filled: Filled, candidates: Iterable[Ticket], limit: float = inf, cursor: Cursor | None = None

@@ -62,7 +62,10 @@ class Former:
         return controller.policy(base, lambda: line_of(self.group.cost, head), self.now, self.partition.key)
 
     def _head(self) -> Ticket | None:
-        return next((top[1] for tier in self.partition.tiers if (top := tier.oldest.first()) is not None), None)
+        for tier in self.partition.tiers:
+            if (top := tier.oldest.first()) is not None:
+                return top[1]
+        return None
 
     # -- the decision ------------------------------------------------------------------------------------------------
 

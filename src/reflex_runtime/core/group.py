@@ -246,9 +246,26 @@ class Group:
         room, shared = partition.room, self.room
         return room if shared is None else shared if room is None else min(room, shared)
 
-    def began(self, size: int) -> None:
-        """A batch of so many was started."""
-        self.usual_size += (size - self.usual_size) * (USUAL if self.usual_size else 1.0)
+    def began(self, batch: Batch) -> float:
+        """The batch was started: charge its clients. Returns its predicted cost."""
+        model, evidence, shares, n = self.cost, self.evidence, self.clients.shares, len(batch)
+        expected, marginal = model.fixed(next(iter(batch.grants))), 0.0
+        kind: object = None  # of the ticket before: usually all are of one
+        price: float | None = None
+        for ticket, units in batch.grants.items():
+            request = ticket.request
+            same, kind = kind, (request.shape, ticket.stage, request.cost_class, request.wants, units)
+            if kind != same:
+                marginal, price = model.marginal(ticket, units), None
+            expected += marginal
+            if evidence.pending and evidence.probes(ticket):
+                batch.notes["probe"] = True  # its estimate may be wrong: it is charged its measured time when it ends
+                continue
+            if price is None:
+                price = self.price(ticket, units, marginal, n, batch.cause)
+            shares.charge(ticket.queue.client, price / request.weight)
+        self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
+        return expected
 
     def scheduled(self, partition: Partition, newcomers: int) -> None:
         """A batch of the partition is in flight, with so many that entered."""
@@ -260,17 +277,10 @@ class Group:
             self.room -= newcomers
 
     def leave(self, ticket: Ticket, partition: Partition, answered: bool, now: float) -> None:
-        """A ticket settled; it has already stopped waiting."""
+        """A ticket settled; it has already stopped waiting. `settled` follows."""
         if partition.residents:
             partition.residents.pop(ticket, None)
-        partition.leave()
-        self.turns.touch(partition)
-        if not partition.unsettled:
-            partition.suspects.clear()
-            del self.active[partition.key]
-            self.turns.shares.leave(partition)
-            partition.forget()
-            self._rest(partition)
+        partition.unsettled -= 1
         if self.evidence.pending and self.evidence.probes(ticket):
             self.evidence.settled(ticket, answered, now)
         client: ClientShare = ticket.queue.client
@@ -280,6 +290,17 @@ class Group:
             partition.gathering.answered(now - ticket.admitted)
             if client.unsettled == 0 and client.key not in self.preparing:
                 self.think_times.answered(client.key, now)
+
+    def settled(self, partition: Partition) -> None:
+        """Tickets of the partition have left."""
+        self.turns.touch(partition)
+        if partition.unsettled:
+            partition.forget_settled()
+            return
+        del self.active[partition.key]
+        self.turns.shares.leave(partition)
+        partition.clear()
+        self._rest(partition)
 
     def requeue(self, ticket: Ticket) -> None:
         """A resident was preempted: it waits again, first of its client."""
@@ -319,14 +340,14 @@ class Group:
         self.promoted += self.turns.promote(now)
 
     def price(self, ticket: Ticket, units: float, marginal: float, size: int, cause: Cause) -> float:
-        """What the ticket's client is charged for these units in a batch of this size, over its weight: the price of
-        its kind, and at least its part of a call that was made for it alone."""
+        """What a client of weight 1 is charged for these units in a batch of this size: the price of the ticket's kind,
+        and at least its part of a call that was made for it alone."""
         fixed, request = self.cost.fixed(ticket), ticket.request
         kind = (request.shape, ticket.stage, request.cost_class, units)
         price = self.prices.of(kind, marginal + fixed / (self.usual_size or size))
         if cause is Cause.APART:
             price = max(price, marginal + fixed / size)
-        return price / request.weight
+        return price
 
     def charge(self, partition: Partition, seconds: float) -> None:
         """Charge device seconds to the partition; a negative number corrects an earlier charge."""

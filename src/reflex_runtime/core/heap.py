@@ -43,9 +43,11 @@ class LazyHeap(Generic[T, K]):
 
     def put(self, item: T, key: K | None) -> None:
         """Set the item's key; None discards it."""
+        entry = self._entries.get(item)
         if key is None:
-            self.discard(item)
-        elif (entry := self._entries.get(item)) is None or entry[0] != key:
+            if entry is not None:
+                self.discard(item)
+        elif entry is None or entry[0] != key:
             self.push(key, item)
 
     def _compact(self) -> None:

@@ -41,8 +41,12 @@ class Leaving:
 
     def expires_at(self) -> float:
         """The earliest deadline of tickets that wait, are resident or are prepared; inf if none has one."""
-        unready = top[0] if (top := self.unready.first()) is not None else inf
-        return min(unready, *(group.turns.expires_at() for group in self._groups))
+        found = top[0] if (top := self.unready.first()) is not None else inf
+        for group in self._groups:
+            expires = group.turns.expires_at()
+            if expires < found:
+                found = expires
+        return found
 
     def abandon(self, ticket: Ticket) -> None:
         """Its caller left: it leaves when a batch is formed."""
@@ -58,6 +62,9 @@ class Leaving:
 
         drained: whether all leave that do not run. forming: whether a batch is to be formed.
         """
+        if not (drained or self._abandoned or self._late) and self.expires_at() > now:
+            self.behind = self.holds_up = False
+            return
         some: list[Iterable[Leaves]] = [self._drained()] if drained else []
         some.append(self._expired(now))
         if forming:

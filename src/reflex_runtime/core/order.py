@@ -161,19 +161,16 @@ class ByArrival:
     A ticket's `line` is the one it waits in.
     """
 
-    __slots__ = ("_line", "_returned", "_waiting")
+    __slots__ = ("_line", "_returned", "waiting")
 
     def __init__(self) -> None:
         self._line: deque[Ticket] = deque()  # those that entered in order, and some that have left
         self._returned: list[tuple[int, Ticket]] = []  # a heap of the others: preempted or promoted
-        self._waiting = 0
-
-    def __len__(self) -> int:
-        return self._waiting
+        self.waiting = 0  # tickets
 
     def push(self, ticket: Ticket) -> None:
         ticket.line = self
-        self._waiting += 1
+        self.waiting += 1
         line = self._line
         if not line or line[-1].seq <= ticket.seq:
             line.append(ticket)
@@ -183,13 +180,13 @@ class ByArrival:
     def discard(self, ticket: Ticket) -> None:
         """The ticket waits no longer."""
         ticket.line = None
-        self._waiting -= 1
+        self.waiting -= 1
         line, returned = self._line, self._returned
         while line and line[0].line is not self:
             line.popleft()
         while returned and returned[0][1].line is not self:
             heappop(returned)
-        if len(line) + len(returned) > FEW + 2 * self._waiting:
+        if len(line) + len(returned) > FEW + 2 * self.waiting:
             here = {t for t in (*line, *(t for _, t in returned)) if t.line is self}
             self._line = deque(sorted(here, key=lambda t: t.seq))
             self._returned = []
@@ -295,14 +292,21 @@ class Cursor:
         """
         if partition.waiting > LINED_UP:
             return None
-        clients = [queue.client for tier in partition.tiers for queue in tier.queues()]
-        if len(clients) < partition.waiting or len(set(clients)) < len(clients):
-            return None
-        return [
-            ticket
-            for tier in partition.tiers
-            for _, _, ticket in sorted([(q.client.counter, t.seq, t) for q in tier.queues() for t in q])
-        ]
+        line: list[Ticket] = []
+        clients: set[ClientShare] = set()
+        for tier in partition.tiers:
+            if not tier.oldest.waiting:
+                continue
+            heads = []
+            for queue in tier.queues():
+                client, head = queue.client, queue.head
+                if queue.waiting > 1 or client in clients or head is None:
+                    return None
+                clients.add(client)
+                heads.append((client.counter, head.seq, head))
+            heads.sort()
+            line += [head for _, _, head in heads]
+        return line
 
     def next(self) -> Ticket | None:
         """The next ticket in order, or None at the end."""
@@ -412,7 +416,7 @@ class Partition:
     def waiting(self) -> int:
         """Tickets that wait."""
         tiers = self.tiers
-        return len(tiers[0].oldest) + len(tiers[1].oldest) + len(tiers[2].oldest)
+        return tiers[0].oldest.waiting + tiers[1].oldest.waiting + tiers[2].oldest.waiting
 
     def contended(self) -> bool:
         """Whether more than one client waits."""
@@ -441,8 +445,8 @@ class Partition:
         self._line.append(ticket)
         self._append(ticket, client)
 
-    def leave(self) -> None:
-        self.unsettled -= 1
+    def forget_settled(self) -> None:
+        """Drop the tickets at the front of its line that have settled; all of them, if they are many."""
         line = self._line
         while line and line[0].state is SETTLED:
             line.popleft()
@@ -486,7 +490,9 @@ class Partition:
         queue: ClientQueue = ticket.queue
         return queue
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all entries of an empty partition's queues."""
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
+        self._line.clear()
+        self.suspects.clear()
         self.deadlines, self.promotions = LazyHeap(), LazyHeap()

@@ -91,6 +91,7 @@ from reflex_runtime.core.request import (
 from reflex_runtime.core.tenants import Tenants
 
 IDLE_POLLS = 256  # most times in a batch's `idle_polls`
+_BAD = (Failed, Apart)
 _event = tuple.__new__  # twice a request: a NamedTuple's own constructor is a Python function around this
 
 
@@ -257,22 +258,21 @@ class Scheduler:
             raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {len(outcomes)}")
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
-        failed = [o for o in outcomes if isinstance(o, Failed | Apart)]
+        failed = sum([isinstance(outcome, _BAD) for outcome in outcomes])
         if not failed:  # first: if it raises, the batch is still in flight, and a driver can let it fail
             group.cost.observe(batch, elapsed)
         self._input(now)
         del self._in_flight[batch]
         self._holding.free_since = now
-        void = len(failed) == len(outcomes)
         partition = group.active[batch.partition]
         group.charge(partition, elapsed - batch.expected)
         if group.cost.unit == "seconds":
             group.evidence.returned(batch, elapsed, now, not failed)
         resources = group.config.resources
         if resources is not None:
-            resources.rollback(batch) if void else resources.commit(batch)
+            resources.rollback(batch) if failed == len(outcomes) else resources.commit(batch)
         partition.in_flight -= 1
-        crashed = not apart and group.crashed(partition, batch, len(failed))
+        crashed = not apart and group.crashed(partition, batch, failed)
         self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
             self._settle(group, partition, self._apart(partition, batch))
@@ -485,7 +485,7 @@ class Scheduler:
         self._batches += 1
         queued_units = sum(formed.cached.values())  # `wants` is without these already
         cause = formed.cause
-        admission = AdmittedBatch(self._batches, len(formed.newcomers), cause.reason.value, cause.value, formed.cost)
+        admission = AdmittedBatch(self._batches, len(formed.newcomers), *cause.names, formed.cost)
         for ticket, units in formed.grants.items():
             state = ticket.state
             if state is WAITING:
@@ -527,19 +527,10 @@ class Scheduler:
 
     def _begin(self, group: Group, partition: Partition, batch: Batch) -> None:
         """The batch is started: charge its clients, and publish it."""
-        model, evidence, shares, n = group.cost, group.evidence, group.clients.shares, len(batch)
-        expected = model.fixed(next(iter(batch.grants)))
-        for ticket, units in batch.grants.items():
-            marginal = model.marginal(ticket, units)
-            expected += marginal
-            if evidence.pending and evidence.probes(ticket):
-                batch.notes["probe"] = True  # its estimate may be wrong: `_ended` charges the measured time
-            else:
-                shares.charge(ticket.queue.client, group.price(ticket, units, marginal, n, batch.cause))
-        group.began(n)
-        if model.unit == "seconds":
+        expected = group.began(batch)
+        if group.cost.unit == "seconds":
             batch.expected = expected
-            evidence.scheduled(batch)
+            group.evidence.scheduled(batch)
         group.charge(partition, batch.expected)
         idle_polls = tuple(self._idle_polls)
         self._idle_polls.clear()
@@ -564,21 +555,22 @@ class Scheduler:
             ticket.shared += share
             if evidence.pending and evidence.probes(ticket):
                 group.clients.shares.charge(ticket.queue.client, share / ticket.request.weight)
-            if isinstance(outcome, More):
-                error = self._stay(partition, ticket, units, outcome)
-                if error is not None:
-                    yield ticket, Failed(error)
-                continue
-            assert not isinstance(outcome, Apart)
             if isinstance(outcome, Done):
                 ticket.computed += units
                 settled(ticket)
                 done += 1
                 took += ticket.shared
                 group.offenders.answered(ticket.request.client)
-            elif len(batch) == 1:
-                group.offenders.failed(ticket.request.client)
-            yield ticket, outcome
+                yield ticket, outcome
+            elif isinstance(outcome, More):
+                error = self._stay(partition, ticket, units, outcome)
+                if error is not None:
+                    yield ticket, Failed(error)
+            else:
+                assert not isinstance(outcome, Apart)
+                if len(batch) == 1:
+                    group.offenders.failed(ticket.request.client)
+                yield ticket, outcome
         if done:
             group.ran(took / done)
 
@@ -660,7 +652,7 @@ class Scheduler:
 
     def _settle(self, group: Group, partition: Partition, ended: Iterable[tuple[Ticket, Done | Failed]]) -> None:
         """End tickets of one partition, each exactly once."""
-        now, events, resources = self._now, self._events, group.config.resources
+        now, events, resources, residents = self._now, self._events, group.config.resources, partition.residents
         for ticket, outcome in ended:
             state = ticket.state
             if ticket.cancel_requested:  # while it ran: its result is dropped
@@ -669,7 +661,7 @@ class Scheduler:
                 partition.take(ticket)
                 group.backlog.remove(ticket)
                 group.dequeue(1, ticket.wants)
-            elif state is RESIDENT or (isinstance(outcome, Failed) and ticket in partition.residents):
+            elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
                 group.left.append(ticket)
             if resources is not None and state is not WAITING:
                 resources.release(ticket)
@@ -681,6 +673,7 @@ class Scheduler:
                 partition.deadlines.discard(ticket)
             group.leave(ticket, partition, isinstance(outcome, Done), now)
             events.append(_event(RequestSettled, (now, ticket)))
+        group.settled(partition)
         self._holding.changed(partition)
 
     @staticmethod

@@ -41,9 +41,10 @@ class Tenants:
     def lift(self, group: Group) -> None:
         """What becomes active gets no credit for its idle time, and no debt for having used an idle device."""
         tenant = group.tenant
-        if not tenant.active:
+        if len(self._all) > 1 and not tenant.active:
             _lift(tenant, [t for t in self._all if (t.weight > 0.0) == (tenant.weight > 0.0)])
-        _lift(group, tenant.groups)
+        if len(tenant.groups) > 1:
+            _lift(group, tenant.groups)
 
 
 def _lift(one: Group | Tenant, peers: Sequence[Group | Tenant]) -> None:

@@ -25,14 +25,21 @@ _SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget wri
 class RollingMedian:
     """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
 
-    __slots__ = ("_values", "samples", "value")
+    __slots__ = ("_median", "_values", "samples")
 
     WINDOW, WARM = 100, 3
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self._median: float | None = DEFAULT_COST  # None until it is read: few are
         self.samples = 0
-        self.value = DEFAULT_COST
+
+    @property
+    def value(self) -> float:
+        """The estimate, in seconds."""
+        if self._median is None:
+            self._median = median(self._values)
+        return self._median
 
     def observe(self, seconds: float) -> None:
         """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
@@ -41,7 +48,7 @@ class RollingMedian:
         self._values.append(seconds)
         self.samples += 1
         if self.samples >= self.WARM:
-            self.value = median(self._values)
+            self._median = None
 
 
 class _Probe:
@@ -63,6 +70,29 @@ class _Probe:
         if self.size and size <= self.size + max(1, self.size // 4):
             return self.seconds * max(1.0, size / self.size)
         return inf
+
+
+class _KindCost:
+    """What requests of one shape, stage and class cost by what is known now.
+
+    estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured. fit, slope, measured: what a
+    tally of one-shot work begins with.
+    remaining: by the units wanted. shares: by those, budget and size.
+    """
+
+    __slots__ = ("estimate", "fit", "fixed", "marginal", "measured", "remaining", "shares", "slope")
+
+    def __init__(self, model: TimeCost, ticket: Ticket) -> None:
+        shape = ticket.request.shape
+        fits, stage = model.fits(shape), model.fit(shape, ticket.stage)
+        self.estimate = model.estimate(ticket)
+        self.marginal = None if stage is None else stage.slope(model.class_of(ticket))
+        self.fixed = 0.0 if stage is None else stage.fixed
+        self.fit = fits[0] if fits else None
+        self.slope = model.slope(self.fit, ticket)
+        self.measured = model.measured(ticket)
+        self.remaining: dict[float, float] = {}
+        self.shares: dict[tuple[float, float, int], float] = {}
 
 
 class TimeCost:
@@ -99,9 +129,7 @@ class TimeCost:
         self._fits: OrderedDict[tuple[Hashable, str], AffineFit] = OrderedDict()
         self._medians: OrderedDict[tuple[Hashable, Hashable], RollingMedian] = OrderedDict()
         self._probes: OrderedDict[tuple[Hashable, Hashable], _Probe] = OrderedDict()
-        self._marginals: dict[tuple[Hashable, str, Hashable], float] = {}  # these three until something is learned
-        self._shares: dict[tuple[Hashable, str, Hashable, float, float, int], float] = {}
-        self._remaining: dict[tuple[Hashable, str, Hashable, float], float] = {}
+        self._kinds: dict[tuple[Hashable, str, Hashable], _KindCost] = {}  # until something is learned
 
     @property
     def linear(self) -> bool:
@@ -121,21 +149,19 @@ class TimeCost:
         return known.value if known else DEFAULT_COST
 
     def remaining(self, ticket: Ticket) -> float:
-        request = ticket.request
-        key = (request.shape, ticket.stage, request.cost_class, ticket.wants)
-        known = self._remaining.get(key)
+        kind = self.kind(ticket)
+        known = kind.remaining.get(ticket.wants)
         if known is None:
             tally = self._open()
             seconds = tally.with_ticket(ticket)
-            known = self._remaining[key] = seconds if tally.measured else 0.0
+            known = kind.remaining[ticket.wants] = seconds if tally.measured else 0.0
         return known
 
     def share(self, ticket: Ticket, budget: float, most: int) -> float:
-        request = ticket.request
-        key = (request.shape, ticket.stage, request.cost_class, ticket.wants, budget, most)
-        known = self._shares.get(key)
+        kind, key = self.kind(ticket), (ticket.wants, budget, most)
+        known = kind.shares.get(key)
         if known is None:
-            known = self._shares[key] = self._share(ticket, budget, most)
+            known = kind.shares[key] = self._share(ticket, budget, most)
         return known
 
     def _share(self, ticket: Ticket, budget: float, most: int) -> float:
@@ -160,24 +186,21 @@ class TimeCost:
         return self.fits(ticket.request.shape) is not None
 
     def marginal(self, ticket: Ticket, units: float) -> float:
-        request = ticket.request
-        key = (request.shape, ticket.stage, request.cost_class)
-        known = self._marginals.get(key)
-        if known is None:
-            known = self._marginals[key] = self._marginal(ticket)
-        return known * units
-
-    def _marginal(self, ticket: Ticket) -> float:
-        fit = self._fits.get((ticket.request.shape, ticket.stage))
-        if fit is not None and fit.ready and self.affine:
-            slope = fit.slope(self.class_of(ticket))
-            if slope is not None:
-                return slope
-        return self.estimate(ticket) / max(1.0, ticket.request.wants)
+        kind = self.kind(ticket)
+        each = kind.marginal
+        return (kind.estimate / max(1.0, ticket.request.wants) if each is None else each) * units
 
     def fixed(self, ticket: Ticket) -> float:
-        fit = self._fits.get((ticket.request.shape, ticket.stage))
-        return fit.fixed if fit is not None and fit.ready and self.affine else 0.0
+        return self.kind(ticket).fixed
+
+    def kind(self, ticket: Ticket) -> _KindCost:
+        """What tickets like this one cost."""
+        request = ticket.request
+        key = (request.shape, ticket.stage, request.cost_class)
+        known = self._kinds.get(key)
+        if known is None:
+            known = self._kinds[key] = _KindCost(self, ticket)
+        return known
 
     def told_apart(self, ticket: Ticket) -> bool:
         return not self.affine or self.fits(ticket.request.shape) is not None
@@ -188,22 +211,22 @@ class TimeCost:
         if not (0.0 < elapsed < inf):
             return
         counts: dict[Hashable, float] = {}
+        whole = len(self.stages) == 1
         for ticket in batch.grants:
-            k = self.class_of(ticket)
+            k = ticket.request.cost_class if whole else ""
             counts[k] = counts.get(k, 0.0) + 1.0
         shape, n = ticket.request.shape, len(batch)
         padded = self.padded(n) if batch.stage in self.padded_stages else n
         if padded != n:
             counts = {k: c * padded / n for k, c in counts.items()}
-        self._relearn()
+        self._kinds.clear()
         fit = self._entry(self._fits, (shape, batch.stage), AffineFit)
         alarms = fit.alarms
         fit.observe(counts, elapsed)
         if fit.alarms > alarms:  # times from before the change are no bound
             for key in [key for key in self._probes if key[0] == shape]:
                 del self._probes[key]
-        if len(self.stages) == 1 and len(counts) == 1:
-            k = next(iter(counts))
+        if whole and len(counts) == 1:
             self._entry(self._medians, (shape, k), RollingMedian).observe(elapsed / n)
             self._entry(self._probes, (shape, k), _Probe).observe(n, elapsed)
 
@@ -211,13 +234,8 @@ class TimeCost:
         """Work in steps has one sample per request: Σ over its steps of step seconds ÷ step size."""
         if len(self.stages) > 1:
             key = (ticket.request.shape, ticket.request.cost_class)
-            self._relearn()
+            self._kinds.clear()
             self._entry(self._medians, key, RollingMedian).observe(ticket.shared)
-
-    def _relearn(self) -> None:
-        self._marginals.clear()
-        self._remaining.clear()
-        self._shares.clear()
 
     def _entry(self, table: OrderedDict[Any, Any], key: Any, make: type[Any]) -> Any:
         known = table.get(key)
@@ -235,12 +253,20 @@ class TimeCost:
         """The class within a stage's fit: in staged work the stage alone decides what a step costs."""
         return ticket.request.cost_class if len(self.stages) == 1 else ""
 
+    def fit(self, shape: Hashable, stage: str) -> AffineFit | None:
+        """The fit of a shape and stage, or None until it is ready."""
+        fit = self._fits.get((shape, stage))
+        return fit if fit is not None and fit.ready and self.affine else None
+
     def fits(self, shape: Hashable) -> tuple[AffineFit, ...] | None:
         """The fits of all stages of a shape, or None until every one is ready."""
-        if not self.affine:
-            return None
-        found = tuple(fit for s in self.stages if (fit := self._fits.get((shape, s))) is not None and fit.ready)
+        found = tuple([fit for stage in self.stages if (fit := self.fit(shape, stage)) is not None])
         return found if len(found) == len(self.stages) else None
+
+    def slope(self, fit: AffineFit | None, ticket: Ticket) -> float:
+        """Seconds that one more member of the ticket's class adds by this fit, or by the documented estimate."""
+        slope = None if fit is None else fit.slope(ticket.request.cost_class)
+        return self.estimate(ticket) if slope is None else slope
 
     def probe(self, shape: Hashable, cost_class: Hashable) -> _Probe | None:
         """The size probe of one-shot work."""
@@ -275,6 +301,7 @@ class _OneShotTally:
     __slots__ = (
         "_classes",
         "_fit",
+        "_fixed",
         "_model",
         "_n",
         "_offered",
@@ -289,6 +316,7 @@ class _OneShotTally:
     def __init__(self, model: TimeCost) -> None:
         self._model = model
         self._fit: AffineFit | None = None
+        self._fixed = 0.0
         self._shape: Hashable = None
         self._n = 0
         self._slopes: dict[Hashable, float] = {}  # marginal seconds of each class asked about
@@ -349,21 +377,17 @@ class _OneShotTally:
             return self._padded(slope)
         return (self.cost if self._n else self._fixed) + slope
 
-    @property
-    def _fixed(self) -> float:
-        return self._fit.fixed if self._fit is not None else 0.0
-
     def _open(self, ticket: Ticket) -> float:
         """Look up a class met for the first time."""
-        model, request = self._model, ticket.request
-        if not self._slopes:
-            fits = model.fits(request.shape)
-            self._fit = fits[0] if fits else None
-            self._shape = request.shape
-            self.measured = model.measured(ticket)
-        slope = self._fit.slope(request.cost_class) if self._fit is not None else None
-        found = self._slopes[request.cost_class] = model.estimate(ticket) if slope is None else slope
-        return found
+        request = ticket.request
+        if self._slopes:
+            slope = self._model.slope(self._fit, ticket)
+        else:
+            kind = self._model.kind(ticket)
+            self._fit, self._shape, self.measured, slope = kind.fit, request.shape, kind.measured, kind.slope
+            self._fixed = 0.0 if kind.fit is None else kind.fit.fixed
+        self._slopes[request.cost_class] = slope
+        return slope
 
     def _allow_over_budget(self, ticket: Ticket, cost: float, budget: float) -> float:
         """The bound of a batch above the budget, or inf.

@@ -70,10 +70,11 @@ class Turns:
 
     def resume(self, now: float) -> None:
         """End the pauses that are over."""
-        while self.resumes_at() <= now:
-            partition = _first(self._pauses)
-            partition.paused_until = -inf
-            self.touch(partition)
+        self._refresh()
+        while (top := self._pauses.first()) is not None and top[0] <= now:
+            top[1].paused_until = -inf
+            self.touch(top[1])
+            self._refresh()
 
     def promote(self, now: float) -> int:
         """Count background tickets that waited long enough as default. Returns how many."""
@@ -89,7 +90,9 @@ class Turns:
         """The partitions that could take a turn, each once, in the order above."""
         self._refresh()
         if len(self._by_share) == 1:
-            yield from self._by_share.ascending()
+            top = self._by_share.first()
+            assert top is not None
+            yield top[1]
             return
         seen: set[Partition] = set()
         for some in (self._urgent.ascending(), self._patient(now), self._at_risk(now), self._by_share.ascending()):
@@ -125,7 +128,8 @@ class Turns:
             first = partition.deadlines.first()
             due = partition.promotions.first()
             self._by_share.put(partition, None if oldest is None else (partition.counter, oldest.seq))
-            self._urgent.put(partition, oldest.seq if oldest is not None and partition.tiers[URGENT].oldest else None)
+            urgent = oldest is not None and partition.tiers[URGENT].oldest.waiting
+            self._urgent.put(partition, oldest.seq if oldest is not None and urgent else None)
             self._deadlines.put(partition, None if first is None else first[0])
             self._promotions.put(partition, None if due is None else due[0])
             self._pauses.put(partition, partition.paused_until if partition.paused_until > -inf else None)
