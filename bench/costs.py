@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
+from math import inf
 from pathlib import Path
+from typing import Any
 
 from bench.apps.ablated import STAGES
 from bench.load import Answered
 from bench.report import Row, row, say
 from bench.servers import Server, hello, running
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.batch import Done
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
 
 HELLO = "bare ASGI hello"
+FIXED, MARGINAL, AWAY = 0.0001, 0.00001, 0.0003  # seconds of a batch, of each member, and until callers ask again
+SIZES = (1, 8, 32)  # of batches, for the scheduler alone
 
 
 def ablated(export: Path, stage: str) -> Server:
@@ -31,7 +46,74 @@ def costs(tiny: Path, scale: float) -> list[Row]:
             for server in servers[:: -1 if i % 2 else 1]:
                 for callers in (32, 1):
                     found[server.name, callers].append(server.load(callers=callers, seconds=max(0.3, 0.8 * scale)))
-    return [line for callers in (32, 1) for line in _rows(found, callers)]
+    return [line for callers in (32, 1) for line in _rows(found, callers)] + alone(scale)
+
+
+def alone(scale: float) -> list[Row]:
+    """The scheduler alone, with the settings of `reflex serve`: CPU and function calls per request, in virtual time."""
+    cycles = {n: _cycle(n) for n in SIZES}
+    cpu: dict[int, list[float]] = defaultdict(list)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(max(3, round(15 * scale))):
+            for n, cycle in cycles.items():
+                times = 1 + round(200 * scale / n)
+                began = time.thread_time()
+                for _ in range(times):
+                    cycle()
+                cpu[n].append((time.thread_time() - began) / times / n * 1e6)
+    finally:
+        gc.enable()
+    rows: list[Row] = []
+    for n, cycle in cycles.items():
+        case = f"the scheduler alone, batches of {n}"
+        rows.append(row(case, "CPU per request", cpu[n], "us"))
+        rows.append(row(case, "function calls per request", [_calls(cycle) / n], ""))
+    return rows
+
+
+def _cycle(n: int) -> Callable[[], None]:
+    """What makes n callers ask once, and answers them, with a cost model that has learned."""
+    config = ServeConfig()
+    flush = FlushPolicy.window(config.max_batch_cost_ms / 1e3, inf, config.max_batch_size)
+    group = GroupConfig("prod", flush, config.max_queue, max_queued_seconds=config.max_queue_s, controller=Planner())
+    scheduler, now = Scheduler([group]), 0.0
+
+    def ask(some: int) -> None:
+        nonlocal now
+        for client in range(some):
+            scheduler.submit(Request(group="prod", partition="p", client=client % n, shape="s", cost_class="c"), now)
+        while not scheduler.idle:
+            batch = scheduler.next_batch(now)
+            if batch is None:
+                now = max(now, scheduler.wake_at())
+                continue
+            elapsed = FIXED + MARGINAL * len(batch)
+            now += elapsed
+            scheduler.complete(batch, [Done()] * len(batch), elapsed, now)
+        scheduler.take_events()
+        now += AWAY
+
+    for some in (1, 2, 4, 8, *[n] * 50):
+        ask(some)
+    return lambda: ask(n)
+
+
+def _calls(action: Callable[[], None]) -> int:
+    """Function calls that it makes, those of built-in functions included."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def _rows(found: dict[tuple[str, int], list[Answered]], callers: int) -> list[Row]:

@@ -41,6 +41,8 @@ class Phase(Enum):
     CLOSING = "closing"
     ANSWERED = "answered"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every request looks phases up
+
 
 class Connection(Protocol):
     """phase: set by `Connections`. heard: when its last byte came, by the loop's clock."""
