@@ -71,7 +71,7 @@ def hostile(export: Path, scale: float) -> list[Row]:
         server.stop()
     count = min(count, 5_000)
     server = servers.reflex(
-        export, "--max-queue", "100000", "--inject-latency-ms", "8000", "--batch-timeout-ms", "0",
+        export, "--max-queue", "100000", "--inject-latency-ms", "4000", "--batch-timeout-ms", "0",
         *_more_connections(count),
     )  # fmt: skip
     try:
