@@ -36,6 +36,18 @@ def test_act_sends_msgpack_with_raw_pictures(make: Make) -> None:
     }  # fmt: skip
 
 
+def test_x7_the_episode_or_else_the_robot_is_named_in_a_header_too(make: Make) -> None:
+    """So that a balancer in front of several servers, which does not read bodies, keeps an episode with its server."""
+    with Stub([reply(), reply(), reply(), reply({})]) as stub:
+        caller = make(stub.url)
+        caller.act(episode_id="ep 7/ä", robot_id="arm")
+        caller.act(robot_id="arm")
+        caller.act()
+        caller.report_outcome("ep 7/ä", True)
+    named = [seen.headers.get("x-reflex-episode") for seen in stub.seen]
+    assert named == ["ep%207%2F%C3%A4", "arm", None, "ep%207%2F%C3%A4"]
+
+
 def test_numbers_of_numpy_are_numbers(make: Make) -> None:
     with Stub([reply()]) as stub:
         make(stub.url).act(seed=np.int64(3), executed=np.int32(8), deadline_ms=np.float32(250.0), request_id="x")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
 
 from on_ray.server import RayServer
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what Ray's import warns of
-    pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
+
 from reflex_runtime.cli import main
 from reflex_runtime.cluster.application import application
 from reflex_runtime.cluster.policy import BacklogPolicy

@@ -11,7 +11,11 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from on_ray.server import PATIENCE, RayServer
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
 
 ROBOTS = 8
 KNOWN = {"not_ready", "shutting_down"}

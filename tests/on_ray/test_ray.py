@@ -6,11 +6,14 @@ import json
 
 import msgpack
 import numpy as np
+import pytest
 from websockets.sync.client import connect
 
 from on_ray.server import RayServer, observation
 from reflex_runtime.demo.exports import export_dir
 from serving.harness import Server
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
 
 
 def test_x7_a_replica_answers_as_reflex_serve_does(pair: RayServer) -> None:

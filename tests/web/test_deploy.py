@@ -45,6 +45,13 @@ def alerts() -> Iterator[tuple[str, str]]:
         yield name, re.sub(r"\[\d+m\]", "[10m]", whole)
 
 
+def triggers() -> Iterator[str]:
+    """What KEDA asks in deploy/k8s, over a window of the test."""
+    text = (DEPLOY / "k8s" / "autoscaling.yaml").read_text()
+    for expression in re.findall(r"query: (.+)", text):
+        yield re.sub(r"\[\d+[ms]\]", "[10m]", expression)
+
+
 class Prometheus:
     """Debian's, scraping one server twice a second."""
 
@@ -134,6 +141,8 @@ def test_x4_every_expression_has_an_answer_and_no_alert_fires_on_a_server_that_i
                 assert prometheus.reached(f"sum(reflex_requests_total{{outcome='ok'}}) >= {i + 2}")
             for title, expression in panels():
                 assert prometheus.reached(expression), (title, expression)
+            for expression in triggers():
+                assert prometheus.reached(expression), expression
             rules = prometheus.ask("rules")["groups"][0]["rules"]
             assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
             assert [rule["name"] for rule in rules] == [name for name, _ in alerts()]

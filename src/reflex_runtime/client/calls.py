@@ -113,7 +113,7 @@ class Calls:
         this client and several servers."""
         headers = self._headers(wire)
         if episode:
-            headers["X-Reflex-Episode"] = quote(episode, safe="")
+            headers["X-Reflex-Episode"] = quote(str(episode), safe="", errors="replace")
         deadline = math.inf if deadline_ms is None else deadline_ms / 1e3
         limit = min(self.timeout, deadline + GRACE)
         retries = Retries(self.retries, began + min(self.timeout, deadline), self.spread)
