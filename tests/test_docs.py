@@ -19,6 +19,7 @@ from reflex_runtime.llm.serving.served_model import ServedModel
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 from reflex_runtime.llm.workers.workers import Workers, WorkersConfig
 from reflex_runtime.options import described, flag, headed
+from reflex_runtime.replicas.views import replica_series
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.spans import span_series
 
@@ -102,7 +103,9 @@ def test_metrics_md_has_every_series_with_type_labels_and_a_query() -> None:
     Workers(WorkersConfig(1, lambda number: never, "", lambda number, restarts: {}), ByteTokenizer(), model)
     spans = CollectorRegistry()
     span_series(spans)
-    for family in [*Metrics().registry.collect(), *feeds, *model.registry.collect(), *spans.collect()]:
+    registries = (Metrics().registry, model.registry, spans)
+    collected = [family for registry in registries for family in registry.collect()]
+    for family in [*collected, *feeds, *replica_series([])]:
         registered[family.name + ("_total" if family.type == "counter" else "")] = family
     assert set(sections) == set(registered)
     for name, family in registered.items():

@@ -14,12 +14,13 @@ PACKAGE = "reflex_runtime"
 SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 MIDDLE = {"core", "processors", "drivers", "telemetry"}
-MODULES = {"version", "pacing", "checked", "options", "rendezvous"}  # every part may read them
+MODULES = {"version", "pacing", "checked", "options", "rendezvous", "placing"}  # every part may read them
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "version": set(),
     "pacing": set(),
     "rendezvous": set(),
+    "placing": set(),
     "checked": set(),
     "options": set(),
     "processors": {"core"},
@@ -32,12 +33,13 @@ BELOW: dict[str, set[str]] = {
     "policies": MIDDLE | {"web"},
     "llm": MIDDLE | {"web", "ipc"},
     "cluster": MIDDLE | {"web", "policies"},
+    "replicas": MIDDLE | {"web", "ipc", "policies"},
     "client": set(),
     "config": set(),
     "sources": {"config"},
 }
 # A tree of frozen values; besides these only those at the top read it.
-READS_CONFIG = {"web", "policies", "llm", "feeds", "cluster"}
+READS_CONFIG = {"web", "policies", "llm", "feeds", "cluster", "replicas"}
 # What is wrong in a file or a setting is a ConfigError.
 ALONE = {(own, f"{PACKAGE}.core.errors") for own in ("config", "options", "sources", "checked")}
 TOP = {"demo", "bench", "cli", "__main__", "__init__"}  # may import everything; nobody imports cli

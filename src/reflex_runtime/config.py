@@ -93,6 +93,12 @@ class ServeConfig(ServerConfig):
         "without SIZES 1,2,4,8,16,32; GPU only",
         metavar="SIZES", bare="1,2,4,8,16,32",
     )
+    replicas: int = option(
+        1, "processes that each have a copy of the policy, behind one port; see docs/replicas.md", low=1, high=64
+    )
+    devices: str = option(
+        "", "a replica for each device, such as cuda:0,cuda:1 or cpu,cpu", metavar="DEVICES"
+    )
     robot_id: str = option("", "name of the robot this server belongs to, shown on /health")
     on_bad_action: str = option(
         "error", "for an action that is not finite: answer an error, or repeat (hold) the episode's last good action",

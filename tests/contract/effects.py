@@ -27,6 +27,8 @@ COMMANDS: Final[dict[type[Any], str]] = {
 }
 EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
     ServeConfig: {
+        "replicas": "test_x7_a_robot_goes_where_its_name_hashes_to",
+        "devices": "test_x7_devices_is_a_replica_for_each",
         "max_batch_cost_ms": "test_b4_the_budget_is_a_ceiling_on_measured_time",
         "batch_timeout_ms": "test_h10_batch_timeout_holds_for_callers_that_come_back",
         "max_queue": "test_b13_a_full_queue_refuses_with_exactly_these_values",

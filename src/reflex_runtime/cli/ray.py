@@ -46,8 +46,11 @@ ELSEWHERE: Final = {
     "head_timeout_s": "connections are those of Ray's proxy",
     "body_timeout_s": "connections are those of Ray's proxy",
     "trace": "replicas cannot write one file; use --record DIR",
+    "replicas": "how many replicas Ray starts is a setting of the table [ray]",
+    "devices": "Ray gives each replica its device; see --replica-gpus",
 }
 """Settings of `reflex serve` that have no effect here, and why."""
+_OWN: Final = frozenset(field.name for field in fields(RayConfig))
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -56,7 +59,11 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         description="Serve a robot policy from several replicas on Ray Serve. An episode stays with its replica.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        elsewhere={flag(name): f"; {flag(name)} is of reflex serve alone: {why}" for name, why in ELSEWHERE.items()},
+        elsewhere={
+            flag(name): f"; {flag(name)} is of reflex serve alone: {why}"
+            for name, why in ELSEWHERE.items()
+            if name not in _OWN
+        },
     )
     parser.add_argument("source", nargs="?", metavar="SOURCE", help="what reflex serve takes")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with tables [serve] and [ray]")
@@ -97,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _read(settings: Mapping[str, Any]) -> tuple[ServeConfig, Places, RayConfig]:
     file = settings.get("config")
-    config, places = read(ServeConfig, "serve", file, environment(), settings, (POLICIES, "ray"))
+    others = {name: value for name, value in settings.items() if name not in _OWN}
+    around = {name: value for name, value in environment().items() if name.removeprefix("REFLEX_").lower() not in _OWN}
+    config, places = read(ServeConfig, "serve", file, around, others, (POLICIES, "ray"))
     scale, scaled = read(RayConfig, "ray", file, environment(), settings, (POLICIES, "serve"))
     check_needs(scale, scaled)
     for name, why in ELSEWHERE.items():

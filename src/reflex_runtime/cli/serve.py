@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs
+from reflex_runtime.cli.replicas import devices_of, replica_plans
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
 from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
@@ -24,6 +25,7 @@ from reflex_runtime.sources import POLICIES, environment, read
 
 if TYPE_CHECKING:
     from reflex_runtime.policies.serving.served import PolicyPlan
+    from reflex_runtime.web.serve import Door, Make
     from reflex_runtime.web.supervisor import Parent
 
 _EPILOG = """\
@@ -98,7 +100,6 @@ def _serve(
     parent: Parent | None = None,
 ) -> int:
     """The server itself: alone, or below a supervisor that has bound its socket."""
-    from reflex_runtime.policies.serving.app import serving
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
@@ -108,9 +109,10 @@ def _serve(
     models = [spec.model_id for plan in plans for spec in plan.specs.values()]
     _announce(config, asked, ", ".join(dict.fromkeys(models)), address)
     sources = [source for policy in asked for source in policy.sources.values()]
+    make, door = _made(config, places, asked, plans, sock)
     status, clean = serve(
-        serving(config, plans),
-        sock,
+        make,
+        door,
         config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), ", ".join(sources)),
         lambda runtime: _ready(runtime, address),
@@ -121,6 +123,22 @@ def _serve(
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _made(
+    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], plans: Sequence[PolicyPlan], sock: socket.socket
+) -> tuple[Make, Door]:
+    """What serves: this process, or the front of several replicas. And where connections come from."""
+    from reflex_runtime.web.serve import ListeningPort
+
+    devices = devices_of(config, places)
+    if len(devices) == 1 and not devices[0]:
+        from reflex_runtime.policies.serving.app import serving
+
+        return serving(config, plans), ListeningPort(sock)
+    from reflex_runtime.replicas.serving import front_and_door
+
+    return front_and_door(config, plans, replica_plans(config, places, asked, devices), sock)
 
 
 def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
@@ -135,6 +153,7 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
             raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     check_trace(config.trace)
     check_otel(config.otel)
+    devices_of(config, places)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
     _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
     _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")

@@ -31,15 +31,15 @@ def options_of(kind: type[Any], served: str) -> dict[str, str]:
 
 def show_settings(config: Any, name: str, more: Iterable[tuple[str, str]] = ()) -> None:
     """The effective configuration as one table, or a line of a log in JSON. name: of what is served. more: rows."""
+    told = dict((*table(config), *more))
     if config.log_format == "json":
-        told = dict((*table(config), *more))
         logging.info("reflex serve %s", name, extra={"settings": told})
         return
     from rich.console import Console
     from rich.table import Table
 
     shown = Table(title=f"reflex serve {name}", title_justify="left", show_header=False, box=None)
-    for setting, value in (*table(config), *more):
+    for setting, value in told.items():
         shown.add_row(setting, value)
     Console(stderr=True, highlight=False, soft_wrap=True).print(shown)
 

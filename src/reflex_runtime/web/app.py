@@ -21,7 +21,7 @@ from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.connections import ConnectionSettings, Seldom, connections_of
 from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
 from reflex_runtime.web.exchange import Exchange, Route, too_large
-from reflex_runtime.web.form import ErrorForm
+from reflex_runtime.web.form import ErrorForm, Headers
 from reflex_runtime.web.json import printable
 from reflex_runtime.web.trust import Trust, check_direct
 
@@ -55,12 +55,13 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each
-    exchange and its status. missing: what to say of a path that has no route.
+    exchange and its status. missing: what to say of a path that has no route. elsewhere: set it to find the route of
+    requests that another process answers; it comes first.
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still arriving, or that are
     not queued yet. closing: refuse POSTs, and close connections after their next answer. listeners: other than that of
     HTTP; they are closed last. scratch: what websockets are read into; it is used up before the next
-    is read.
+    is read. marks: headers of every answer.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class App:
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
+        self.elsewhere: Callable[[Exchange], Route | None] = lambda exchange: None
         self.connections = connections_of(settings)
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
         self.scratch = memoryview(bytearray(SCRATCH))
@@ -81,6 +83,7 @@ class App:
         self.entering: set[Exchange] = set()
         self.closing = False
         self.listeners: list[Listener] = []
+        self.marks: Headers = []
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
@@ -101,8 +104,11 @@ class App:
         if self.form.keeps_id:
             exchange.request_id = self.form.own_id(exchange.headers.get(b"x-request-id", b"")) or exchange.number
         try:
-            route = exchange.route = self.routes.get(exchange.path) or self._find(exchange.path)
-            self._check_caller(exchange, route)
+            route = exchange.route = (
+                self.elsewhere(exchange) or self.routes.get(exchange.path) or self._find(exchange.path)
+            )
+            if route is None or route.checked:
+                self._check_caller(exchange, route)
             if exchange.upgrades and route is not None and route.socket is not None:
                 if self.closing:
                     raise Closed("the server is shutting down", retry_after=1.0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import os
 import secrets
 import time
 from collections import deque
@@ -160,6 +161,27 @@ class HttpConnection(asyncio.Protocol):
         else:
             task.cancel()
         return task
+
+    def give_away(self, exchange: Exchange, body: bytes) -> tuple[int, bytes] | None:
+        """End this side of the connection, with the request whose turn it is unanswered. body: all of that.
+
+        Returns a descriptor of the connection, which stays open, and the bytes of the request and of those behind it.
+        None, and nothing has happened, if one of those is not complete, or an answer is still being sent.
+        """
+        asked = list(self._turns)
+        unsent = self._lost or self.transport.get_write_buffer_size() or self._in_head
+        if unsent or asked[:1] != [exchange] or not all(e.whole or e.upgrades for e in asked):
+            return None
+        parts = [_as_sent(exchange, body), *(_as_sent(e, b"".join(e.body)) for e in asked[1:])]
+        file = os.dup(self._file)
+        self.app.leave(exchange)
+        self.app.connections.leave(self)
+        self._lost, self._coming = True, None
+        self._turns.clear()
+        del self._parser  # breaks the reference cycle of the two
+        self.transport.set_protocol(asyncio.Protocol())
+        self.transport.abort()
+        return file, b"".join(parts)
 
     def _resume(self) -> None:
         if self._resumed is not None:
@@ -387,6 +409,7 @@ class HttpConnection(asyncio.Protocol):
             version == "1.1" and self._parser.should_keep_alive(),
             version == "1.1",
         )
+        self._coming.target = self._url
         self._turns.append(self._coming)
 
     def on_body(self, data: bytes) -> None:
@@ -482,6 +505,18 @@ def _parser_for(connection: HttpConnection) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(connection)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what is pipelined behind the last is not read
     return parser
+
+
+def _as_sent(exchange: Exchange, body: bytes) -> bytes:
+    """The bytes of a request, as another process can read them."""
+    version = b"1.1" if exchange.streams else b"1.0"
+    lines = [b"%s %s HTTP/%s\r\n" % (exchange.method.encode(), exchange.target, version)]
+    for name, value in exchange.headers.items():
+        if name not in _FRAMING and name != b"expect":
+            lines.append(b"%s: %s\r\n" % (name, value))
+    if body or exchange.method == "POST":
+        lines.append(b"content-length: %d\r\n" % len(body))
+    return b"".join([*lines, b"\r\n", body])
 
 
 @lru_cache(maxsize=64)

@@ -55,7 +55,8 @@ class Route:
     this machine may ask it. most: bytes that a body may have. enter: called when the head is there; raises what stands
     against the request, or answers it. fail: called with an error in place of `Exchange.fail`. form: of its errors,
     where it is not the application's. socket: makes the session of each websocket on the path, where `most` bounds a
-    message; see `web/websocket.py`. own_pages: without a key, pages of other sites may not even GET it.
+    message; see `web/websocket.py`. own_pages: without a key, pages of other sites may not even GET it. checked: this
+    process checks who may ask; otherwise another does, which answers.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Route:
     socket: MakeSession | None = None
     form: ErrorForm | None = None
     own_pages: bool = False
+    checked: bool = True
 
 
 class Application(Protocol):
@@ -77,6 +79,7 @@ class Application(Protocol):
     form: ErrorForm
     bodies: Bodies
     closing: bool
+    marks: Headers
 
     def fail(self, exchange: Exchange, error: Exception) -> None: ...
     def answers(self, exchange: Exchange, status: int) -> None: ...
@@ -86,7 +89,8 @@ class Application(Protocol):
 class Exchange:
     """One request and its answer.
 
-    method, path: as asked, the path decoded. headers: names in lower case. client: (address, port), None if unknown.
+    method, path: as asked, the path decoded; target: the path as it came. headers: names in lower case. client:
+    (address, port), None if unknown.
     started: when it reached this machine; received: when all of it had been read, 0.0 before (`time.monotonic`).
     number: our own id of the request. request_id: goes out as X-Request-Id. route: what answers it; None before that
     is known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens.
@@ -124,6 +128,7 @@ class Exchange:
         "size",
         "started",
         "streams",
+        "target",
         "task",
         "upgrades",
         "wanted",
@@ -145,6 +150,7 @@ class Exchange:
         """streams: whether the caller can read a body in chunks; otherwise a streamed one ends with its connection."""
         self.app, self.carrier = app, carrier
         self.method, self.path, self.headers, self.client = method, path, headers, client
+        self.target = b""
         self.started = started or time.monotonic()
         self.received = 0.0
         self.number = self.request_id = ""
@@ -168,6 +174,7 @@ class Exchange:
             (b"content-length", b"%d" % len(body)),
             (b"x-request-id", header_text(self.request_id)),
         ]
+        headers += self.app.marks
         if extra:
             headers += extra
         if self._closes:
@@ -179,7 +186,7 @@ class Exchange:
     def begin(self, status: int, headers: Headers, on_error: Callable[[ReflexError], bytes]) -> None:
         """Send the head of an answer that comes in parts. on_error: makes the last part of an answer that fails."""
         self.begun, self._on_error = True, on_error
-        headers = [*headers, (b"x-request-id", header_text(self.request_id))]
+        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks]
         if self._closes:
             headers.append(CLOSE)
         self.app.answers(self, status)

@@ -34,6 +34,32 @@ TOLD_EVERY: Final = 5.0  # seconds between lines in the log while it starts
 _TURNS: Final = 8  # of the loop in which nothing new was seen: accept, read, start the task, and some to spare
 
 
+class Door(Protocol):
+    """Where connections come from."""
+
+    async def open(self, app: App) -> None:
+        """From now on connections come."""
+
+    def close(self) -> None:
+        """No more of them."""
+
+
+class ListeningPort:
+    """The `Door` of a listening socket. kind: makes what takes each connection, of an application."""
+
+    def __init__(self, sock: socket.socket, kind: Callable[[App], asyncio.BaseProtocol] = HttpConnection) -> None:
+        self._sock, self._kind = sock, kind
+        self._server: asyncio.Server | None = None
+
+    async def open(self, app: App) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(partial(self._kind, app), sock=self._sock, backlog=BACKLOG)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
 class Host(Protocol):
     """The product of a server, policies or a model: start, drain, stop.
 
@@ -70,7 +96,7 @@ Make = Callable[[Callable[[], None], Lives | None], Made]
 
 def serve(
     make: Make,
-    sock: socket.socket,
+    door: socket.socket | Door,
     drain_s: float,
     on_listening: Callable[[], None] | None = None,
     on_ready: Callable[[Any], None] | None = None,
@@ -81,8 +107,9 @@ def serve(
     A thread that did not end hangs in a model: leave with `os._exit`, because an interpreter that shuts down around it
     may crash. make: called on the loop, makes the application and its host. Its first argument is a function to call
     when the device is lost for good; its second is the supervisor's state, if there is one.
-    drain_s: seconds that the end may take. on_listening: called on the loop once the port answers; on_ready: called
-    with the host once it is ready or has failed. parent: the supervisor, if there is one.
+    door: a listening socket, or another way in. drain_s: seconds that the end may take. on_listening: called on the
+    loop once the port answers; on_ready: called with the host once it is ready or has failed. parent: the supervisor,
+    if there is one.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
@@ -102,7 +129,7 @@ def serve(
     async def main() -> tuple[int, bool]:
         stop = asyncio.Event()
         stop_on_signals(asyncio.get_running_loop(), stop)
-        return await serving(made, sock, drain_s, stop, on_listening, ready, parent)
+        return await serving(made, door, drain_s, stop, on_listening, ready, parent)
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(main())
@@ -110,7 +137,7 @@ def serve(
 
 async def serving(
     make: Make,
-    sock: socket.socket,
+    door: socket.socket | Door,
     drain_s: float,
     stop: asyncio.Event,
     on_listening: Callable[[], None] | None = None,
@@ -128,7 +155,8 @@ async def serving(
         stop.set()
 
     app, host = make(give_up, None if parent is None else parent.lives)
-    server = await loop.create_server(partial(HttpConnection, app), sock=sock, backlog=BACKLOG)
+    door = ListeningPort(door) if isinstance(door, socket.socket) else door
+    await door.open(app)
     if parent is not None:
         parent.accepts()
     if on_listening is not None:
@@ -145,7 +173,7 @@ async def serving(
     clean = await drain(app, host, loop.time() + drain_s)
     if parent is not None:
         parent.leaves()
-    server.close()
+    door.close()
     await close_connections(app)
     for listener in app.listeners:
         await listener.close()

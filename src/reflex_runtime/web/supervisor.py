@@ -344,11 +344,16 @@ def _become_server(above: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with(above)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+
+
+def die_with(parent: int) -> None:
+    """Let this process be killed when its parent, which has this id, is gone."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != above:  # it was gone before that took effect
+    if os.getppid() != parent:  # it was gone before that took effect
         os._exit(1)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
 
 
 def _run_and_leave(serve: Callable[[Parent], int], parent: Parent) -> NoReturn:

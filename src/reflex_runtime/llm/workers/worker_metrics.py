@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client import Metric
 from prometheus_client.core import Sample
 from prometheus_client.parser import text_string_to_metric_families
 
-
-class _Families:
-    """A collector of existing families."""
-
-    def __init__(self, families: Iterable[Metric]) -> None:
-        self._families = families
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
+from reflex_runtime.telemetry.pages import rendered
 
 
 def merged(pages: Mapping[str, str]) -> bytes:
@@ -31,6 +20,4 @@ def merged(pages: Mapping[str, str]) -> bytes:
             known.samples += [
                 Sample(s.name, {**s.labels, "worker": worker}, s.value, s.timestamp, s.exemplar) for s in family.samples
             ]
-    registry = CollectorRegistry()
-    registry.register(_Families(families.values()))
-    return generate_latest(registry)
+    return rendered(families.values())

@@ -7,8 +7,8 @@ clean answer can bring it back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from math import ceil, exp, isfinite, log
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from math import ceil, exp, inf, isfinite, log
 from typing import Any, Final
 
 from reflex_runtime.core.errors import ConfigError
@@ -218,6 +218,38 @@ class Breaker:
             raise ConfigError(f"slot={slot!r:.200}: must be one of {', '.join(self._slots)}", field="slot")
         self._now = now
         self._slots[slot].close(self.cooldown)
+
+    @property
+    def opened(self) -> dict[str, str]:
+        """The slots that are open, and why."""
+        return {name: state.why for name, state in self._slots.items() if state.opened is not None}
+
+    @property
+    def due(self) -> list[str]:
+        """Open slots whose next probe may go, by the time of the last input."""
+        return [n for n, state in self._slots.items() if state.opened is not None and self._now >= state.retry_at]
+
+    @property
+    def probes(self) -> dict[str, str]:
+        """The keys that are served as probes, by slot."""
+        return {name: state.probe for name, state in self._slots.items() if state.probe is not None}
+
+    def look(self, now: float) -> None:
+        """Note the time."""
+        self._now = now
+
+    def follow(self, opened: Mapping[str, str], probes: Collection[str], now: float) -> None:
+        """Take over what another breaker has decided, for a process that decides nothing. opened: its open slots and
+        why. probes: those of them that this process may probe once."""
+        self._now = now
+        for name, state in self._slots.items():
+            if name not in opened:
+                if state.opened is not None:
+                    state.close(self.cooldown)
+                continue
+            if state.opened is None:
+                state.opened, state.why, state.cooldown = now, opened[name], inf
+            state.retry_at = now if name in probes else inf
 
     def count(self, slot: str) -> int:
         """Crashes of the slot in a row."""

@@ -142,6 +142,21 @@ class Rollout:
         if len(self._episodes) > EPISODES:
             self._episodes.popitem(last=False)
 
+    def knows(self, episode: str) -> bool:
+        """Whether a request of the episode was placed here lately."""
+        return episode in self._episodes
+
+    def placed(self, episode: str, slot: str, now: float) -> None:
+        """A request of the episode was placed in another process."""
+        if self.router is not None:
+            self.router.adopt(episode, slot, now)
+        self._remember(episode, slot)
+
+    @property
+    def watched(self) -> list[str]:
+        """Slots of which a ramp or a guard counts every answer."""
+        return [*self._watched, *(["b"] if self.ramp is not None and "b" not in self._watched else [])]
+
     def untold(self, placement: Placement) -> None:
         """The request failed: the next answer of its episode says that it moved."""
         if self.router is not None and placement.routing is not None and placement.changed:

@@ -112,6 +112,18 @@ class Router:
         episode.slot = slot
         return replace(routing, slot=slot, changed=changed)
 
+    def running(self, key: str) -> str | None:
+        """The slot of a running episode, None if it is not known."""
+        episode = self._table.get(key)
+        return None if episode is None else episode.slot
+
+    def adopt(self, key: str, slot: str, now: float) -> None:
+        """The episode runs in this slot: another process has placed it."""
+        _known(slot)
+        self._forget(now)
+        self._record(key, _Episode(slot, now))
+        self._table.move_to_end(key)
+
     def untold(self, key: str) -> None:
         """The answer that should report a move failed: the episode's next answer reports it."""
         episode = self._table.get(key)

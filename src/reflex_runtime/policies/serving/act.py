@@ -31,6 +31,9 @@ class Act:
         self.asking.enter(ask)
 
     def run(self, exchange: Exchange, body: bytes) -> None:
+        home, ask = self.asking.runtime.home, exchange.ask
+        if home is not None and ask is not None:
+            ask.hand_on = partial(home.hand_on, exchange, body)
         if len(body) > LARGE:
             decoding = exchange.app.bodies.beside(_decode, body, exchange.sent_msgpack)
             decoding.add_done_callback(partial(self._decoded, exchange))

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -89,19 +89,23 @@ class Admin:
         """The policy it is about; 422 where none is named."""
         return self._asking.served
 
+    def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
+        """Answer that it is done."""
+        exchange.answer(200, wire.encode_json(told))
+
     def split(self, exchange: Exchange, body: bytes) -> None:
         """Another split for new episodes."""
         split = whole("split", _decode(body, Split).split)
         if not 0 <= split <= 100:
             raise invalid("split", f"split={split}: must be in [0, 100]")
         self.served.rollout.set_split(split, time.monotonic())
-        _answer(exchange, {"split": split})
+        self._answer(exchange, {"split": split})
 
     def rollback(self, exchange: Exchange, body: bytes) -> None:
         """Everything to a, running episodes too."""
         _decode(body or b"{}", Nothing)
         moved = self.served.rollout.rollback(time.monotonic())
-        _answer(exchange, {"split": 100, "episodes_moved": len(moved)})
+        self._answer(exchange, {"split": 100, "episodes_moved": len(moved)})
 
     def reset(self, exchange: Exchange, body: bytes) -> None:
         rollout, shadow = self.served.rollout, self.served.shadow
@@ -112,7 +116,7 @@ class Admin:
         else:
             rollout.reset(slot, now)
         slots = dict(rollout.breaker.verdicts) | ({} if shadow is None else {SHADOW: shadow.verdict})
-        _answer(exchange, {"verdict": rollout.breaker.verdict, "slots": slots})
+        self._answer(exchange, {"verdict": rollout.breaker.verdict, "slots": slots})
 
     def faults(self, exchange: Exchange, body: bytes) -> None:
         """Begin or end a drill."""
@@ -128,7 +132,7 @@ class Admin:
             self.served.rollout.changed(now, "fault", f"injected by an operator: {', '.join(asked.faults)}", told)
         else:
             self.served.rollout.changed(now, "mended", "no injected faults any more", told)
-        _answer(exchange, {"faults": self.served.faults})
+        self._answer(exchange, {"faults": self.served.faults})
 
     def load(self, exchange: Exchange, body: bytes) -> None:
         """Another policy in a slot."""
@@ -155,7 +159,7 @@ class Admin:
         try:
             version = await served.exchange(asked.slot, asked.path)
             path = version.policy.spec.source
-            _answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
+            self._answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
         except ConfigError as error:
             exchange.fail(invalid("path", error.message))
         except OSError as error:
@@ -177,7 +181,7 @@ class Admin:
         asked = _decode(body, Outcome)
         fields = {"reward": asked.reward} if asked.reward is not None else {}
         told = self.served.ended(episode, asked.success, **fields)
-        _answer(exchange, told)
+        self._answer(exchange, told)
 
 
 def is_outcome(path: str) -> bool:
@@ -199,6 +203,3 @@ def _decode(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidJson(f"the body is not JSON: {error}") from None
 
-
-def _answer(exchange: Exchange, body: Any) -> None:
-    exchange.answer(200, wire.encode_json(body))

@@ -32,6 +32,7 @@ from reflex_runtime.web.exchange import OPERATOR_BODY, Exchange, Route
 from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
+from reflex_runtime.web.watchers import Watchers
 from reflex_runtime.web.websocket import SocketSession
 
 log = logging.getLogger("reflex.server")
@@ -40,13 +41,26 @@ OUTCOME: Final = "/episodes/{id}/outcome"
 POLICIES: Final = "/policies/"  # before the name of a policy; behind it is what its server would have
 
 
-def application(runtime: PolicyRuntime) -> App:
-    """The application around one `PolicyRuntime`."""
+def application(
+    runtime: PolicyRuntime,
+    views: Callable[[Asking, bool], Views] | None = None,
+    admin: Callable[[Asking], Admin] = Admin,
+    watchers: Watchers | None = None,
+) -> App:
+    """The application around one `PolicyRuntime`.
+
+    views, admin, watchers: other ones than those of a server that is one process. views: made for an `Asking`, and
+    whether no policy is named.
+    """
     config, sequences = runtime.config, Sequences()
     asking = Asking(runtime)
     several = len(runtime.policies) > 1
-    plain = PolicyRoutes(asking, ServerViews(asking) if several else Views(asking), sequences)
-    named = {name: _under(runtime, name, sequences) for name in runtime.policies}
+    made = views or (lambda asking, of_server: ServerViews(asking) if of_server and several else Views(asking))
+    plain = PolicyRoutes(asking, made(asking, True), admin(asking), sequences)
+    named = {}
+    for name in runtime.policies:
+        of_one = Asking(runtime, name, POLICIES + name)
+        named[name] = PolicyRoutes(of_one, made(of_one, False), admin(of_one), sequences)
 
     def find(path: str) -> Route | None:
         if not path.startswith(POLICIES):
@@ -54,7 +68,8 @@ def application(runtime: PolicyRuntime) -> App:
         name, slash, rest = path[len(POLICIES) :].partition("/")
         return named[name].find(slash + rest or "/") if name in named else None
 
-    routes = plain.by_path | {route.path: route for route in dashboard_routes(watchers_of(runtime))}
+    live = dashboard_routes(watchers_of(runtime) if watchers is None else watchers)
+    routes = plain.by_path | {route.path: route for route in live}
     app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
     if config.gr00t:
         _listen_groot(app, asking)
@@ -63,11 +78,6 @@ def application(runtime: PolicyRuntime) -> App:
     if config.lerobot:
         _listen_lerobot(app, asking)
     return app
-
-
-def _under(runtime: PolicyRuntime, name: str, sequences: Sequences) -> PolicyRoutes:
-    asking = Asking(runtime, name, POLICIES + name)
-    return PolicyRoutes(asking, Views(asking), sequences)
 
 
 def _missing(runtime: PolicyRuntime, path: str) -> str:
@@ -82,10 +92,10 @@ def _missing(runtime: PolicyRuntime, path: str) -> str:
 class PolicyRoutes:
     """The routes of one policy: everything that a server of this policy alone has, below the path that names it."""
 
-    def __init__(self, asking: Asking, views: Views, sequences: Sequences) -> None:
+    def __init__(self, asking: Asking, views: Views, admin: Admin, sequences: Sequences) -> None:
         """sequences: of clients of OIP."""
         runtime, most = asking.runtime, asking.config.max_body_bytes
-        admin, act = Admin(asking), Act(asking)
+        act = Act(asking)
         runtime.on_drain.append(admin.close)
 
         def ready(exchange: Exchange) -> None:

@@ -32,6 +32,7 @@ class Ask:
     all of it had been read, 0.0 before (`time.monotonic`). source: what has its headers; None on a wire without any.
     span: of its trace; None where the server makes none.
     question, served, placement, version: what is asked, and what answers it; each is None before it is known.
+    hand_on: sends the request to the process that serves this caller, where it can be sent.
     entered: it counts as active. left: the caller has gone. ended: it is settled. moved: another server answered its
     episode before.
     """
@@ -40,6 +41,7 @@ class Ask:
         "client",
         "ended",
         "entered",
+        "hand_on",
         "left",
         "moved",
         "placement",
@@ -74,4 +76,5 @@ class Ask:
         self.served: ServedPolicy | None = None
         self.placement: Placement | None = None
         self.version: Version | None = None
+        self.hand_on: Callable[[str, str], bool] | None = None
         self.entered = self.left = self.ended = self.moved = False

@@ -25,6 +25,7 @@ from reflex_runtime.core.errors import Closed, Expired, ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.options import did_you_mean
+from reflex_runtime.placing import identity_of
 from reflex_runtime.policies import ActionChunk, Observation, Policy
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import Pictures, check_names
@@ -130,10 +131,25 @@ class Asking:
         ask.question = question
         if question.request_id:
             ask.request_id = question.request_id
+        if ask.hand_on is not None and self._elsewhere(ask, question):
+            return
         try:
             self.of(question.policy)._queue(ask, question)
         except Exception as error:
             self.fail(ask, error)
+
+    def _elsewhere(self, ask: Ask, question: Question) -> bool:
+        """Whether another replica serves this caller, and has the request now."""
+        home, hand_on = self.runtime.home, ask.hand_on
+        ask.hand_on = None  # it has the body
+        if home is None or hand_on is None:
+            return False
+        robot, episode = question.robot_id, question.episode_id
+        identity = identity_of(robot, episode)
+        if not identity or home.serves(identity, episode or "") or not hand_on(identity, episode or ""):
+            return False
+        self._end(ask)
+        return True
 
     def take(self, ask: Ask, read: Callable[[], Question], received: float | None = None) -> None:
         """Enter, read and ask at once, where all of the request has come. What `read` raises fails it."""

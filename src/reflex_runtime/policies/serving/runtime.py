@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from reflex_runtime.config import DEFAULT_POLICY, ServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
@@ -22,6 +23,7 @@ from reflex_runtime.drivers.calm_loop import EventLoopThread, Uninterrupted
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy
 from reflex_runtime.policies.policy.observation import warm_decoders
+from reflex_runtime.policies.rollout.following import RolloutReports
 from reflex_runtime.policies.serving.failures import FailureLog
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
@@ -32,12 +34,26 @@ from reflex_runtime.telemetry.lines import turn_all
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.tracing import spans_of
 from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.supervisor import Lives
 
 log = logging.getLogger("reflex.server")
 
 EXIT_STUCK = 1  # status of a server whose event loop hangs in a model
 TICK = 1.0  # seconds between looks at the ramp, the guards and what may be unloaded
+
+
+class Home(Protocol):
+    """What a replica knows of the callers that it serves; see `replicas`."""
+
+    @property
+    def reports(self) -> RolloutReports: ...
+
+    def serves(self, identity: str, episode: str) -> bool:
+        """Whether this process is to answer a request of this caller."""
+
+    def hand_on(self, exchange: Exchange, body: bytes, identity: str, episode: str) -> bool:
+        """Send it to the process that does. False where it must be answered here."""
 
 
 class PolicyRuntime:
@@ -47,9 +63,14 @@ class PolicyRuntime:
     """
 
     def __init__(
-        self, config: ServeConfig, plans: Sequence[PolicyPlan], on_fatal: Callable[[], None] | None = None
+        self,
+        config: ServeConfig,
+        plans: Sequence[PolicyPlan],
+        on_fatal: Callable[[], None] | None = None,
+        home: Home | None = None,
     ) -> None:
-        self.config = config
+        """home: where this server is one of several replicas."""
+        self.config, self.home = config, home
         self.state = "initializing"
         self.error = ""
         self.lives: Lives | None = None  # what its supervisor knows, where there is one

@@ -17,6 +17,7 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.policies import Policy, PolicySource, PolicySpec
 from reflex_runtime.policies.rollout.breaker import Breaker
 from reflex_runtime.policies.rollout.comparison import Comparison
+from reflex_runtime.policies.rollout.following import FollowingRollout, RolloutReports
 from reflex_runtime.policies.rollout.ramp import Ramp, RampGuard
 from reflex_runtime.policies.rollout.rollout import Change, Placement, Rollout
 from reflex_runtime.policies.rollout.shadow import Difference
@@ -51,6 +52,13 @@ class PolicyPlan:
     weight: float = 1.0
 
 
+class PolicyHome(Protocol):
+    """The replica of a policy: where it reports how its versions do."""
+
+    @property
+    def reports(self) -> RolloutReports: ...
+
+
 class PolicyServer(Protocol):
     """The server of a policy, as the policy uses it; see `PolicyRuntime`."""
 
@@ -59,6 +67,8 @@ class PolicyServer(Protocol):
     preparing: Preparing
     state: str
 
+    @property
+    def home(self) -> PolicyHome | None: ...
     @property
     def batcher(self) -> Batcher: ...
     @property
@@ -82,10 +92,10 @@ class ServedPolicy:
         self.served = tuple(slot for slot in plan.specs if slot != SHADOW)
         self.slo = self._objective()
         self.cameras = cameras_of(plan.specs.values())
+        self._server = server
         self.rollout = self._rollout()
         self.slots: dict[str, Slot] = {}
         self.shadow: Shadowing | None = None
-        self._server = server
         self._verdict = VerdictSink(self.rollout, self.group(""))
         server.audience.add(self._verdict)
         if self.slo is not None:
@@ -238,7 +248,9 @@ class ServedPolicy:
             def ramp(comparison: Comparison, now: float) -> Ramp:
                 return Ramp(shares, every, guard, comparison if config.ramp_evidence else None, now)
 
-        return Rollout(
+        home = self._server.home
+        kind = Rollout if home is None else partial(FollowingRollout, home.reports, self.name)
+        return kind(
             self.served,
             Breaker(self.served, config.max_consecutive_crashes, config.probe_cooldown_s),
             config.split,

@@ -1,0 +1,99 @@
+"""Whose a request is, read from the bytes that begin it. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Final
+
+MAX_HEAD: Final = 64 * 1024  # bytes of a head
+SCANNED: Final = 64 * 1024  # bytes of a body that are looked at
+
+_TEXT: Final = rb'\s*:\s*"((?:[^"\\\x00-\x1f]|\\.){1,256})"'
+_ROBOT, _EPISODE = re.compile(rb'"robot_id"' + _TEXT), re.compile(rb'"(?:episode_id|sequence_id)"' + _TEXT)
+_NUMBER: Final = re.compile(rb'"sequence_id"\s*:\s*([0-9]{1,20})')
+_PACKED: Final = {name: bytes([0xA0 + len(name)]) + name for name in (b"robot_id", b"episode_id")}
+_ASKS: Final = re.compile(r"(?:/policies/[^/]*)?/(?:act|reset|v2/models/.+/infer)")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the first bytes of a request say.
+
+    asks: whether it asks a policy, or opens a websocket to ask one; anything else concerns the whole server.
+    identity: see `identity_of`. episode: its id, "" if it is not seen. enough: whether more bytes could change nothing.
+    """
+
+    asks: bool
+    identity: str = ""
+    episode: str = ""
+    enough: bool = True
+
+
+def identity_of(robot_id: str | None, episode_id: str | None) -> str:
+    """The name under which a caller is placed: what a scheduler counts as one client. "" if there is neither."""
+    return f"robot:{robot_id}" if robot_id else f"episode:{episode_id}" if episode_id else ""
+
+
+def begun(data: bytes) -> Begun | None:
+    """What the bytes of a connection's next request say; None until its head is there.
+
+    A head that is no HTTP/1 concerns the server, which refuses it. A body is looked at in its first 64 KiB, and by the
+    names of its fields, not read: a wrong guess costs a move, and no wrong answer.
+    """
+    end = data.find(b"\r\n\r\n")
+    if end < 0:
+        return Begun(False) if len(data) > MAX_HEAD else None
+    first, *lines = data[:end].split(b"\r\n")
+    words = first.split(b" ")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+    if headers.get(b"upgrade", b"").lower() == b"websocket":
+        return Begun(True)
+    if len(words) != 3 or not asks_policy(words[0].decode("latin-1"), words[1].partition(b"?")[0].decode("latin-1")):
+        return Begun(False)
+    body, length = data[end + 4 : end + 4 + SCANNED], headers.get(b"content-length", b"")
+    whole = not length.isdigit() or len(body) >= min(int(length), SCANNED) or b"expect" in headers
+    if b"transfer-encoding" in headers:
+        whole = bool(body)
+    robot, episode = _texts(body, b"msgpack" in headers.get(b"content-type", b"").lower())
+    return Begun(True, identity_of(robot, episode), episode, whole or bool(robot and episode))
+
+
+def asks_policy(method: str, path: str) -> bool:
+    """Whether a request asks a policy, and so goes to the process that serves its caller."""
+    return method == "POST" and _ASKS.fullmatch(path) is not None
+
+
+def _texts(body: bytes, packed: bool) -> tuple[str, str]:
+    """robot_id and episode_id, "" where they are not seen."""
+    if packed:
+        return _unpacked(body, b"robot_id"), _unpacked(body, b"episode_id")
+    robot, episode = _ROBOT.search(body), _EPISODE.search(body) or _NUMBER.search(body)
+    return _read(robot), _read(episode)
+
+
+def _read(found: re.Match[bytes] | None) -> str:
+    if found is None:
+        return ""
+    try:
+        return str(json.loads(b'"%b"' % found[1] if found.re is not _NUMBER else found[1]))
+    except ValueError:
+        return ""
+
+
+def _unpacked(body: bytes, name: bytes) -> str:
+    """The text behind a key of a msgpack map: up to 255 bytes of it."""
+    at = body.find(_PACKED[name])
+    if at < 0:
+        return ""
+    at += len(name) + 1
+    kind = body[at] if at < len(body) else 0
+    if 0xA0 <= kind <= 0xBF:
+        begin, size = at + 1, kind - 0xA0
+    elif kind == 0xD9 and at + 1 < len(body):
+        begin, size = at + 2, body[at + 1]
+    else:
+        return ""
+    return body[begin : begin + size].decode("utf-8", "replace") if len(body) >= begin + size else ""
+

@@ -1,0 +1,61 @@
+"""Which replica a caller is sent to: where its episode runs, else where its name hashes to."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from reflex_runtime.rendezvous import owner
+
+EPISODES = 10_000  # remembered: as many as a router has
+SETTLED = 3600.0  # seconds after which a replica counts as one that was always there: an episode idle as long is over
+
+
+class ReplicaTable:
+    """The front's table. Pure: times are given.
+
+    An episode stays where it began while that replica lives. So one that joins takes over only what begins later.
+    """
+
+    def __init__(self) -> None:
+        self.live: dict[str, None] = {}
+        self._runs: OrderedDict[str, str] = OrderedDict()  # episode → replica; least recently placed first
+        self._joined_at: float | None = None
+
+    def began_with(self, names: Collection[str]) -> None:
+        """The replicas that were there from the beginning."""
+        self.live = dict.fromkeys(names)
+
+    def join(self, name: str, now: float) -> None:
+        if name not in self.live:
+            self.live[name] = None
+            self._joined_at = now
+
+    def leave(self, name: str) -> None:
+        """It takes no more requests: its episodes go on elsewhere."""
+        self.live.pop(name, None)
+        for episode in [episode for episode, runs in self._runs.items() if runs == name]:
+            del self._runs[episode]
+
+    def settled(self, now: float) -> bool:
+        """Whether every episode runs where its caller hashes to."""
+        return self._joined_at is None or now - self._joined_at > SETTLED
+
+    def place(self, identity: str, episode: str) -> str | None:
+        """The replica for a request; None while there is none."""
+        found = self._runs.get(episode) if episode else None
+        if found is not None:
+            return found
+        name = owner(identity, self.live)
+        if name is not None and episode:
+            self.runs(episode, name)
+        return name
+
+    def runs(self, episode: str, name: str) -> None:
+        """The episode runs there."""
+        if name not in self.live:
+            return
+        self._runs[episode] = name
+        self._runs.move_to_end(episode)
+        if len(self._runs) > EPISODES:
+            self._runs.popitem(last=False)

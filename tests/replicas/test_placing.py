@@ -1,0 +1,132 @@
+"""Whose a request is, where it goes, and how several pages become one: without processes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from reflex_runtime.placing import MAX_HEAD, SCANNED, Begun, begun, identity_of
+from reflex_runtime.rendezvous import owner
+from reflex_runtime.replicas.merging import PageSum
+from reflex_runtime.replicas.placing_table import EPISODES, SETTLED, ReplicaTable
+
+
+def request(path: str, body: bytes = b"", headers: str = "", method: str = "POST") -> bytes:
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "identity", "episode"),
+    [
+        ("/act", {"state": [1.0], "robot_id": "r1", "episode_id": "e1"}, "robot:r1", "e1"),
+        ("/act?policy=arm", {"episode_id": "e1"}, "episode:e1", "e1"),
+        ("/policies/arm/act", {"robot_id": 'a"b\u00e9'}, 'robot:a"b\u00e9', ""),
+        ("/v2/models/arm/infer", {"parameters": {"sequence_id": 7}}, "episode:7", "7"),
+        ("/reset", {"episode_id": None}, "", ""),
+    ],
+)
+def test_x7_the_front_reads_who_sent_a_request_from_its_first_bytes(
+    path: str, fields: dict[str, Any], identity: str, episode: str
+) -> None:
+    assert begun(request(path, json.dumps(fields).encode())) == Begun(True, identity, episode)
+    if path.endswith("act"):
+        packed = request(path, msgspec.msgpack.encode(fields), "Content-Type: application/msgpack\r\n")
+        assert begun(packed) == Begun(True, identity, episode)
+
+
+def test_x7_it_waits_for_no_more_than_it_needs() -> None:
+    body = json.dumps({"robot_id": "r", "episode_id": "e", "image": "x" * 2 * SCANNED}).encode()
+    whole = request("/act", body)
+    head = len(whole) - len(body)
+    assert begun(whole[: head - 1]) is None
+    for cut, enough in ((0, False), (12, False), (50, True), (SCANNED, True)):
+        found = begun(whole[: head + cut])
+        assert found is not None
+        assert found.enough is enough
+    late = b"{" + b" " * SCANNED + body[1:]
+    found = begun(request("/act", late))  # behind what is looked at
+    assert found == Begun(True)
+
+
+def test_x7_the_front_answers_all_that_asks_no_policy() -> None:
+    asked = (("GET", "/health"), ("POST", "/admin/split"), ("POST", "/episodes/e/outcome"), ("GET", "/act"))
+    for method, path in asked:
+        assert begun(request(path, method=method)) == Begun(False)
+    assert begun(request("/", headers="Upgrade: websocket\r\n", method="GET")) == Begun(True)
+    assert begun(b"x" * (MAX_HEAD + 1)) == Begun(False)
+    assert begun(b"\xff\x00\r\n\r\n") == Begun(False)
+
+
+def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> None:
+    table, names = ReplicaTable(), ["r0", "r1", "r2"]
+    table.began_with(names)
+    episodes = [f"e{i}" for i in range(300)]
+
+    def places() -> dict[str, str | None]:
+        return {episode: table.place(identity_of(None, episode), episode) for episode in episodes}
+
+    first = places()
+    assert min(Counter(first.values()).values()) > 60
+    table.leave("r1")
+    second = places()
+    assert all(second[e] == first[e] for e in episodes if first[e] != "r1")
+    assert "r1" not in second.values()
+    assert table.settled(0.0)
+    table.join("r1", 10.0)
+    assert places() == second  # what runs stays
+    new = {f"n{i}": table.place(f"episode:n{i}", f"n{i}") for i in range(60)}
+    assert new == {name: owner(f"episode:{name}", names) for name in new}
+    assert not table.settled(10.0 + SETTLED)
+    assert table.settled(10.1 + SETTLED)
+
+
+def test_x7_the_table_is_bounded_and_may_be_empty() -> None:
+    table = ReplicaTable()
+    assert table.place("robot:r", "e") is None
+    table.began_with(["r0"])
+    for i in range(EPISODES + 5):
+        table.runs(f"e{i}", "r0")
+    table.runs("other", "no such replica")
+    assert len(table._runs) == EPISODES
+
+
+PAGE = """\
+# HELP reflex_requests_total Requests.
+# TYPE reflex_requests_total counter
+reflex_requests_total{{policy_slot="a"}} {requests}
+# HELP reflex_backlog_seconds Backlog.
+# TYPE reflex_backlog_seconds gauge
+reflex_backlog_seconds {backlog}
+# HELP reflex_slot_drained Drained.
+# TYPE reflex_slot_drained gauge
+reflex_slot_drained {drained}
+"""
+
+
+def page(requests: int, backlog: float, drained: int) -> bytes:
+    return PAGE.format(requests=requests, backlog=backlog, drained=drained).encode()
+
+
+def values(rendered: bytes) -> dict[str, float]:
+    return {s.name: s.value for family in text_string_to_metric_families(rendered.decode()) for s in family.samples}
+
+
+def test_x7_pages_add_up_and_keep_what_a_lost_replica_counted() -> None:
+    pages = PageSum()
+    own = page(1, 0.0, 0)
+    both = pages.page({"r0": page(10, 0.5, 0), "r1": page(5, 0.25, 1)}, own, [])
+    assert values(both) == {"reflex_requests_total": 16, "reflex_backlog_seconds": 0.75, "reflex_slot_drained": 1}
+    assert values(pages.page({"r0": page(11, 0.5, 0)}, own, [])) == {  # the other did not answer in time
+        "reflex_requests_total": 17, "reflex_backlog_seconds": 0.75, "reflex_slot_drained": 1,
+    }  # fmt: skip
+    pages.lost("r1")
+    pages.lost("r1")
+    assert values(pages.page({"r0": page(11, 0.5, 0), "r1": page(2, 0.0, 0)}, own, [])) == {
+        "reflex_requests_total": 19, "reflex_backlog_seconds": 0.5, "reflex_slot_drained": 0,
+    }  # fmt: skip
