@@ -27,6 +27,7 @@ from bench import (
     machine,
     models,
     pictures,
+    replicas,
     serving,
     soak,
     torch_policies,
@@ -37,8 +38,8 @@ from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "costs", "faults", "hostile", "pictures", "soak", "versions")
-CASES += ("wires", "torch", "soak-mixed")
-USUAL = CASES[:-11]  # the others are asked for by name
+CASES += ("wires", "torch", "soak-mixed", "replicas")
+USUAL = CASES[:-12]  # the others are asked for by name
 
 
 def main() -> int:
@@ -77,6 +78,7 @@ def main() -> int:
             "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),
+            "replicas": lambda: replicas.replicas(tiny, heavy, scale),
             "soak": lambda: soak.soak(scale),
             "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
             "versions": lambda: versions.versions(tiny, heavy, scale),

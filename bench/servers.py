@@ -104,10 +104,10 @@ class Server:
 
 
 class Raw:
-    """The model alone in a process on the server's core."""
+    """The model alone in a process on the server's core, or on that of the load generator (core=1)."""
 
-    def __init__(self, export: Path) -> None:
-        where = cores()[0]
+    def __init__(self, export: Path, core: int = 0) -> None:
+        where = cores()[core]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.apps.raw", str(export)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: pin(where),
@@ -133,12 +133,10 @@ class Raw:
         self._process.wait()
 
 
-def reflex(
-    export: Path, *flags: str, name: str = "reflex", ready: dict[str, Any] | str | None = None
-) -> Server:
+def reflex(export: Path, *flags: str, name: str = "reflex", **more: Any) -> Server:
     """`reflex serve` with its defaults, but for the supervisor: the process is the one whose times are taken."""
     command = ["-m", "reflex_runtime", "serve", str(export), "--port", "PORT", "--no-supervise", *flags]
-    return Server(name, command, ready=ready)
+    return Server(name, command, **more)
 
 
 def hello(export: Path) -> Server:
