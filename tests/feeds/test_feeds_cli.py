@@ -229,6 +229,19 @@ def test_f14_a_damaged_file_is_said_and_exit_status_1(tmp_path: Path) -> None:
     assert figures(feeds, "b")["answered"] == 5
 
 
+def test_f14_a_signal_that_another_thread_takes_stops_it_too(tmp_path: Path) -> None:
+    """The kernel may give a signal to any thread; only the main one runs handlers, and it waits."""
+    taker = """import signal, threading
+from mine import Sizes
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # and of all threads that come later
+"""
+    (scratch(tmp_path) / "deaf.py").write_text(taker)
+    with Feeds(ENDLESS, "--processor", "deaf:Sizes", "--results", "-", cwd=tmp_path) as feeds:
+        feeds.wait_out(2)
+        assert feeds.stop(signal.SIGTERM) == 0
+
+
 def test_f14_a_signal_stops_in_order(tmp_path: Path) -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     arguments = (ENDLESS, f"b={clip(200, 50)}", "--processor", "mine:Sizes", "--results", "-", "--trace")

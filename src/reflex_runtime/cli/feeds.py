@@ -8,8 +8,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
+from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -60,7 +62,7 @@ written; 2 for a wrong option or a processor that does not start; 130 for a seco
 docs/feeds.md.
 """
 
-_LOST, _READER_GONE = "lost", "reader gone"
+_LOST, _READER_GONE, _WAKE = "lost", "reader gone", ""
 
 
 def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -145,7 +147,7 @@ class _Session:
         """Returns the exit status."""
         from reflex_runtime.cli.feeds_output import Signals
 
-        handlers = Signals(self._signalled)
+        handlers = Signals(self._signalled, lambda: self._news.put(_WAKE))
         with handlers:
             try:
                 status, clean = self._run()
@@ -295,8 +297,12 @@ class _Session:
     def _wait(self) -> str:
         """Why it stops: a signal's name, or what there is no more."""
         self._look()  # feeds may have ended before the watcher began
+        until = time.monotonic() + self._config.duration_s if self._config.duration_s else inf
         try:
-            return self._news.get(timeout=self._config.duration_s or None)
+            while True:
+                left = None if until == inf else max(0.0, until - time.monotonic())
+                if (why := self._news.get(timeout=left)) != _WAKE:
+                    return why
         except Empty:
             return "time"
 
