@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import tracemalloc
 from pathlib import Path
@@ -462,6 +463,19 @@ def test_without_h264_pictures_become_av1(tmp_path: Path, monkeypatch: pytest.Mo
     first, _ = episodes_of(tmp_path / "fleet")
     for seen, number in zip(pictures_of(tmp_path / "fleet", first), [0, 2, 4, 6], strict=True):
         assert differ(seen, picture(number)) < NEAR
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_FIFO") or os.geteuid() != 0, reason="only root on Linux gets such threads")
+def test_the_encoder_of_av1_makes_no_thread_realtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it would be for the rest of this process: with two cores, everything beside it stands still."""
+    monkeypatch.setattr(lerobot_video, "CODECS", {"libsvtav1": lerobot_video.CODECS["libsvtav1"]})
+    videos = lerobot_video.CameraVideos(tmp_path, 10, 48, 64, max_bytes=1 << 20, files_in_chunk=1)
+    videos.begin(2)
+    for number in range(2):
+        videos.add(picture(number))
+        assert set(lerobot_video._policies().values()) == {os.SCHED_OTHER}
+    videos.close()
+    assert set(lerobot_video._policies().values()) == {os.SCHED_OTHER}
 
 
 def test_lines_of_many_episodes_are_written_together(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +69,11 @@ class CameraVideos:
             self._open()
         frame = self._av.VideoFrame.from_ndarray(picture, format="rgb24")
         frame.pts, frame.time_base = self._frames, Fraction(1, self._fps)
-        self._mux(frame)
+        if self._frames:
+            self._mux(frame)
+        else:
+            with no_realtime_threads():
+                self._mux(frame)  # starts the encoder
         self._frames += 1
 
     def close(self) -> None:
@@ -101,6 +108,31 @@ class CameraVideos:
         for packet in self._stream.encode(frame):
             self._bytes += packet.size
             self._container.mux(packet)
+
+
+@contextmanager
+def no_realtime_threads() -> Iterator[None]:
+    """What becomes real-time (SCHED_FIFO) meanwhile is made ordinary again.
+
+    SVT-AV1, if root runs it, makes its own threads and the calling one real-time, and leaves them so: with a core or
+    two everything else on the machine stands still, a server included.
+    """
+    before = _policies()
+    yield
+    for thread, policy in _policies().items():
+        if policy != before.get(thread, os.SCHED_OTHER):
+            with suppress(OSError):  # it has ended
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _policies() -> dict[int, int]:
+    """The scheduling policy of each thread of this process; empty where there is no /proc."""
+    found = {}
+    with suppress(OSError):
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(OSError):
+                found[thread] = os.sched_getscheduler(thread)
+    return found
 
 
 def need_av() -> Any:
