@@ -31,6 +31,7 @@ from bench import (
     serving,
     soak,
     torch_policies,
+    tune,
     versions,
     wires,
 )
@@ -38,8 +39,8 @@ from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "costs", "faults", "hostile", "pictures", "soak", "versions")
-CASES += ("wires", "torch", "soak-mixed", "replicas")
-USUAL = CASES[:-12]  # the others are asked for by name
+CASES += ("wires", "torch", "soak-mixed", "replicas", "tune", "tune-pinned")
+USUAL = CASES[:-14]  # the others are asked for by name
 
 
 def main() -> int:
@@ -83,6 +84,8 @@ def main() -> int:
             "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
             "versions": lambda: versions.versions(tiny, heavy, scale),
             "wires": lambda: wires.wires(Path(root), scale),
+            "tune": lambda: tune.tune(heavy, scale),
+            "tune-pinned": lambda: tune.tune(heavy, scale, pinned=True),
             "torch": lambda: torch_policies.torch_policies(scale),
         }
         for name in args.only or USUAL:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from math import inf
+from random import Random
 
 import pytest
 
@@ -10,8 +12,21 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Request
-from reflex_runtime.sim import Affine, Around, Callers, Every, Fixed, Noisy, Open, Poisson, Report, WorkloadPart
-from reflex_runtime.sim.observed import RecordedCaller, observe
+from reflex_runtime.sim import (
+    Affine,
+    Around,
+    Arrival,
+    Callers,
+    Every,
+    Fixed,
+    Noisy,
+    Open,
+    Poisson,
+    RecordedArrivals,
+    Report,
+    WorkloadPart,
+)
+from reflex_runtime.sim.observed import RecordedCaller, RecordedGroup, observe
 from reflex_runtime.sim.tuning import Knobs, Tuner, Tuning, present
 from sim.journals import journal_of
 
@@ -67,6 +82,25 @@ def test_requests_that_come_before_the_answer_do_not_wait() -> None:
     load = observe(journal)
     assert (load.clients, load.steady) == ({"does not wait": 1}, False)
     assert load.open_rate == pytest.approx(200.0, rel=0.1)
+
+
+def test_connections_of_a_pool_do_not_wait() -> None:
+    """Each asks when its turn comes, long after its answer; all of them are one stream of requests."""
+    times = list(islice(Poisson(60.0).times(Random(1)), 400))
+    pool = RecordedArrivals([Arrival(at, Request(client=f"c{i % 30}")) for i, at in enumerate(times)])
+    journal, _ = journal_of(served(Knobs(0.1, inf, 256)), pool, DEVICE, times[-1])
+    assert observe(journal).clients == {"does not wait": 30}
+
+
+def test_callers_that_are_delayed_together_are_so_again() -> None:
+    robots = [RecordedCaller([Request(client=f"r{i}")], [], False, 0.0) for i in range(4)]
+    (first, second, *_) = RecordedGroup(robots, [[0.001, 0.002], [0.050, 0.051]]).streams("0")
+    assert (first.next(0.0), second.next(0.0)) != (None, None)
+    for answered in range(1, 9):
+        one, two = first.next(float(answered)), second.next(float(answered))
+        assert one is not None
+        assert two is not None
+        assert two.at - one.at == pytest.approx(0.001)
 
 
 def test_what_passes_between_two_batches_is_found() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.options import add_options, did_you_mean, one_line, option, validate
+from reflex_runtime.options import add_options, did_you_mean, one_line, option, validate, whole
 from reflex_runtime.sources import load
 
 if TYPE_CHECKING:
     from reflex_runtime.sim import Callers, Setting, Think, WorkloadPart
     from reflex_runtime.sim.compare import Bench
+    from reflex_runtime.sim.fleet import Outage
 
 _EPILOG = """\
 examples:
@@ -24,6 +27,8 @@ examples:
   reflex simulate --compare --duration-s 20                       the rules against each other
   reflex simulate --stages                                        joins at denoise steps against whole chunks
   reflex simulate --stages --ratios 25                            the same for prefixes as long as 25 steps
+  reflex simulate --robots 1000 --replicas auto                   how many devices a thousand robots need
+  reflex simulate --robots 100 --replicas 3 --fail 0@20-40        one of three is lost from second 20 to 40
 
 The device takes fixed + marginal x n milliseconds for n requests. docs/simulator.md explains every figure.
 """
@@ -35,13 +40,13 @@ class SimulateConfig:
 
     rate: float = option(
         200.0, "requests offered per second", low=0.001, high=100_000, unit="1/s",
-        unless="compare|stages|arrivals=closed",
+        unless="compare|stages|robots|arrivals=closed",
     )
     arrivals: str = option(
         "poisson",
         "pattern of arrivals; closed: callers that wait for their answer, see --callers and --think",
         choices=("poisson", "bursty", "diurnal", "heavy", "closed"),
-        unless="compare|stages",
+        unless="compare|stages|robots",
     )
     callers: int = option(
         8, "callers, with --arrivals closed", low=1, high=10_000, needs="arrivals=closed", unless="compare|stages"
@@ -95,7 +100,26 @@ class SimulateConfig:
     warmup_s: float = option(2.0, "virtual seconds at the start that the figures leave out", low=0, high=3600, unit="s")
     seed: int = option(0, "same seed, same run", low=0, high=2**31)
     policy: str = option(
-        "window", "the rule", choices=("window", "by_cost", "by_size", "greedy"), unless="compare|stages")
+        "window", "the rule", choices=("window", "by_cost", "by_size", "greedy"), unless="compare|stages|robots")
+    robots: int = option(
+        0, "robots on several replicas, each a device of its own; see docs/capacity.md", low=0, high=100_000,
+        unless="compare|stages",
+    )
+    chunk_ms: float = option(
+        500.0, "how long a robot executes an answer before it asks again, ± 5 %", low=1, high=600_000, unit="ms",
+        needs="robots",
+    )
+    replicas: str = option(
+        "auto", "how many replicas, or auto: the fewest of which even the busiest reaches --target", metavar="N|auto",
+        needs="robots",
+    )
+    target: float = option(
+        0.99, "with --replicas auto: share of requests to be answered within --slo-ms", low=0.5, high=0.9999,
+        metavar="SHARE", needs="replicas=auto",
+    )
+    fail: str = option(
+        "", "a replica dies and comes back: NUMBER@SECONDS-SECONDS, such as 0@20-40", metavar="OUTAGE", needs="robots",
+    )
     compare: bool = option(
         False, "print the comparison tables instead"
     )
@@ -120,6 +144,8 @@ class SimulateConfig:
         if self.stages and (self.compare or self.picture):
             other = "--compare" if self.compare else "--picture"
             raise ConfigError(f"--stages with {other}: leave out one of them; --stages prints one table, draws nothing")
+        if self.replicas != "auto":
+            whole("--replicas", self.replicas, 1, 10_000)
         single = self.fixed_ms + self.marginal_ms
         if self.compare and self.slo_ms <= single:
             raise ConfigError(
@@ -150,6 +176,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{where}: cannot make its directory: {error.strerror}") from None
     if config.stages:
         return _stages(config)
+    if config.robots:
+        return _fleet(config)
     return _compare(config) if config.compare else _one(config)
 
 
@@ -201,6 +229,48 @@ def _stages(config: SimulateConfig) -> int:
     cases = stages.ratio_cases(_ratios(config.ratios)) if config.ratios else stages.CASES
     _show(stages.stages_table(stages.stages(_bench(config), _progress, cases)))
     return 0
+
+
+def _fleet(config: SimulateConfig) -> int:
+    from reflex_runtime.sim import Affine
+    from reflex_runtime.sim.fleet import FleetPlan, in_words, run_fleet, size_fleet
+
+    plan = FleetPlan(
+        config.robots, config.chunk_ms / 1e3, config.slo_ms / 1e3,
+        Affine(config.fixed_ms / 1e3, config.marginal_ms / 1e3), config.noise, config.max_batch_cost_ms / 1e3,
+        inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3, config.target,
+        config.duration_s, config.warmup_s, config.seed,
+    )  # fmt: skip
+    outages = _outages(config)
+    sizing = size_fleet(plan, _progress) if config.replicas == "auto" else None
+    replicas = int(config.replicas) if sizing is None else sizing.needed
+    if outages and outages[0].replica >= replicas:
+        raise ConfigError(f"--fail={config.fail}: there are {replicas} replicas, from 0 to {replicas - 1}")
+    if outages and replicas == 1:
+        raise ConfigError(f"--fail={config.fail}: the only replica; nothing would answer. Give --replicas 2 or more")
+    _progress(f"{config.robots} robots on {replicas} replicas")
+    found = run_fleet(plan, replicas, outages)
+    _show(in_words(plan, found, sizing, outages))
+    if config.picture:
+        from reflex_runtime.sim.picture import draw_run
+
+        _drawn(draw_run(found.run, Path(config.picture), f"{config.robots} robots, {replicas} replicas"))
+    return 0
+
+
+def _outages(config: SimulateConfig) -> list[Outage]:
+    """Read --fail."""
+    from reflex_runtime.sim.fleet import Outage
+
+    if not config.fail:
+        return []
+    found = re.fullmatch(r"(\d{1,5})@(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)", config.fail)
+    outage = None if found is None else Outage(int(found[1]), float(found[2]), float(found[3]))
+    if outage is None or not outage.at < outage.until <= config.duration_s:
+        raise ConfigError(
+            f"--fail={one_line(config.fail)}: must be NUMBER@SECONDS-SECONDS, such as 0@20-40, within --duration-s"
+        )
+    return [outage]
 
 
 def _ratios(text: str) -> list[float]:

@@ -8,6 +8,11 @@ alone do not say what another setting would bring. Each client of the journal be
 - *by the clock*: it never asks before its answer, and its gaps are more regular. It asks after the gap, or at once if
   the answer comes later than that.
 - *does not wait*: it asks before its answer, or only once. Its requests come at the recorded times.
+
+Two things are seen only in all clients together. Connections of a pool take turns: a connection that was free for long
+asks next, whoever is behind it. Their think times are long and nearly those of the one before; they do not wait.
+Callers that were answered together share what delays them, such as a busy processor: they get think times that were
+recorded together.
 """
 
 from __future__ import annotations
@@ -17,7 +22,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from statistics import median
+from random import Random
+from statistics import StatisticsError, correlation, median
 from typing import Literal, NamedTuple
 
 from reflex_runtime.core.batch import Cause
@@ -34,6 +40,9 @@ Kind = Literal["returns", "by the clock", "does not wait"]
 OVERLAPS = 0.02  # share of a client's requests that may come before its last answer: it was cancelled, or is shared
 FEW = 4  # requests of a client that show no habit
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as for holds
+ALIKE = 0.6  # correlation of one think time with the next from which on callers are delayed together, and
+POOLED = 0.9  # of a pool, whose
+LONG = 2.0  # think times are that many times the latency
 WHOLE = 0.9  # share of the recording in which a caller must ask to be there all the time
 
 
@@ -74,8 +83,8 @@ class RecordedCaller:
 class _RecordedCallerStream:
     waits = True
 
-    def __init__(self, caller: RecordedCaller) -> None:
-        self._caller = caller
+    def __init__(self, caller: RecordedCaller, shared: _Cohorts | None = None) -> None:
+        self._caller, self._shared = caller, shared
         self._asked = 0
         self._last = 0.0
 
@@ -84,12 +93,46 @@ class _RecordedCallerStream:
         if turn == 0:
             at = caller.first
         else:
-            pause = caller.pauses[(turn - 1) % len(caller.pauses)]
+            if self._shared is None:
+                pause = caller.pauses[(turn - 1) % len(caller.pauses)]
+            else:
+                pause = self._shared.pause(now)
             at = max(now, self._last + pause) if caller.by_clock else now + pause
         if at > caller.until:
             return None
         self._asked, self._last = turn + 1, at
         return Arrival(at, caller.requests[turn % len(caller.requests)], prepared_in=caller.prepared_in)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """Callers that are delayed together; a part of a workload. cohorts: think times of callers that were answered at
+    the same time, in the order in which they asked."""
+
+    callers: Sequence[RecordedCaller]
+    cohorts: Sequence[Sequence[float]]
+
+    def streams(self, seed: str) -> Sequence[RequestStream]:
+        shared = _Cohorts(self.cohorts, Random(seed))
+        return [_RecordedCallerStream(caller, shared) for caller in self.callers]
+
+
+class _Cohorts:
+    """Draws one of the recorded cohorts for all that are answered at one time."""
+
+    def __init__(self, cohorts: Sequence[Sequence[float]], rng: Random) -> None:
+        self._cohorts, self._rng = cohorts, rng
+        self._weights = [len(cohort) for cohort in cohorts]
+        self._now = -inf
+        self._drawn: Sequence[float] = ()
+        self._taken = 0
+
+    def pause(self, now: float) -> float:
+        if now != self._now:
+            (self._drawn,) = self._rng.choices(self._cohorts, self._weights)
+            self._now, self._taken = now, 0
+        self._taken += 1
+        return self._drawn[(self._taken - 1) % len(self._drawn)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +177,14 @@ def observe(journal: Journal) -> ObservedLoad:
     span = max(one.came for one in seen) - first + 1e-9
     prepared_in = _preparing(seen)
     parts: list[WorkloadPart] = []
+    together: list[RecordedCaller] = []
+    alike, pooled = _in_common(seen)
     clients: Counter[Kind] = Counter()
     pauses: defaultdict[Kind, list[float]] = defaultdict(list)
     unasked: list[Arrival] = []
     steady = True
     for own in _by_client(seen).values():
-        kind, values = habit(own)
+        kind, values = ("does not wait", []) if pooled else habit(own)
         clients[kind] += 1
         if kind == "does not wait":
             unasked += [Arrival(s.came - first, s.request, prepared_in=prepared_in * (s.ready > s.came)) for s in own]
@@ -151,7 +196,10 @@ def observe(journal: Journal) -> ObservedLoad:
         pictures = prepared_in if any(s.ready > s.came for s in own) else 0.0
         requests = [s.request for s in own]
         until = inf if whole else last
-        parts.append(RecordedCaller(requests, values, kind == "by the clock", begins, until, pictures))
+        caller = RecordedCaller(requests, values, kind == "by the clock", begins, until, pictures)
+        (together if alike and kind == "returns" else parts).append(caller)
+    if together:
+        parts.append(RecordedGroup(together, _cohorts(seen)))
     if unasked:
         parts.append(RecordedArrivals(unasked))
     return ObservedLoad(
@@ -193,6 +241,45 @@ def habit(own: Sequence[SeenRequest]) -> tuple[Kind, list[float]]:
     if _spread(gaps) < _spread(thinks) - CLEARLY:
         return "by the clock", gaps
     return "returns", thinks
+
+
+def _thinks(seen: Sequence[SeenRequest]) -> list[tuple[float, float, float]]:
+    """(when the last one was answered, think time, gap) of each request that follows one of its client, in order."""
+    last: dict[tuple[str, Hashable], SeenRequest] = {}
+    found = []
+    for one in seen:
+        key = (one.request.group, one.request.client)
+        before = last.get(key)
+        if before is not None and before.ended <= one.came:
+            found.append((before.ended, one.came - before.ended, one.came - before.came))
+        last[key] = one
+    return found
+
+
+def _in_common(seen: Sequence[SeenRequest]) -> tuple[bool, bool]:
+    """Whether callers are delayed together, and whether they are connections of a pool."""
+    thinks = _thinks(seen)
+    if len(thinks) < 8 or len(_by_client(seen)) < 3:
+        return False, False
+    think, gap = (_with_next([one[place] for one in thinks]) for place in (1, 2))
+    long = median(one[1] for one in thinks) > LONG * median(one.ended - one.came for one in seen)
+    pooled = long and think > POOLED and gap > POOLED
+    return think > ALIKE and not long, pooled
+
+
+def _with_next(values: Sequence[float]) -> float:
+    """The correlation of each value with the next; 0 if they do not differ."""
+    try:
+        return correlation(values[:-1], values[1:])
+    except StatisticsError:
+        return 0.0
+
+
+def _cohorts(seen: Sequence[SeenRequest]) -> list[list[float]]:
+    found: dict[float, list[float]] = defaultdict(list)
+    for answered, think, _ in _thinks(seen):
+        found[answered].append(think)
+    return list(found.values())
 
 
 def _by_client(seen: Sequence[SeenRequest]) -> dict[tuple[str, Hashable], list[SeenRequest]]:

@@ -74,7 +74,7 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
     scheduler = Scheduler([_group(name, told, changes or Changes()) for name, told in settings.items()])
     for name, warm in recording.warm.items():
         if name in settings:
-            _teach(scheduler.cost_model(name), name, warm)
+            teach(scheduler.cost_model(name), name, warm)
     return scheduler
 
 
@@ -104,8 +104,8 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
     )
 
 
-def _teach(model: TimeCost, slot: str, warm: Warm) -> None:
-    """Teach the cost model the recorded warm-up."""
+def teach(model: TimeCost, slot: str, warm: Warm) -> None:
+    """Teach the cost model what a warm-up measured."""
 
     def ticket(i: int) -> Ticket:
         return Ticket(Request(group=slot, shape=warm.shape, cost_class=warm.cost_class, wants=warm.wants), i, 0.0)

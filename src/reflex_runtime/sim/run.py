@@ -14,7 +14,7 @@ from random import Random
 from typing import NamedTuple, Protocol
 
 from reflex_runtime.core.batch import Batch, Done, Failed, More, Outcome
-from reflex_runtime.core.errors import ReflexError, Rejected
+from reflex_runtime.core.errors import Drained, ReflexError, Rejected
 from reflex_runtime.core.events import Event, RequestSettled
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.sim.clock import JumpingClock
@@ -244,7 +244,11 @@ class _Loop:
                 outcome = event.ticket.outcome
                 error = outcome.error if isinstance(outcome, Failed) else None
                 self._answered(arrival, event.at, error, event.ticket.shared)
-                if stream.waits:
+                if not stream.waits:
+                    continue
+                if isinstance(error, Drained):  # its replica died: the caller asks another one at once
+                    self._plan(stream, Arrival(event.at + RETRY, arrival.request, prepared_in=arrival.prepared_in))
+                else:
                     self._plan(stream, stream.next(event.at))
         return bool(events)
 
