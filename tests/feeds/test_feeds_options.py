@@ -92,13 +92,21 @@ def test_f14_max_batch_size_bounds_a_call(tmp_path: Path) -> None:
 def test_f14_max_latency_ms_lets_files_that_are_due_share_calls(tmp_path: Path) -> None:
     """Two files on a processor that does two pictures as fast as one take turns unless they wait for each other."""
     files = (f"one={frames(9)}", f"two={frames(9)}")
-    runs = []
-    for most in ("0", "80"):
+
+    def running(most: str) -> Feeds:
         arguments = (*files, *SIZES, "--results", most, "--max-latency-ms", most)
-        runs.append(Feeds(*arguments, cwd=scratch(tmp_path), env={"SECONDS_EACH": "0.15"}))
-    together(*runs)
-    size = {most: median(line["value"]["size"] for line in results(tmp_path / str(most))) for most in (0, 80)}
-    assert size == {0: 1, 80: 2}
+        return Feeds(*arguments, cwd=scratch(tmp_path), env={"SECONDS_EACH": "0.15"})
+
+    def size(most: str) -> float:
+        return median(line["value"]["size"] for line in results(tmp_path / most))
+
+    together(running("0"), running("80"))
+    assert size("80") == 2
+    for _ in range(4):  # on a busy machine both may begin at once, and then share every call by chance
+        if size("0") == 1:
+            return
+        together(running("0"))
+    assert size("0") == 1
 
 
 def test_f14_queue_capacity_bounds_what_waits_and_cameras_hear_of_it(tmp_path: Path) -> None:
