@@ -22,13 +22,15 @@ class Begun:
     """What the first bytes of a request say.
 
     asks: whether it asks a policy, or opens a websocket to ask one; anything else concerns the whole server.
-    identity: see `identity_of`. episode: its id, "" if it is not seen. enough: whether more bytes could change nothing.
+    identity: see `identity_of`. episode: its id, "" if it is not seen. enough: whether more bytes could change nothing;
+    otherwise they cannot once there are `until`.
     """
 
     asks: bool
     identity: str = ""
     episode: str = ""
     enough: bool = True
+    until: int = 0
 
 
 def identity_of(robot_id: str | None, episode_id: str | None) -> str:
@@ -48,21 +50,26 @@ def begun(data: bytes) -> Begun | None:
     first, *lines = data[:end].split(b"\r\n")
     words = first.split(b" ")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
-    if headers.get(b"upgrade", b"").lower() == b"websocket":
-        return Begun(True)
-    if len(words) != 3 or not asks_policy(words[0].decode("latin-1"), words[1].partition(b"?")[0].decode("latin-1")):
-        return Begun(False)
+    method, path = words[0].decode("latin-1"), words[1].partition(b"?")[0].decode("latin-1") if words[1:] else ""
+    if len(words) != 3 or not asks_policy(method, path):
+        return Begun(opens_websocket(method, headers.get(b"upgrade", b"")))
     body, length = data[end + 4 : end + 4 + SCANNED], headers.get(b"content-length", b"")
-    whole = not length.isdigit() or len(body) >= min(int(length), SCANNED) or b"expect" in headers
+    needed = min(int(length), SCANNED) if length.isdigit() and b"expect" not in headers else 0
     if b"transfer-encoding" in headers:
-        whole = bool(body)
+        needed = 1
     robot, episode = _texts(body, b"msgpack" in headers.get(b"content-type", b"").lower())
-    return Begun(True, identity_of(robot, episode), episode, whole or bool(robot and episode))
+    enough = len(body) >= needed or bool(robot and episode)
+    return Begun(True, identity_of(robot, episode), episode, enough, 0 if enough else end + 4 + needed)
 
 
 def asks_policy(method: str, path: str) -> bool:
     """Whether a request asks a policy, and so goes to the process that serves its caller."""
     return method == "POST" and _ASKS.fullmatch(path) is not None
+
+
+def opens_websocket(method: str, upgrade: bytes) -> bool:
+    """Whether a request opens a websocket, which goes to a replica. upgrade: its header of that name."""
+    return method == "GET" and upgrade.lower() == b"websocket"
 
 
 def _texts(body: bytes, packed: bool) -> tuple[str, str]:

@@ -59,6 +59,8 @@ def test_x7_the_front_answers_all_that_asks_no_policy() -> None:
     for method, path in asked:
         assert begun(request(path, method=method)) == Begun(False)
     assert begun(request("/", headers="Upgrade: websocket\r\n", method="GET")) == Begun(True)
+    for path in ("/admin/split", "/act/x"):  # only a GET opens a websocket
+        assert begun(request(path, headers="Upgrade: websocket\r\n")) == Begun(False)
     assert begun(b"x" * (MAX_HEAD + 1)) == Begun(False)
     assert begun(b"\xff\x00\r\n\r\n") == Begun(False)
 

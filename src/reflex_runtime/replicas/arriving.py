@@ -32,6 +32,7 @@ class ArrivingConnection(asyncio.Protocol):
         self.app, self._give, self._data, self._known = app, give, first, begun
         self.phase = Phase.ANSWERED
         self.heard = 0.0
+        self._next_look = 0  # bytes: a caller that sends one at a time must not have all of them read each time
         self._loop = asyncio.get_running_loop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -47,7 +48,8 @@ class ArrivingConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self.heard = self._loop.time()
         self._data += data
-        self._look()
+        if len(self._data) >= self._next_look:
+            self._look()
 
     def eof_received(self) -> bool:
         self._answer_here().eof_received()  # it sent less than a request, and gets what HTTP says of that
@@ -77,6 +79,8 @@ class ArrivingConnection(asyncio.Protocol):
             phase = Phase.HEAD if known is None else Phase.BODY
             if phase is not self.phase:
                 self.app.connections.move(self, phase)
+            if known is not None:
+                self._next_look = min(2 * len(self._data), known.until)
             return
         if not known.asks or self.app.closing:
             self._answer_here()

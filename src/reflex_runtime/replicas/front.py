@@ -203,14 +203,15 @@ class FrontRuntime(PolicyRuntime):
     # -- replicas ------------------------------------------------------------------------------------------------------
 
     def _changed(self, replica: Replica) -> None:
-        """It has become ready, or it has ended."""
+        """It has become ready, takes no more, or has ended."""
         now = time.monotonic()
         if replica.live and self._started:
             self.table.join(replica.name, now)
             self._tell_members()
             self._order()
-        elif not replica.client.ready:
+        elif not replica.live:
             self._without(replica)
+        if not replica.client.ready:
             for tell in self.on_lost:
                 tell(replica.name)
 

@@ -20,7 +20,7 @@ from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.ipc.frames import METHOD_NOT_FOUND, Codec, Notification, Reader, RpcError, RpcRequest
 from reflex_runtime.ipc.messages import INFO, PROTOCOL, SHUTDOWN, Info, Shutdown
 from reflex_runtime.ipc.peer import Peer
-from reflex_runtime.placing import asks_policy
+from reflex_runtime.placing import asks_policy, opens_websocket
 from reflex_runtime.policies.rollout.following import FollowingRollout, RolloutOrders, RolloutReports
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
@@ -138,7 +138,7 @@ class ReplicaProcess:
     async def open(self, app: App) -> None:
         """Take the connections that the front hands over."""
         assert self._sock is not None
-        self._channel = HandoverChannel(self._sock, self._taken)
+        self._channel = HandoverChannel(self._sock, self._taken, self._stop.set)
 
     def close(self) -> None:
         """Take no more."""
@@ -188,7 +188,7 @@ class ReplicaProcess:
         """Requests of the whole server go to the front."""
         if not isinstance(exchange.carrier, HttpConnection) or asks_policy(exchange.method, exchange.path):
             return None
-        if exchange.headers.get(b"upgrade", b"").lower() == b"websocket":
+        if opens_websocket(exchange.method, exchange.headers.get(b"upgrade", b"")):
             return None
         assert self._runtime is not None
         return handing_on(exchange.method, self._runtime.config.max_body_bytes, self._whole_server)
@@ -328,8 +328,8 @@ def settings_of(config: ServeConfig, number: int, **changed: Any) -> dict[str, A
     own = {"replicas": 1, "devices": "", "supervise": False, **changed}
     own["drain_timeout_s"] = 0.75 * config.drain_timeout_s
     if config.trace:
-        stem, dot, ending = config.trace.rpartition(".")
-        own["trace"] = f"{stem}-{number}.{ending}" if dot else f"{config.trace}-{number}"
+        stem, ending = os.path.splitext(config.trace)
+        own["trace"] = f"{stem}-{number}{ending}"
     if config.record:
         own["record"] = os.path.join(config.record, f"replica-{number}")
     made: dict[str, Any] = msgspec.to_builtins(replace(config, **own))

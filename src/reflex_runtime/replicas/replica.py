@@ -16,7 +16,7 @@ from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.frames import Codec, Notification, Reader
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, spawned
-from reflex_runtime.replicas.messages import ASK, PART, SERVE, AnswerPart, AskReplica, ReplicaAnswer, Serve
+from reflex_runtime.replicas.messages import ASK, PART, SERVE, UNWATCH, AnswerPart, AskReplica, ReplicaAnswer, Serve
 from reflex_runtime.web.handover import HandedOver, HandoverChannel
 
 log = logging.getLogger("reflex.server")
@@ -45,7 +45,7 @@ class Replica:
     """See the module. Everything happens on the front's loop.
 
     taken: called with a connection that it passes back. noted: with every notification. changed: with itself, when it
-    has become ready or is lost. leaving: it says that it ends, and takes no more.
+    has become ready, takes no more, or is lost. leaving: it ends, and takes no more.
     """
 
     def __init__(
@@ -91,11 +91,17 @@ class Replica:
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._number
 
+    def unwatch(self, number: int) -> None:
+        """Have no more parts of that answer."""
+        if self._watching.pop(number, None) is not None:
+            self.client.notify(UNWATCH, number)
+
     def told(self) -> dict[str, Any]:
         """For /health."""
         client = self.client
+        state = "leaving" if self.leaving and client.ready else client.state
         found: dict[str, Any] = {
-            "name": self.name, "device": self.device, "state": "leaving" if self.leaving else client.state,
+            "name": self.name, "device": self.device, "state": state,
             "pid": client.pid, "restarts": client.restarts, "connections_given": self.given,
         }  # fmt: skip
         return found | ({"last_error": client.last_error} if client.last_error else {})
@@ -107,7 +113,7 @@ class Replica:
         self.leaving = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._channel = HandoverChannel(ours, self._taken)
+            self._channel = HandoverChannel(ours, self._taken, self._takes_no_more)
             command = [*PROGRAM, str(theirs.fileno()), str(os.getpid())]
             return await spawned(command, self.plan.env, (theirs.fileno(),))(handler)
 
@@ -118,6 +124,11 @@ class Replica:
         if state != "ready":
             self._close_channel()
             self._watching.clear()
+        self._changed(self)
+
+    def _takes_no_more(self) -> None:
+        """Its end of the channel is gone, which is seen before its process has ended."""
+        self.leaving = True
         self._changed(self)
 
     def _close_channel(self) -> None:
@@ -154,7 +165,8 @@ async def closed(replicas: list[Replica], timeout: float) -> None:
 
 
 async def answers(replicas: list[Replica], asked: AskReplica, timeout: float) -> dict[str, ReplicaAnswer]:
-    """The answers of all live replicas, by name, without those that do not answer in time."""
+    """The answers of all live replicas, by name, without those that do not answer in time, and those that have ended
+    since: what they said is of an earlier life."""
 
     async def one(replica: Replica) -> ReplicaAnswer | None:
         try:
@@ -164,5 +176,10 @@ async def answers(replicas: list[Replica], asked: AskReplica, timeout: float) ->
             return None
 
     live = [replica for replica in replicas if replica.live]
+    lives = [replica.client.pid for replica in live]
     found = await asyncio.gather(*(one(replica) for replica in live))
-    return {replica.name: answer for replica, answer in zip(live, found, strict=True) if answer is not None}
+    return {
+        replica.name: answer
+        for replica, pid, answer in zip(live, lives, found, strict=True)
+        if answer is not None and replica.live and replica.client.pid == pid
+    }

@@ -12,7 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.core import Sample
 
 from reflex_runtime.options import settings
-from reflex_runtime.placing import asks_policy
+from reflex_runtime.placing import asks_policy, opens_websocket
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving.admin import Admin
 from reflex_runtime.policies.serving.app import application
@@ -51,7 +51,7 @@ def front_application(front: FrontRuntime) -> App:
     most = front.config.max_body_bytes
 
     def elsewhere(exchange: Exchange) -> Route | None:
-        opens = exchange.headers.get(b"upgrade", b"").lower() == b"websocket"
+        opens = opens_websocket(exchange.method, exchange.headers.get(b"upgrade", b""))
         if opens or asks_policy(exchange.method, exchange.path):
             return handing_on(exchange.method, most, front.hand_over)
         return None
@@ -96,9 +96,9 @@ class FrontViews(Views):
         bodies = [msgspec.json.decode(answer.body) for answer in found.values()]
         if bodies:
             body = bodies[0] | self._decided(bodies[0])
-            for name in ("hung_batches",):
-                if name in body:
-                    body[name] = sum(other.get(name, 0) for other in bodies)
+            if "hung_batches" in body:
+                body["hung_batches"] = sum(other.get("hung_batches", 0) for other in bodies)
+            body |= recorded([told["recording"] for told in bodies if "recording" in told])
         if front.error:
             body["error"] = front.error
         if front.lives is not None:
@@ -162,6 +162,15 @@ class FrontViews(Views):
 
     def _spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
         exchange.app.spawn(exchange, answering)  # type: ignore[attr-defined]
+
+
+def recorded(several: list[dict[str, Any]]) -> dict[str, Any]:
+    """What /health says of the recordings of all replicas: counts added, the first file, the first error."""
+    if not several:
+        return {}
+    counts = {name: sum(told[name] for told in several) for name in ("recorded", "dropped", "cpu_s")}
+    error = next((told["error"] for told in several if told["error"]), None)
+    return {"recording": several[0] | counts | {"error": error}}
 
 
 class FrontServerViews(FrontViews, ServerViews):

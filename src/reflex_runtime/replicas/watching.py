@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from reflex_runtime.core.events import Event
-from reflex_runtime.replicas.messages import UNWATCH
 from reflex_runtime.replicas.replica import Replica
 from reflex_runtime.telemetry.live import BATCHES, CLIENTS, LiveBatch, LiveClient, LiveGroup, LiveSnapshot
 from reflex_runtime.telemetry.processes import LiveProcess
@@ -47,8 +46,8 @@ class MergedLive:
     def end(self) -> None:
         """Nobody watches any more."""
         for replica in self._replicas:
-            if replica.live and replica.name in self._watches:
-                replica.client.notify(UNWATCH, self._watches[replica.name][1])
+            if replica.name in self._watches:
+                replica.unwatch(self._watches[replica.name][1])
         self._watches.clear()
 
     def snapshot(self, now: float, server: Mapping[str, Any]) -> LiveSnapshot:

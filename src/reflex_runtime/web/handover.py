@@ -50,11 +50,17 @@ class HandoverChannel:
     """One end of a pair of sockets between two processes, on the loop; connections go both ways.
 
     taken: called with the socket of each connection that comes, and what is said of it, with its bytes in `data`.
+    on_end: called when the other end is gone.
     """
 
-    def __init__(self, sock: socket.socket, taken: Callable[[socket.socket, HandedOver], None]) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        taken: Callable[[socket.socket, HandedOver], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         sock.setblocking(False)
-        self._sock, self._taken = sock, taken
+        self._sock, self._taken, self._on_end = sock, taken, on_end
         self._loop = asyncio.get_running_loop()
         self._unsent: deque[tuple[bytes, list[int]]] = deque()
         self._open = True
@@ -89,6 +95,11 @@ class HandoverChannel:
                 _close(files)
             self._unsent.clear()
 
+    def _ends(self) -> None:
+        if self._open:
+            self.close()
+            self._on_end()
+
     def _write(self) -> None:
         while self._unsent:
             message, files = self._unsent[0]
@@ -97,9 +108,11 @@ class HandoverChannel:
             except BlockingIOError:
                 self._loop.add_writer(self._sock.fileno(), self._write)
                 return
-            except OSError:  # the other process is gone, and who watches it will notice
-                self.close()
+            except ConnectionError:
+                self._ends()
                 return
+            except OSError as error:  # of this connection alone: the kernel has no room, or it is too long
+                log.warning("a connection is closed: %s", error)
             self._unsent.popleft()
             _close(files)
         self._loop.remove_writer(self._sock.fileno())
@@ -115,7 +128,7 @@ class HandoverChannel:
             except OSError:
                 message, files = b"", []
             if not message:
-                self.close()
+                self._ends()
                 return
             self._take(message, files)
 

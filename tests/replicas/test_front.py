@@ -1,0 +1,174 @@
+"""The front and its channels without processes: slow callers, lost channels, and what is kept for those who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.placing import Begun, begun
+from reflex_runtime.replicas import arriving
+from reflex_runtime.replicas import replica as replica_module
+from reflex_runtime.replicas.arriving import ArrivingConnection
+from reflex_runtime.replicas.inside import settings_of
+from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer, Serve
+from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
+from reflex_runtime.replicas.views import recorded
+from reflex_runtime.replicas.watching import MergedLive
+from reflex_runtime.web.handover import HandedOver, HandoverChannel
+
+
+def made(changed: Any = lambda replica: None) -> Replica:
+    """A replica that takes requests, without its process."""
+    plan = ReplicaPlan("replica-0", "cpu", Serve("replica-0", {}, {}, []), {})
+    found = Replica(plan, lambda *_: None, lambda *_: None, changed)
+    found.client.state = "ready"
+    return found
+
+
+def run(main: Any) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60.0):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_x7_a_caller_that_sends_one_byte_at_a_time_does_not_keep_the_front_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes are read again when there are twice as many, or enough; not with each of them."""
+    looks: list[int] = []
+
+    def counted(data: bytes) -> Begun | None:
+        looks.append(len(data))
+        return begun(data)
+
+    monkeypatch.setattr(arriving, "begun", counted)
+    head = b"POST /act HTTP/1.1\r\nHost: x\r\nContent-Length: 3000\r\n\r\n"
+    given: list[bytes] = []
+
+    async def main() -> None:
+        def give(known: Begun, peer: str, file: int, data: bytes) -> bool:
+            socket.socket(fileno=file).close()
+            given.append(data)
+            return True
+
+        connections = SimpleNamespace(enter=lambda *_: None, leave=lambda *_: None, move=lambda *_: None)
+        app = cast(Any, SimpleNamespace(connections=connections, closing=False))
+        ours, theirs = socket.socketpair()
+        connection = ArrivingConnection(app, give)
+        with theirs:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, ours)
+            connection.data_received(head)
+            for _ in range(3000):
+                assert given == []
+                connection.data_received(b"x")
+
+    run(main)
+    assert given == [head + b"x" * 3000]  # with its last byte, and not later
+    assert len(looks) < 12
+
+
+def test_x7_a_connection_that_cannot_be_sent_takes_no_other_with_it() -> None:
+    async def main() -> None:
+        taken: asyncio.Queue[str] = asyncio.Queue()
+        ended = asyncio.Event()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def take(sock: socket.socket, said: HandedOver) -> None:
+            sock.close()
+            taken.put_nowait(said.identity)
+
+        here, there = HandoverChannel(ours, take, ended.set), HandoverChannel(theirs, take)
+        room = ours.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        for name, slots in (("long", {"p" * 2 * room: "a"}), ("next", {})):
+            given, kept = socket.socketpair()
+            with kept:
+                here.send(given.detach(), HandedOver(name, slots=slots))
+                if name == "long":
+                    assert await asyncio.get_running_loop().run_in_executor(None, kept.recv, 1) == b""  # it is closed
+        assert await taken.get() == "next"
+        assert not ended.is_set()
+        there.close()
+        await ended.wait()
+
+    run(main)
+
+
+def test_x7_a_replica_whose_channel_has_ended_is_given_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may take longer to be gone, and every connection given to it until then would be lost."""
+
+    async def opened(handler: Any) -> None:
+        return None
+
+    monkeypatch.setattr(replica_module, "spawned", lambda *_: opened)
+
+    async def main() -> None:
+        told = asyncio.Event()
+        replica = made(lambda _: told.set())
+        await replica._open(cast(Any, None))  # no process has the other end
+        assert replica.live
+        await told.wait()
+        assert not replica.live
+        assert replica.told()["state"] == "leaving"
+
+    run(main)
+
+
+def test_x7_nothing_is_kept_of_those_who_no_longer_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RuntimeClient, "pid", 7)
+
+    async def main() -> None:
+        replica = made()
+        for _ in range(3):
+            merged = MergedLive([replica], [])
+            merged.watch()
+            assert len(replica._watching) == 1
+            merged.end()
+            assert replica._watching == {}
+
+    run(main)
+
+
+def test_x7_an_answer_of_a_replica_that_has_ended_meanwhile_does_not_count() -> None:
+    """Its counters are already among those of earlier lives: the page would have them twice."""
+
+    async def main() -> None:
+        replica, goes = made(), asyncio.Event()
+
+        async def ask(asked: AskReplica, timeout: float) -> ReplicaAnswer:
+            await goes.wait()
+            return ReplicaAnswer(200, [], b"")
+
+        replica.ask = ask  # type: ignore[method-assign]
+        for state, found in (("ready", ["replica-0"]), ("restarting", [])):
+            asking = asyncio.create_task(answers([replica], AskReplica("GET", "/metrics"), 1.0))
+            await asyncio.sleep(0)
+            replica.client.state = state  # type: ignore[assignment]
+            goes.set()
+            assert list(await asking) == found
+            goes.clear()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("asked", "own"),
+    [("t.jsonl", "t-1.jsonl"), ("./t", "./t-1"), ("/a.d/t", "/a.d/t-1"), ("/a.d/t.x.jsonl", "/a.d/t.x-1.jsonl")],
+)
+def test_x7_each_replica_traces_to_a_file_of_its_own(asked: str, own: str) -> None:
+    assert settings_of(ServeConfig(trace=asked), 1)["trace"] == own
+
+
+def test_x7_health_counts_the_recordings_of_all_replicas() -> None:
+    one = {"recorded": 3, "dropped": 0, "cpu_s": 0.5, "file": "r0", "error": None}
+    other = {"recorded": 4, "dropped": 2, "cpu_s": 0.25, "file": "r1", "error": "full"}
+    both = {"recorded": 7, "dropped": 2, "cpu_s": 0.75, "file": "r0", "error": "full"}
+    assert recorded([one, other]) == {"recording": both}
+    assert recorded([]) == {}
