@@ -90,6 +90,22 @@ def test_a_batch_on_the_loop_itself_and_one_that_fails_leave_it_as_it_was() -> N
         assert made.policy() == "other"
 
 
+def test_a_batch_that_never_comes_back_does_not_leave_it_so_and_the_thread_in_its_place_does_not_inherit_it() -> None:
+    with machine() as made:
+        made.run([0.0], ends=1.0)
+        assert made.calm.begin(_batch(made))  # its thread is given up: nothing ends it
+
+        def replacement() -> int:
+            assert os.sched_getscheduler(0) == os.SCHED_BATCH  # it was started by the loop
+            made.processor.start()
+            return os.sched_getscheduler(0)
+
+        with ThreadPoolExecutor(1) as device:
+            assert made.on_loop(lambda: device.submit(replacement)).result(PATIENCE) == os.SCHED_OTHER
+            assert device.submit(made.run, [1.5], 2.0).result(PATIENCE) == "batch"
+        assert made.policy() == "other"
+
+
 def test_a_policy_that_somebody_chose_is_kept() -> None:
     with ThreadPoolExecutor(1) as loop:
         loop.submit(os.sched_setscheduler, 0, os.SCHED_BATCH, os.sched_param(0)).result(PATIENCE)

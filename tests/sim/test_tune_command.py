@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reflex_runtime.cli import main
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.sim import Affine, Around, Callers, Noisy
+from reflex_runtime.sim import Affine, Around, Callers, Fixed, Noisy
 from sim.journals import journal_of, write
 
 DEVICE = Noisy(Affine(0.020, 0.002), 0.03)
@@ -63,3 +66,37 @@ def test_what_is_no_journal_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     assert "not a journal" in capsys.readouterr().err
     assert main(["tune", str(tmp_path / "none")]) == 1
     assert "No such file" in capsys.readouterr().err
+
+
+def _with(line: dict[str, Any], changes: Callable[[dict[str, Any]], None]) -> str:
+    changes(line)
+    return json.dumps(line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        pytest.param("request", lambda line: line.update(outcome="failed"), "was answered", id="no answers"),
+        pytest.param(
+            "request", lambda line: line["schedule"].update(priority=-1), "priority=-1", id="no such priority"
+        ),
+        pytest.param(
+            "header",
+            lambda line: line["groups"]["default"]["flush"].update(hold_max=None),
+            "slot default",
+            id="no hold",
+        ),
+        pytest.param("batch", lambda line: line.update(elapsed=0.0), "", id="batches that took no time"),
+    ],
+)
+def test_what_a_journal_cannot_mean_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, changes: Callable[[Any], None], said: str
+) -> None:
+    group = GroupConfig(flush=FlushPolicy.window(0.1, inf))
+    file = write(journal_of(group, Callers(2, Fixed(0.003)), DEVICE, 0.5)[0], tmp_path / "run.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(_with(line, changes if line["kind"] == kind else lambda _: None) + "\n" for line in lines))
+    assert main(["tune", str(file)]) == (2 if said else 0)
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("reflex tune: ")]
+    assert [said in error for error in errors] == ([True] if said else [])

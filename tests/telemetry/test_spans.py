@@ -108,6 +108,20 @@ def test_x6_a_full_queue_drops_and_counts_and_what_has_room_is_sent() -> None:
     assert (count("exported"), count("queue_full"), count("failed")) == (4, 3, 0)
 
 
+def test_x6_half_a_character_in_the_text_of_an_error_does_not_cost_the_spans_beside_it() -> None:
+    broken = RequestFacts(
+        "infer act", SpanContext(TRACE, SPAN), 0, 1.0, 2.0, "failed", 500, "internal", "robot \ud800", None, None, {}
+    )
+    registry = CollectorRegistry()
+    with Collector() as collector:
+        export = SpanExport(collector.url, registry)
+        export.put(facts())
+        export.put(broken)
+        assert export.close(60.0)
+        assert [span.message for span in collector.spans] == ["", "robot \\ud800"]
+    assert registry.get_sample_value("reflex_spans_total", {"result": "exported"}) == 2
+
+
 def test_x6_spans_that_a_collector_refuses_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     registry = CollectorRegistry()
     with Collector(answers=400) as collector:

@@ -35,6 +35,13 @@ class EventLoopThread:
         self._clock = clock
         self._id = threading.get_native_id() if _may_change() else 0
         self._free_since = -inf
+        self._calm = False
+
+    def started(self) -> None:
+        """The calling thread is to run batches. One that replaces a lost one is started by the loop while that is calm,
+        and has inherited it."""
+        if self._id and os.sched_getscheduler(0) == os.SCHED_BATCH:
+            self._set(0, "SCHED_OTHER")
 
     def begin(self, batch: Batch) -> bool:
         """A batch is about to run on the calling thread. Returns whether the loop does not interrupt it."""
@@ -42,17 +49,19 @@ class EventLoopThread:
             return False
         if sum(ticket.arrived < self._free_since for ticket in batch.admitted) < MANY:
             return False
-        return self._set("SCHED_BATCH")
+        self._calm = self._set(self._id, "SCHED_BATCH")
+        return self._calm
 
-    def end(self, calm: bool) -> None:
-        """It has run. calm: what `begin` returned."""
+    def end(self) -> None:
+        """It has run. Also ends what a batch began that never came back: its thread was given up."""
         self._free_since = self._clock()
-        if calm:
-            self._set("SCHED_OTHER")
+        if self._calm:
+            self._calm = False
+            self._set(self._id, "SCHED_OTHER")
 
-    def _set(self, policy: str) -> bool:
+    def _set(self, thread: int, policy: str) -> bool:
         try:  # threads that it starts meanwhile, such as for decoding, inherit this: they need not interrupt either
-            os.sched_setscheduler(self._id, getattr(os, policy), os.sched_param(0))
+            os.sched_setscheduler(thread, getattr(os, policy), os.sched_param(0))
         except OSError:  # forbidden in this container
             self._id = 0
         return self._id != 0
@@ -71,14 +80,15 @@ class Uninterrupted(Generic[V]):
         return may_run_anywhere(self._inner)
 
     def start(self) -> None:
+        self._loop.started()
         self._inner.start()
 
     def run(self, batch: Batch) -> Sequence[Any]:
-        calm = self._loop.begin(batch)
+        self._loop.begin(batch)
         try:
             return self._inner.run(batch)
         finally:
-            self._loop.end(calm)
+            self._loop.end()
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
         self._inner.drop(tickets)

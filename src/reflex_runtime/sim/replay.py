@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Apart, Batch, Cause, Done, Failed, More, Outcome
@@ -31,6 +31,8 @@ from reflex_runtime.sim.service import line_through
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals
 from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, Scheduled, Warm
 from reflex_runtime.telemetry.journal_reader import Journal
+
+NO_TIME: Final = 1e-6  # seconds: what a batch took at least, where only its relative error counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,16 @@ def scheduler_of(recording: Journal, changes: Changes | None = None) -> Schedule
     return scheduler
 
 
+def flush_of(name: str, told: GroupInfo) -> FlushPolicy:
+    """When the batches of a recorded group left. ConfigError where the journal does not say so."""
+    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.flush.items()}
+    flush = {key: inf if value is None else value for key, value in flush.items()}
+    try:
+        return FlushPolicy(**flush)
+    except TypeError as error:
+        raise ConfigError(f"slot {name}: the journal's settings of its batches cannot be read: {error}") from None
+
+
 def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
     cost = told.cost
     if cost is None:
@@ -85,11 +97,9 @@ def _group(name: str, told: GroupInfo, changes: Changes) -> GroupConfig:
             f"slot {name}: its batches were not bounded by learned times, so its schedule cannot be replayed; that of "
             "reflex serve EXPORT can"
         )
-    flush: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.flush.items()}
-    flush = {key: inf if value is None else value for key, value in flush.items()}
     return GroupConfig(
         name=name,
-        flush=changes.of(FlushPolicy(**flush)),
+        flush=changes.of(flush_of(name, told)),
         capacity=told.capacity,
         max_queued_seconds=told.max_queued_seconds or inf,
         max_in_flight_per_client=told.max_in_flight_per_client,
@@ -123,6 +133,8 @@ def request_of(line: RequestLine) -> Request:
     """The request that the scheduler got."""
     asked = line.schedule
     assert asked is not None
+    if asked.priority not in set(Priority):
+        raise ConfigError(f"request {line.request.request_id[:100]!r}: priority={asked.priority}: there is no such one")
     return Request(
         id=line.request.request_id,
         group=line.slot,
@@ -399,10 +411,10 @@ class MeasuredDevice:
 
     def _usual(self, key: tuple[str, str], n: int) -> float:
         known = self._medians[key].get(n)
-        if known is not None:
-            return known
-        fixed, marginal = self._lines[key]
-        return fixed + marginal * n
+        if known is None:
+            fixed, marginal = self._lines[key]
+            known = fixed + marginal * n
+        return max(known, NO_TIME)
 
 
 def _with_warm(
@@ -420,7 +432,7 @@ def _with_warm(
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
     """(fixed, marginal) seconds of least relative error over the medians of the sizes."""
     points = ((float(n), median(seen), len(seen)) for n, seen in sizes.items())
-    return line_through((n, y, count / y**2) for n, y, count in points)
+    return line_through((n, y, count / max(y, NO_TIME) ** 2) for n, y, count in points)
 
 
 def replay_schedule(recording: Journal, changes: Changes | None = None) -> Report:

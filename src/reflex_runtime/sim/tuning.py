@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.sim.observed import ObservedLoad, observe
-from reflex_runtime.sim.replay import Changes, MeasuredDevice, RecordedSteps, scheduler_of
+from reflex_runtime.sim.replay import Changes, MeasuredDevice, RecordedSteps, flush_of, scheduler_of
 from reflex_runtime.sim.report import Report
 from reflex_runtime.sim.run import Run, simulate
 from reflex_runtime.telemetry.journal_reader import Journal
@@ -210,8 +210,11 @@ class Tuner:
 
     def tune(self, aim: Aim | None = None) -> Tuning:
         """Search: one setting after another, twice, then with every seed. aim: by default deadlines if requests miss
-        them, else p95."""
-        measured, before = self.measured(), self.tried(self.present)
+        them, else p95. ConfigError where no request was answered: nothing shows how near the simulation is."""
+        measured = self.measured()
+        if measured.p50 <= 0.0 and measured.throughput <= 0.0:
+            raise ConfigError(f"{self.journal.path}: none of its requests was answered; record a load that is")
+        before = self.tried(self.present)
         missed = 1.0 - before.figures.on_time
         chosen: Aim = aim or ("on-time" if missed > MISSED else "p95")
         best = self._search(chosen)
@@ -308,13 +311,12 @@ def _may(figures: TunedFigures, allowed: TunedFigures, aim: Aim) -> bool:
 def present(journal: Journal) -> Knobs:
     """The settings that a journal was recorded with. ConfigError where its groups have different ones."""
     found = set()
-    for told in journal.groups.values():
-        flush = {name: inf if value is None else value for name, value in told.flush.items()}
-        holds = flush.get("hold_max") or (0.0,)
-        if isinstance(holds, list | tuple) and any(holds):
+    for name, told in journal.groups.items():
+        flush = flush_of(name, told)
+        if any(flush.hold_max):
             raise ConfigError(f"{journal.path}: its batches left by a rule that reflex serve does not have")
         if told.weight > 0.0:  # a shadow's are its own
-            found.add(Knobs(float(flush["max_batch_cost"]), float(flush["returns"]), int(flush["max_batch_size"])))
+            found.add(Knobs(flush.max_batch_cost, flush.returns, flush.max_batch_size))
     if len(found) != 1:
         raise ConfigError(
             f"{journal.path}: its policies have different settings of batches; tune them one by one, each with a "

@@ -92,7 +92,7 @@ class RequestFacts(NamedTuple):
         return Span(
             self.name, self.context, self.parent, self.server, self.start, self.end,
             {name: _short(value) for name, value in found.items()},
-            self.message[:LONGEST] or self.outcome if failed else None,
+            str(_short(self.message)) or self.outcome if failed else None,
             moments, () if self.batch is None else (self.batch,),
         )  # fmt: skip
 
