@@ -164,3 +164,31 @@ def test_x7_an_episode_that_runs_stays_with_its_replica_and_a_robot_may_move() -
         for _ in range(2):
             through(front, body, **given)
         assert [value for name, value in proxy.scope["headers"] if name == b"x-reflex-episode"] == [session]
+
+
+@pytest.mark.parametrize("named", ["e" * 60_000, "\ud800", "\U0001f916" * 80], ids=["long", "surrogate", "wide"])
+def test_x7_a_name_of_any_length_and_text_is_passed_on_and_remembered_short(named: str) -> None:
+    proxy = Proxy()
+    proxy.replica = b"r1"
+    front = EpisodeFront(proxy)
+    given = {"x_reflex_episode": named.encode()} if len(named) > 1024 else {}
+    for last in (None, b"r1"):
+        proxy.body = b""
+        body = json.dumps({"episode_id": named}).encode()
+        assert through(front, body, **given)[0]["status"] == 200
+        told = dict(proxy.scope["headers"])
+        assert (proxy.body, told.get(b"x-reflex-last-replica")) == (body, last)
+        assert len(told[b"x-reflex-episode"]) <= 256 + len(b";r1")
+
+
+def test_x7_the_opener_of_a_websocket_cannot_write_what_the_front_tells() -> None:
+    proxy = Proxy(status=0)
+    given = [(b"x-reflex-episode", b"\xff;r2"), (b"x_reflex_episode", b"e;r2"), (b"x-reflex-last-replica", b"forged")]
+    scope = {"type": "websocket", "path": "/ws", "headers": given, "client": ("10.0.0.9", 4321)}
+
+    async def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    asyncio.run(EpisodeFront(proxy)(scope, unused, unused))
+    told = [header for header in proxy.scope["headers"] if header[0] != b"x-request-id"]
+    assert told == [(b"x-reflex-episode", b"%EF%BF%BD%3Br2")]

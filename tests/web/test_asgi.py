@@ -51,6 +51,7 @@ class Host:
             Route("/echo", lambda exchange, body: exchange.answer(200, body), "POST", most=300_000),
             Route("/held", self.hold, "POST"),
             Route("/parts", self.parts),
+            Route("/flood", lambda exchange, body: self.app.spawn(exchange, self.flood(exchange))),
             Route("/socket", self.hold, socket=lambda socket: Echo(socket, self.seen), most=300_000),
         ]
         self.app = App(ServeConfig(), {route.path: route for route in routes}, PLAIN)
@@ -66,6 +67,15 @@ class Host:
         for part in (b"one ", b"two"):
             exchange.write(part)
         exchange.end()
+
+    async def flood(self, exchange: Exchange) -> None:
+        exchange.begin(200, [], lambda error: b"")
+        exchange.write(b"x" * (2 * asgi.WRITTEN_AHEAD))
+        self.arrived.set()
+        await exchange.drained()
+        self.seen.append("over")
+        exchange.end()
+        self.arrived.set()
 
     def open(self, path: str, method: str = "GET", kind: str = "http", **more: Any) -> asyncio.Task[None]:
         headers = [(b"Host", b"localhost"), *more.pop("headers", [])]
@@ -190,5 +200,38 @@ def test_x7_a_websocket_whose_peer_leaves_is_over_and_one_at_a_wrong_path_is_ref
         denied = next(message for message in found if message["type"] == "websocket.http.response.start")
         assert denied["status"] == 404
         assert host.app.active == 0
+
+    played(play)
+
+
+def test_x7_what_waits_for_a_caller_to_read_ends_when_it_leaves() -> None:
+    async def play(host: Host) -> None:
+        host.outbox = asyncio.Queue(1)  # takes the head, and nothing of the body
+        asking = host.open("/flood")
+        await host.arrived.wait()
+        host.arrived.clear()
+        host.give({"type": "http.disconnect"})
+        await asking
+        await host.arrived.wait()
+        assert host.seen == ["over"]
+        assert (host.app.active, host.outbox.qsize()) == (0, 1)
+
+    played(play)
+
+
+def test_x7_a_websocket_whose_peer_does_not_read_is_not_read_from() -> None:
+    async def play(host: Host) -> None:
+        host.outbox = asyncio.Queue(1)
+        serving = host.open("/socket", kind="websocket")
+        large = b"x" * 250_000
+        host.give({"type": "websocket.connect"}, *[{"type": "websocket.receive", "bytes": large}] * 20)
+        for _ in range(1000):  # turns of the loop, in which all would be read
+            await asyncio.sleep(0)
+        assert len(host.seen) < 10
+        assert host.inbox.qsize() > 10
+        found = [await host.outbox.get() for _ in range(22)]
+        assert [message.get("bytes") for message in found[2:]] == [large] * 20
+        host.give({"type": "websocket.disconnect", "code": 1001})
+        await serving
 
     played(play)

@@ -122,6 +122,19 @@ def steps() -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
+def test_x7_the_container_for_ray_has_the_program_with_which_kuberay_probes_it(tmp_path: Path) -> None:
+    (tmp_path / "apt-get").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "apt-get").chmod(0o755)
+    (step,) = (step.removeprefix("RUN ") for step in steps() if "apt-get" in step)
+    step = step.replace("/var/lib/apt/lists/", f"{tmp_path}/lists/")
+    for extras, installs in (("ray", True), ("grpc,ray", True), ("", False), ("array", False)):
+        path = f"{tmp_path}:/usr/bin:/bin"
+        done = subprocess.run(
+            ["sh", "-c", step], env={"PATH": path, "EXTRAS": extras}, capture_output=True, text=True, check=True
+        )
+        assert ("wget" in done.stdout) is installs
+
+
 def test_x7_the_container_copies_what_is_there_and_builds_a_package_whose_command_runs(tmp_path: Path) -> None:
     """Its COPY and RUN steps by hand: copy the same files, build the package from them alone, run its entry point."""
     tree = tmp_path / "src"

@@ -3,6 +3,7 @@ Reflex's form. It is plain ASGI, and runs in the process of the proxy."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -22,7 +23,9 @@ LAST_HEADER: Final = b"x-reflex-last-replica"  # tells a replica which one answe
 REPLICA_HEADER: Final = b"x-reflex-replica"
 REMEMBERED: Final = 100_000  # episodes
 MOST: Final = 16 << 20  # bytes of a body that are looked at
+LONGEST: Final = 256  # characters of a name, percent-encoded; a longer one is remembered by its digest
 _ID: Final = b"x-request-id"
+_OURS: Final = frozenset({_ID, EPISODE_HEADER, LAST_HEADER})  # not taken from a caller; Ray reads _ like -
 _OUTCOME: Final = re.compile(r"(?:/policies/[^/]+)?/episodes/(.+)/outcome")
 _TEXT: Final = rb'\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,1024}")'
 
@@ -54,20 +57,20 @@ class EpisodeFront:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = secrets.token_hex(16)  # of ours: Ray repeats whatever a caller sends
-        kept = [header for header in scope.get("headers", ()) if header[0] != _ID]
+        headers = scope.get("headers", ())
+        given = next((value for name, value in headers if name == EPISODE_HEADER), b"")
+        kept = [header for header in headers if header[0].replace(b"_", b"-") not in _OURS]
         scope["headers"] = [*kept, (_ID, request_id.encode())]
+        named, ends = _key(unquote_to_bytes(given).decode("utf-8", "replace")), True
+        if scope["type"] == "http" and scope["method"] == "POST" and not named:
+            messages = await _read(receive)
+            named, ends = _named(scope, b"".join(message.get("body", b"") for message in messages))
+            named, receive = _key(named), _replayed(messages, receive)
+        if named:
+            self._place(scope, named, ends)
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["headers"] = [header for header in scope["headers"] if header[0] != LAST_HEADER]
-        given = next((value for name, value in scope["headers"] if name == EPISODE_HEADER), b"")
-        named, ends = unquote_to_bytes(given).decode("utf-8", "replace"), True
-        if scope["method"] == "POST" and not named:
-            messages = await _read(receive)
-            named, ends = _named(scope, b"".join(message.get("body", b"") for message in messages))
-            receive = _replayed(messages, receive)
-        if named:
-            self._place(scope, named, ends)
         answering = _Answering(send, request_id, partial(self._remember, named))
         await self._app(scope, receive, answering.send)
         if not answering.begun:  # Ray has nothing to say where a replica is lost with a request
@@ -78,12 +81,11 @@ class EpisodeFront:
         """Tell Ray's router whose request it is. ends: it is an episode, and not a robot or a connection: while it
         runs it stays where it is."""
         last = self._last.get(named)
-        session = quote(named, safe="").encode()
+        session = named.encode()
         if last is not None:
             scope["headers"].append((LAST_HEADER, last))
             session += b";" + last if ends else b""
-        kept = [header for header in scope["headers"] if header[0] != EPISODE_HEADER]
-        scope["headers"] = [*kept, (EPISODE_HEADER, session)]
+        scope["headers"].append((EPISODE_HEADER, session))
 
     def _remember(self, episode: str, replica: bytes) -> None:
         if not episode:
@@ -92,6 +94,12 @@ class EpisodeFront:
         self._last.move_to_end(episode)
         if len(self._last) > REMEMBERED:
             self._last.popitem(last=False)
+
+
+def _key(named: str) -> str:
+    """A name as text that fits into a header and into memory, however long it is and whatever it holds."""
+    key = quote(named, safe="", errors="replace")  # JSON can write lone surrogates
+    return key if len(key) <= LONGEST else hashlib.sha256(key.encode()).hexdigest()
 
 
 def _named(scope: Scope, body: bytes) -> tuple[str, bool]:

@@ -76,6 +76,7 @@ async def _serve_request(app: App, exchange: Exchange, receive: Receive, outbox:
         if sending.done():
             sending.result()
     finally:
+        outbox.end()
         exchange.leave()
         sending.cancel()
         if exchange.wanted:
@@ -121,29 +122,43 @@ async def _left(receive: Receive) -> None:
 
 
 class _Outbox:
-    """Messages to the other server, in order; they are made without waiting and sent by `run`."""
+    """Messages to the other server, in order; they are made without waiting, and sent by `run`.
+
+    held: bytes that wait.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._waiting: asyncio.Queue[tuple[MutableMapping[str, Any], bool]] = asyncio.Queue()
         self._taken = asyncio.Event()
-        self.held = 0  # bytes that wait
+        self._over = False
+        self.held = 0
 
     def put(self, message: MutableMapping[str, Any], last: bool = False) -> None:
+        if self._over:
+            return
         self.held += _size(message)
         self._waiting.put_nowait((message, last))
 
     async def run(self) -> None:
         """Send until the last message."""
         last = False
-        while not last:
-            message, last = await self._waiting.get()
-            await self._send(message)
-            self.held -= _size(message)
-            self._taken.set()
+        try:
+            while not last:
+                message, last = await self._waiting.get()
+                await self._send(message)
+                self.held -= _size(message)
+                self._taken.set()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing is sent from now on: drop what comes, and let nobody wait."""
+        self._over = True
+        self._taken.set()
 
     async def drained(self) -> None:
-        while self.held > WRITTEN_AHEAD:
+        while self.held > WRITTEN_AHEAD and not self._over:
             self._taken.clear()
             await self._taken.wait()
 
@@ -221,10 +236,11 @@ async def _serve_socket(app: App, exchange: Exchange, scope: Scope, receive: Rec
     sending = asyncio.ensure_future(outbox.run())
     try:
         websocket.begin(session, b"")
-        await _relay(pipe, receive, sending)
+        await _relay(pipe, receive, sending, outbox)
         if sending.done() and not sending.cancelled():
             sending.result()
     finally:
+        outbox.end()
         sending.cancel()
         pipe.close()
 
@@ -239,10 +255,11 @@ async def _deny(outbox: _Outbox, denies: bool) -> None:
         await closing.run()
 
 
-async def _relay(pipe: _SocketPipe, receive: Receive, sending: asyncio.Future[None]) -> None:
-    """Hand on what the peer sends until either side has closed."""
+async def _relay(pipe: _SocketPipe, receive: Receive, sending: asyncio.Future[None], outbox: _Outbox) -> None:
+    """Hand on what the peer sends until either side has closed. A peer that does not read is not read from either."""
     while not sending.done():
         await pipe.reads.wait()
+        await outbox.drained()
         reading: asyncio.Future[Any] = asyncio.ensure_future(receive())
         await asyncio.wait({reading, sending}, return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
