@@ -6,6 +6,7 @@ import asyncio
 import socket
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,8 @@ from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer, Serve
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
 from reflex_runtime.replicas.views import recorded
 from reflex_runtime.replicas.watching import MergedLive
-from reflex_runtime.web.handover import HandedOver, HandoverChannel
+from reflex_runtime.web.connection import HttpConnection
+from reflex_runtime.web.handover import HandedOver, HandoverChannel, hand_on
 
 
 def made(changed: Any = lambda replica: None) -> Replica:
@@ -97,6 +99,35 @@ def test_x7_a_connection_that_cannot_be_sent_takes_no_other_with_it() -> None:
         assert not ended.is_set()
         there.close()
         await ended.wait()
+
+    run(main)
+
+
+def test_x7_no_caller_is_lost_in_a_channel_that_closes() -> None:
+    """What was sent to it before is taken, and a request that came since is answered where it is."""
+
+    async def main() -> None:
+        taken: list[str] = []
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def take(sock: socket.socket, said: HandedOver) -> None:
+            sock.close()
+            taken.append(said.identity)
+
+        here, there = HandoverChannel(ours, take), HandoverChannel(theirs, take)
+        carrier = Mock(spec=HttpConnection)
+        exchange = cast(Any, SimpleNamespace(carrier=carrier))
+        for name in ("one", "two"):
+            given, kept = socket.socketpair()
+            kept.close()
+            carrier.give_away.return_value = given.detach(), b""
+            assert hand_on(exchange, b"", there, name)
+        here.close()
+        assert taken == ["one", "two"]
+        there.close()
+        carrier.give_away.reset_mock()
+        assert not hand_on(exchange, b"", there, "three")
+        carrier.give_away.assert_not_called()
 
     run(main)
 

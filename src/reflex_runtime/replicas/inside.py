@@ -194,7 +194,9 @@ class ReplicaProcess:
         return handing_on(exchange.method, self._runtime.config.max_body_bytes, self._whole_server)
 
     def _whole_server(self, exchange: Exchange, body: bytes) -> None:
-        if self._channel is None or not hand_on(exchange, body, self._channel):
+        if self._channel is None or not self._channel.takes:
+            raise NotReady("the front takes no connections now", retry_after=1.0)
+        if not hand_on(exchange, body, self._channel):
             raise NotReady("this request came among others of its connection; send it on one of its own")
 
     # -- reports of rollouts -------------------------------------------------------------------------------------------

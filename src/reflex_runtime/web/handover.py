@@ -66,6 +66,11 @@ class HandoverChannel:
         self._open = True
         self._loop.add_reader(sock.fileno(), self._read)
 
+    @property
+    def takes(self) -> bool:
+        """Whether a connection can be sent."""
+        return self._open and len(self._unsent) < MOST_UNSENT
+
     def send(self, file: int, said: HandedOver) -> None:
         """Send a connection by its descriptor, which is closed here. One that cannot be sent is closed."""
         data, files = said.data or b"", [file]
@@ -74,7 +79,7 @@ class HandoverChannel:
                 files.append(_in_memory(data))
                 said.data = None
             message = _ENCODE(said)
-            if not self._open or len(self._unsent) >= MOST_UNSENT:
+            if not self.takes:
                 raise OSError("the other process takes no connections")
         except OSError as error:
             log.warning("a connection is closed: %s", error)
@@ -85,7 +90,14 @@ class HandoverChannel:
             self._write()
 
     def close(self) -> None:
-        """Take and send no more; connections that were not sent are closed."""
+        """Take what the other end has sent so far, and no more; connections that were not sent are closed."""
+        self._on_end = lambda: None
+        for _ in range(MOST_UNSENT):
+            if not self._open or not self._read_one():
+                break
+        self._shut()
+
+    def _shut(self) -> None:
         if self._open:
             self._open = False
             self._loop.remove_reader(self._sock.fileno())
@@ -97,7 +109,7 @@ class HandoverChannel:
 
     def _ends(self) -> None:
         if self._open:
-            self.close()
+            self._shut()
             self._on_end()
 
     def _write(self) -> None:
@@ -119,18 +131,22 @@ class HandoverChannel:
 
     def _read(self) -> None:
         for _ in range(_AT_ONCE):
-            if not self._open:
+            if not self._open or not self._read_one():
                 return
-            try:
-                message, files, _, _ = socket.recv_fds(self._sock, INLINE + _ROOM, 2)
-            except BlockingIOError:
-                return
-            except OSError:
-                message, files = b"", []
-            if not message:
-                self._ends()
-                return
-            self._take(message, files)
+
+    def _read_one(self) -> bool:
+        """Take a connection. False if none has come."""
+        try:
+            message, files, _, _ = socket.recv_fds(self._sock, INLINE + _ROOM, 2)
+        except BlockingIOError:
+            return False
+        except OSError:
+            message, files = b"", []
+        if not message:
+            self._ends()
+            return False
+        self._take(message, files)
+        return True
 
     def _take(self, message: bytes, files: list[int]) -> None:
         try:
@@ -165,9 +181,9 @@ class HandedConnection(HttpConnection):
 
 def hand_on(exchange: Exchange, body: bytes, to: HandoverChannel, identity: str = "", episode: str = "") -> bool:
     """Send a connection on with its whole request, which somebody else answers. False, and nothing has happened, if
-    other requests came behind it or an earlier answer is still being sent."""
+    other requests came behind it, an earlier answer is still being sent, or nobody would take it."""
     carrier = exchange.carrier
-    given = carrier.give_away(exchange, body) if isinstance(carrier, HttpConnection) else None
+    given = carrier.give_away(exchange, body) if to.takes and isinstance(carrier, HttpConnection) else None
     if given is None:
         return False
     file, data = given
