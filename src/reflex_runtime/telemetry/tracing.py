@@ -73,10 +73,6 @@ class Spans:
             return RequestSpan(name, self._new(self._random.random() < self._sample))
         return RequestSpan(name, self._child(parent), parent.span_id)
 
-    def adopt(self, span: RequestSpan, parent: SpanContext) -> None:
-        """The request names its parent only in its body. Called before `joined`."""
-        span.context, span.parent = self._child(parent), parent.span_id
-
     def joined(self, ticket: Ticket, span: RequestSpan) -> None:
         """The request is this ticket: batches that it is in refer to it. Called before it is told as settled."""
         if span.context.sampled:  # its outcome may be there already: events come late

@@ -28,11 +28,10 @@ class GenerationSpans:
     def __init__(self, spans: Spans, model: str, chat_path: str) -> None:
         """chat_path: of the route that takes conversations."""
         self._spans, self._model, self._chat_path = spans, model, chat_path
-        self._open: dict[Exchange, RequestSpan] = {}
 
     def begin(self, exchange: Exchange) -> RequestSpan:
-        """The span of a request that is being answered in this task."""
-        span = self._open[exchange] = self._begun(exchange)
+        """The span of a request that is being answered in this task; `exchange.ask` from now on."""
+        span = exchange.ask = self._begun(exchange)
         follow(span.context)
         return span
 
@@ -63,13 +62,13 @@ class GenerationSpans:
 
     def answered(self, exchange: Exchange, answer: Answer) -> None:
         """It has its whole answer."""
-        span = self._open.pop(exchange)
+        span: RequestSpan = exchange.ask
         span.attributes |= {"gen_ai.response.id": answer.id, "gen_ai.response.finish_reasons": answer.finish_reasons}
         self._end(exchange, span, None)
 
     def failed(self, exchange: Exchange, error: ReflexError) -> None:
         """Answer it with an error. It may have failed before it had a span."""
-        span = self._open.pop(exchange, None) or self._begun(exchange)
+        span = exchange.ask if isinstance(exchange.ask, RequestSpan) else self._begun(exchange)
         with within(span.context):
             exchange.fail(error)
         self._end(exchange, span, error)
