@@ -104,7 +104,9 @@ def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> N
     cluster = service["rayClusterConfig"]
     pods = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
     spec = "src/reflex_runtime/cluster/application.py"
+    own = set(re.findall(r'"(RAY_\w+)": ', (ROOT / spec).read_text())) - {"RAY_DISABLE_IMPORT_WARNING"}
     for pod in pods:
+        assert {variable["name"] for variable in pod["template"]["spec"]["containers"][0]["env"]} == own
         for variable in pod["template"]["spec"]["containers"][0]["env"]:
             told = variable["value"]
             assert variable["name"] in (ROOT / spec).read_text()
