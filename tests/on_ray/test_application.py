@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("ray.serve", reason="Ray is not installed: make test-ray installs it into its own environment")
 
 from reflex_runtime.cli import main
+from reflex_runtime.cli import ray as command
 from reflex_runtime.cluster.application import application
 from reflex_runtime.cluster.policy import BacklogPolicy
 from reflex_runtime.cluster.scaling import BACKLOG, BUSY
@@ -46,6 +48,18 @@ def test_x7_replica_cpus_and_replica_gpus_are_what_ray_reserves() -> None:
     ):
         options = deployed(config, **flags).ray_actor_options  # type: ignore[arg-type]
         assert (options["num_cpus"], options["num_gpus"]) == (cpus, gpus)
+
+
+def test_x7_on_a_cluster_a_replica_needs_no_folder_of_the_one_that_deploys(tmp_path: Path, monkeypatch: Any) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        folder.mkdir()
+    monkeypatch.chdir(there)
+    make = command.deployed({"source": str(export_dir())})._bound_deployment.init_args[0]
+    monkeypatch.chdir(here)
+    there.rmdir()
+    make()
+    assert Path.cwd() == here
 
 
 def test_x7_the_policy_asks_for_what_the_load_needs_and_for_no_change_before_it_is_known() -> None:

@@ -121,10 +121,12 @@ def _check_ray() -> None:
 
 
 def made(settings: Mapping[str, Any], folder: str) -> tuple[Make, float]:
-    """In the process of a replica: what it serves, read again from the same settings."""
+    """In the process of a replica: what it serves, read again from the same settings. folder: of relative sources;
+    "" for the process's own."""
     from reflex_runtime.policies.serving.app import serving
 
-    os.chdir(folder)  # that of the command: sources may be relative
+    if folder:
+        os.chdir(folder)
     config, places, _ = _read(settings)
     logs.begin()
     logs.use(config.log_format)
@@ -146,6 +148,4 @@ def deployed(args: Mapping[str, Any]) -> Any:
         if name not in known:
             raise ConfigError(f"args: {name}: no such setting")
     config, _, scale = _read(settings)
-    return application.application(partial(made, settings, os.getcwd()), config, scale)
-
-
+    return application.application(partial(made, settings, ""), config, scale)  # nodes need not have the same folders
