@@ -87,6 +87,7 @@ def _with(line: dict[str, Any], changes: Callable[[dict[str, Any]], None]) -> st
             id="no hold",
         ),
         pytest.param("batch", lambda line: line.update(elapsed=0.0), "", id="batches that took no time"),
+        pytest.param("batch", lambda line: line.update(elapsed=1e308), "took 1e+308 s", id="batches that took ages"),
     ],
 )
 def test_what_a_journal_cannot_mean_is_one_line(

@@ -33,6 +33,7 @@ from reflex_runtime.telemetry.journal import BatchLine, GroupInfo, RequestLine, 
 from reflex_runtime.telemetry.journal_reader import Journal
 
 NO_TIME: Final = 1e-6  # seconds: what a batch took at least, where only its relative error counts
+ALL_TIME: Final = 1e6  # seconds: no batch takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +431,11 @@ def _with_warm(
 
 
 def _line(sizes: Mapping[int, Sequence[float]]) -> tuple[float, float]:
-    """(fixed, marginal) seconds of least relative error over the medians of the sizes."""
+    """(fixed, marginal) seconds of least relative error over the medians of the sizes. ConfigError for times that no
+    device takes."""
+    longest = max(max(seen) for seen in sizes.values())
+    if not longest <= ALL_TIME:
+        raise ConfigError(f"a batch of the journal took {longest:g} s; no batch takes longer than {ALL_TIME:g} s")
     points = ((float(n), median(seen), len(seen)) for n, seen in sizes.items())
     return line_through((n, y, count / max(y, NO_TIME) ** 2) for n, y, count in points)
 
