@@ -45,6 +45,9 @@ def begun(data: bytes) -> Begun | None:
     names of its fields, not read: a wrong guess costs a move, and no wrong answer.
     """
     end = data.find(b"\r\n\r\n")
+    line = data.find(b"\n")
+    if not data[:1].isalpha() or (line >= 0 and data[line - 1 : line] != b"\r"):
+        return Begun(False)  # TLS, for one: its caller is told at once
     if end < 0:
         return Begun(False) if len(data) > MAX_HEAD else None
     first, *lines = data[:end].split(b"\r\n")

@@ -63,6 +63,9 @@ def test_x7_the_front_answers_all_that_asks_no_policy() -> None:
         assert begun(request(path, headers="Upgrade: websocket\r\n")) == Begun(False)
     assert begun(b"x" * (MAX_HEAD + 1)) == Begun(False)
     assert begun(b"\xff\x00\r\n\r\n") == Begun(False)
+    for early in (b"\x16\x03\x01", b"POST /act HTTP/1.1\n", b"\n"):  # which no further bytes make a request
+        assert begun(early) == Begun(False)
+    assert begun(b"POST /act HTTP/1.1\r") is begun(b"P") is None
 
 
 def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> None:

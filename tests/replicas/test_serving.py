@@ -18,6 +18,7 @@ import pytest
 
 from reflex_runtime.placing import identity_of
 from reflex_runtime.rendezvous import owner
+from reflex_runtime.replicas.views import WITHIN
 from serving.harness import PATIENCE, STATE, Server, parse_answers, refusal
 from serving.pair import Pair, admin, rollout, two
 
@@ -323,6 +324,11 @@ def test_x7_devices_is_a_replica_for_each(tiny: Path) -> None:
     with Server(tiny, "--devices", "cpu,cpu", "--inject-latency-ms", "300") as server:
         assert [told["device"] for told in replicas(server)] == ["cpu", "cpu"]
         pids = [told["pid"] for told in replicas(server)]
+        psutil.Process(pids[0]).suspend()
+        health = server.get("/health")  # one that hangs keeps no probe waiting
+        psutil.Process(pids[0]).resume()
+        assert health.status == 200
+        assert health.seconds < WITHIN
         with server.burst([{"state": STATE, "robot_id": f"r{i}"} for i in range(8)]) as burst:
             burst.send()
             server.reach(lambda m: m("reflex_in_flight_requests") == 8)

@@ -34,6 +34,7 @@ from reflex_runtime.web.handover import handing_on
 from reflex_runtime.web.watchers import Watchers
 
 WITHIN: Final = 2.0  # seconds for a replica to answer; one that takes longer is left out
+HEALTH_WITHIN: Final = 0.5  # the same for /health: those who probe it wait a second
 Handler = Callable[[Exchange, bytes], None]
 
 
@@ -91,7 +92,7 @@ class FrontViews(Views):
 
     async def _health(self, exchange: Exchange) -> None:
         front, state = self.front, self._state()
-        found = await answers(front.replicas, AskReplica("GET", exchange.path), WITHIN)
+        found = await answers(front.replicas, AskReplica("GET", exchange.path), HEALTH_WITHIN)
         body: dict[str, Any] = {"status": state, "state": state, "model_loaded": front.loaded}
         bodies = [msgspec.json.decode(answer.body) for answer in found.values()]
         if bodies:
