@@ -121,7 +121,8 @@ def test_p1_robots_of_a_real_server_get_the_answer_of_the_whole_chunk(template: 
         {"image": picture(i), "instruction": "open the drawer", "state": state, "request_id": f"r{i}"}
         for i, state in enumerate(states)
     ]
-    with Server(SOURCE, "--max-batch-size", "5", "--inject-latency-ms", "20", before=inside) as server:
+    shared = "--max-batch-size", "5", "--max-batch-cost-ms", "5000", "--inject-latency-ms", "20"
+    with Server(SOURCE, *shared, before=inside) as server:
         answers = server.at_once(asks)
     assert [answer.status for answer in answers] == [200] * 16
     assert 2 <= max(answer.json["batch"]["size"] for answer in answers) <= 5
