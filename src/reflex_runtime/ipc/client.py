@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -436,6 +436,19 @@ _WORDS: dict[State, str] = {
     "open": "not started again for a while, because it ended too often",
     "stopped": "shut down",
 }
+
+
+async def start_all(clients: Iterable[RuntimeClient]) -> None:
+    """Start all of them. Raises the error of the first that cannot be started; then nothing is being started any more,
+    and the caller stops those that were."""
+    starting = [asyncio.create_task(client.start()) for client in clients]
+    try:
+        await asyncio.gather(*starting)
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        raise
 
 
 @functools.lru_cache(maxsize=64)

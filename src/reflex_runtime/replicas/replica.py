@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reflex_runtime.core.errors import ReflexError
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.frames import Codec, Notification, Reader
 from reflex_runtime.ipc.peer import Handler
 from reflex_runtime.ipc.spawn import Link, spawned
@@ -148,13 +148,9 @@ class Replica:
 
 async def started(replicas: list[Replica]) -> None:
     """Start all of them. Raises the error of the first that cannot be started, and leaves none behind then."""
-    starting = [asyncio.create_task(replica.client.start()) for replica in replicas]
     try:
-        await asyncio.gather(*starting)
+        await start_all(replica.client for replica in replicas)
     except BaseException:
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
         await closed(replicas, 0.0)
         raise
 

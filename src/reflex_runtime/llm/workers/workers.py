@@ -23,7 +23,7 @@ from prometheus_client import Gauge
 from reflex_runtime.core.errors import Cancelled, ReflexError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.drivers.audience import Sink
-from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
+from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, GenerateParams, LoadModel
@@ -131,13 +131,9 @@ class Workers:
         fails."""
         self._opening.reached("loading")
         clients = [*(line.client for line in self.lines), self._tokenizing.client]
-        starting = [asyncio.create_task(client.start()) for client in clients]
         try:
-            await asyncio.gather(*starting)
+            await start_all(clients)
         except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
             await self.close(0.0)
             raise
 
