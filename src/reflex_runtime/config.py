@@ -437,10 +437,38 @@ class FeedsConfig:
         group="the processor",
     )
     onnx: str = option(
-        "", "an ONNX model that takes pictures, as the processor; shapes is the bundled one", metavar="FILE"
+        "", "a detector or classifier in ONNX, as the processor; shapes is the bundled one", metavar="FILE"
     )
-    score: float = option(
-        0.5, "with --onnx: boxes below this score are left out", low=0, high=1, metavar="SCORE", needs="onnx"
+    size: str = option(
+        "", "with --onnx: size that frames are brought to, where the graph leaves it open; by default what it was "
+        "exported for",
+        metavar="640|WxH", needs="onnx",
+    )
+    resize: str = option(
+        "auto", "with --onnx: letterbox keeps the shape of a frame, stretch does not, crop takes its middle; auto is "
+        "what the kind of model needs",
+        choices=("auto", "letterbox", "stretch", "crop"), needs="onnx",
+    )
+    names: str = option(
+        "", "with --onnx: file with the names of the classes, one a line or as a list; by default those in the graph",
+        metavar="FILE", needs="onnx",
+    )
+    score: float | None = option(
+        None, "with --onnx: what scores less is left out; by default 0.25 for YOLO, 0.5 for other detectors, 0 for "
+        "classifiers",
+        low=0, high=1, metavar="SCORE", needs="onnx",
+    )
+    iou: float | None = option(
+        None, "with --onnx: of two boxes of a class that share more of their union than this, the better one stays; "
+        "0.7 by default. For graphs that do not do it themselves",
+        low=0, high=1, metavar="SHARE", needs="onnx",
+    )
+    classes: tuple[str, ...] = option(
+        (), "with --onnx: the only classes to report, by name or number, with commas", metavar="NAME,…", needs="onnx"
+    )
+    max_detections: int = option(
+        0, "with --onnx: most detections of a frame; 0 is 300, and the 5 best classes of a classifier",
+        low=0, high=100_000, needs="onnx",
     )
     provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")

@@ -15,7 +15,9 @@ import av
 import numpy as np
 
 from feeds.commands import PATIENCE, Feeds, by_feed, figures, ran, results, scratch, together
+from feeds.graphs import BLUE, RED, bright_graph, lit
 from feeds.rtsp import RtspCamera
+from feeds.videos import write_video
 from reflex_runtime.demo import shapes
 from reflex_runtime.demo.markers import MarkerPictures, write_marker_video
 from reflex_runtime.demo.shapes import Shapes, hits
@@ -189,3 +191,21 @@ def true_to(scene: Shapes, lines: list[Any]) -> None:
         right += len(hits(there, value["boxes"], value["labels"]))
     assert right >= 0.7 * truth
     assert right >= 0.7 * found
+
+
+def test_f14_a_yolo_export_finds_things_in_a_real_video(tmp_path: Path) -> None:
+    """As exporters write it: a raw head, names as a Python literal, the size in the metadata alone."""
+    moving = [lit((40 + 4 * k, 60, 120 + 4 * k, 120), RED if k < 5 else BLUE, (320, 240)) for k in range(10)]
+    write_video(tmp_path / "cam.mp4", moving)
+    bright_graph(tmp_path / "graph.onnx", open_size=True)
+    command = ("cam=cam.mp4", "--onnx", "graph.onnx", "--results", "found.jsonl", "--annotate", "out")
+    ran(*command, cwd=tmp_path)
+    lines = results(tmp_path / "found.jsonl")
+    assert [line["value"]["labels"] for line in lines] == [["red"]] * 5 + [["blue"]] * 5
+    for k, line in enumerate(lines):
+        np.testing.assert_allclose(line["value"]["boxes"], [[40 + 4 * k, 60, 120 + 4 * k, 120]], atol=5.1)
+    assert max(map(len, (tmp_path / "found.jsonl").read_text().splitlines())) < 200
+    with av.open(str(tmp_path / "out" / "cam.mp4")) as drawn:
+        pictures = [frame.to_ndarray(format="rgb24") for frame in drawn.decode(video=0)]
+    assert len(pictures) == 10
+    assert pictures[0][60, 60:100].std() > 10, "a line in another colour along its upper edge"

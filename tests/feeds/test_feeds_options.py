@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from feeds.commands import PATIENCE, Feeds, figures, ran, refusal, results, scratch, together
+from feeds.graphs import RED, bright_graph, lit
 from feeds.rtsp import RtspCamera
-from feeds.videos import clip, picture
+from feeds.videos import clip, picture, write_video
 from reflex_runtime.cli import build_parser
 from reflex_runtime.telemetry.journal_reader import read_journal
 from serving.collector import Collector
@@ -52,6 +53,60 @@ def test_f14_onnx_runs_a_model_and_score_says_what_is_left_out(tmp_path: Path) -
     assert len(found["0.2"]) > 8
     assert min(found["0.2"]) >= 0.2
     assert found["0.99"] == [score for score in found["0.2"] if score >= 0.99]
+
+
+def detected(folder: Path, name: str, *options: str) -> Feeds:
+    """A run on two pictures of a red rectangle, whose results are in a file of this name. One graph finds it alone, the
+    other twice."""
+    arguments = ("cam=lit.mp4", "--onnx", "graph.onnx", "--results", f"{name}.jsonl", *options)
+    return Feeds(*arguments, cwd=folder)
+
+
+def test_f14_what_a_detector_reports_is_said_by_its_options(tmp_path: Path) -> None:
+    """size and resize: boxes are as exact as rows of the input are small. iou: the graph says everything twice,
+    with 0.1 less the second time. names: of the file, not of the graph."""
+    write_video(tmp_path / "lit.mp4", [lit((40, 58, 120, 120), RED, (320, 160))] * 2)
+    bright_graph(tmp_path / "graph.onnx", open_size=True)
+    (tmp_path / "names.txt").write_text("rouge\nvert\nbleu\n", encoding="utf-8")
+    runs = {
+        "plain": (),
+        "size": ("--size", "160"),
+        "stretch": ("--resize", "stretch"),
+        "names": ("--names", "names.txt"),
+        "iou": ("--iou", "0.99"),
+        "most": ("--iou", "0.99", "--max-detections", "1"),
+        "other": ("--classes", "green,blue"),
+        "same": ("--classes", "0,blue"),
+    }
+    together(*(detected(tmp_path, name, *options) for name, options in runs.items()))
+    found = {name: [line["value"] for line in results(tmp_path / f"{name}.jsonl")] for name in runs}
+    assert all(len(values) == 2 for values in found.values())
+    first = {name: values[0] for name, values in found.items()}
+    labels = {name: value["labels"] for name, value in first.items()}
+    assert labels == {
+        "plain": ["red"],
+        "size": ["red"],
+        "stretch": ["red"],
+        "names": ["rouge"],
+        "iou": ["red", "red"],
+        "most": ["red"],
+        "other": [],
+        "same": ["red"],
+    }
+    top = {name: first[name]["boxes"][0][1] for name in ("plain", "size", "stretch")}
+    assert top == {"plain": 60, "size": 58, "stretch": 57.5}, "a row of the input is five, two, and two and a half"
+
+
+def test_f14_size_is_refused_where_the_graph_has_its_own_or_where_it_is_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bright_graph(tmp_path / "graph.onnx")
+    run = ran("a=chaos:", "--onnx", "graph.onnx", "--size", "32", cwd=tmp_path, status=2)
+    assert "--onnx=graph.onnx: size 32x32: input 'images' takes width 64 and height 64" in run.log[-1]
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("0", "64x", "99999", "a"):
+        said = refusal(capsys, "a=chaos:", "--onnx", "graph.onnx", "--size", wrong)
+        assert f"--size={wrong}: must be pixels of a side" in said
 
 
 def test_f14_provider_is_the_one_onnx_runtime_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

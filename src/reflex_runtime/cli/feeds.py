@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -42,6 +43,7 @@ sources:
 
 examples:
   reflex feeds a=shapes:seed=1 b=shapes:seed=2 --onnx shapes --annotate out      the bundled detector, no camera needed
+  reflex feeds yard=rtsp://10.0.0.7/live --onnx yolo11n.onnx --classes person,car --results found.jsonl
   reflex feeds door=door.mp4 yard=rtsp://10.0.0.7/live --processor mypkg:Detector --results found.jsonl
   reflex feeds --config cameras.toml --port 9000
 
@@ -446,7 +448,35 @@ def _onnx(config: FeedsConfig) -> BatchProcessor:
         check_provider(provider)
     except ConfigError as error:
         raise ConfigError(f"--provider={one_line(config.provider)}: {error.message.partition(': ')[2]}") from None
-    return OnnxFrames(path, provider=provider, threads=config.threads, score=config.score)
+    return OnnxFrames(
+        path,
+        provider=provider,
+        threads=config.threads,
+        score=config.score,
+        iou=config.iou,
+        max_detections=config.max_detections or None,
+        classes=[name.strip() for name in config.classes],
+        size=_size(config.size) if config.size else None,
+        resize=None if config.resize == "auto" else config.resize,
+        names=_names(config.names) if config.names else None,
+    )
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Width and height from 640 or 640x384."""
+    found = re.fullmatch(r"([0-9]{1,5})(?:x([0-9]{1,5}))?", text.strip())
+    if found is None or not all(1 <= int(side) <= 16_384 for side in found.groups(found[1])):
+        raise ConfigError(f"--size={one_line(text)}: must be pixels of a side, such as 640, or WIDTHxHEIGHT")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _names(file: str) -> dict[int, str]:
+    from reflex_runtime.feeds.detectors.facts import names_of_file
+
+    try:
+        return names_of_file(Path(file))
+    except ConfigError as error:
+        raise ConfigError(f"--names={one_line(file)}: {error.message}") from None
 
 
 def _batching(config: FeedsConfig, feeds: int) -> BatchConfig:

@@ -2,40 +2,99 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession, shown
+from reflex_runtime.feeds.detectors.facts import LARGEST, GraphFacts, facts_of
+from reflex_runtime.feeds.detectors.fitting import FITTINGS, Fit, Picture, check_fitting
+from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect
+from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
+from reflex_runtime.feeds.detectors.results import result_of
+from reflex_runtime.feeds.picture_input import PictureInput, PixelScale, picture_input
+from reflex_runtime.options import did_you_mean, one_line, one_of
+from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession
 
-_FOUND: Final = ("boxes", "scores", "labels")  # outputs that make a graph a detector
+OVERLAP = 0.7  # of two boxes of a class, as a share of both
+
+
+@dataclass(frozen=True, slots=True)
+class DetectorSettings:
+    """What a user wants of a detector; None for what its dialect says. See `OnnxFrames`."""
+
+    score: float | None = None
+    iou: float | None = None
+    max_detections: int | None = None
+    classes: Sequence[str | int] = ()
+    size: tuple[int, int] | None = None
+    resize: str | None = None
+    names: Mapping[int, str] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check("score", self.score, 0.0, 1.0)
+        _check("iou", self.iou, 0.0, 1.0)
+        _check("max_detections", self.max_detections, 1, inf)
+        if self.size is not None and not (len(self.size) == 2 and min(self.size) >= 1 and max(self.size) <= LARGEST):
+            raise ConfigError(f"size={self.size!r}: must be a width and a height of 1 to {LARGEST}")
+        if self.resize is not None and self.resize not in FITTINGS:
+            raise ConfigError(f"resize={self.resize!r}: {one_of(str(self.resize), FITTINGS)}")
+        if self.std is not None and min(self.std) <= 0:
+            raise ConfigError(f"std={self.std!r}: must be > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A graph that runs, and what its outputs mean. dialect: None if they are passed on."""
+
+    session: OnnxSession
+    input: PictureInput
+    facts: GraphFacts
+    dialect: Dialect | None
+    limits: DetectionLimits
+    fitting: Callable[[Picture, Picture], Fit]
+    scale: PixelScale
+
+    def run(self, frames: Sequence[Picture]) -> list[dict[str, Any]]:
+        rows, fits = self.input.tensors(frames, self.fitting, self.scale)
+        outputs = self.session.run(rows)
+        if self.dialect is None:
+            return [{name: array[i] for name, array in outputs.items()} for i in range(len(frames))]
+        found = self.dialect.found(outputs, self.limits)
+        together = zip(found, fits, strict=True)
+        return [result_of(one, fit, self.facts.names, self.input.size) for one, fit in together]
 
 
 class OnnxFrames:
     """Runs an ONNX graph on RGB pictures.
 
-    path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating. A leading axis fixed at 1 is
-        served as well, one picture after the other.
+    path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
+        `orig_target_sizes` [n, 2] gets the size of the first. A leading axis fixed at 1 is served as well, one picture
+        after the other.
     id: names it in metrics and events.
     provider: "cpu", "cuda", or an execution provider's own name. threads: intra-op threads of a call.
-    score: detections below it are left out, 0 … 1.
-    size: width and height that pictures are brought to. Needed where the graph's are symbolic; otherwise the graph's.
-    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std.
+    score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
+        their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
+        picture, the best ones. Not given, they are those of the dialect.
+    classes: names or numbers of the only ones that are kept.
+    size: width and height that pictures are brought to. Needed where neither the graph nor its metadata says them.
+    resize: "letterbox", "stretch" or "crop"; by default what the metadata (key `resize`) or the dialect says.
+    names: labels by number, by default those of the metadata, key `names`. A label without a name stays a number.
+    mean, std: of a floating input, one number or one per channel: it gets (pixel / 255 - mean) / std. By default those
+        of the dialect.
     warm_up: sizes of batches that are run before the first real one, so that no frame pays for a first call.
 
-    Pictures of other sizes are stretched (bilinear), so pictures of many sizes share a batch.
-
-    A graph with outputs `boxes` [n, k, 4] (x0, y0, x1, y1 in pixels of its input), `scores` and `labels` [n, k] is a
-    detector. Its result is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …],
-    "labels": [name, …]}, in the graph's order. Names come from the graph's metadata, key `names`: a JSON list, or an
-    object by number. Without them labels are numbers. Any other graph's result is {output: array without batch axis}.
+    What the outputs mean is told by what the graph returns for one blank picture; see `detectors.recognise`. A result
+    is {"boxes": [[x0, y0, x1, y1], …] in pixels of the frame as it came in, "scores": [float, …], "labels": [name, …]},
+    with `keypoints` or `masks` where the graph finds them; see `detectors.results`. Outputs [n] or [n, k] without names
+    for the k are passed on: {output: array without batch axis}. Any other graph is refused.
 
     A frame that is no uint8 [h, w, 3] picture fails alone. Wrong settings raise ConfigError, those that only the graph
     can show when `on_start` reads it.
@@ -49,128 +108,135 @@ class OnnxFrames:
         id: str = "onnx",
         provider: str = "cpu",
         threads: int = 1,
-        score: float = 0.5,
+        score: float | None = None,
         *,
+        iou: float | None = None,
+        max_detections: int | None = None,
+        classes: Sequence[str | int] = (),
         size: tuple[int, int] | None = None,
-        mean: float | Sequence[float] = 0.0,
-        std: float | Sequence[float] = 1.0,
+        resize: str | None = None,
+        names: Mapping[int, str] | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
         warm_up: Sequence[int] = (1,),
     ) -> None:
-        if not 0.0 <= score <= 1.0:
-            raise ConfigError(f"score={score!r}: must be 0 … 1")
-        if size is not None and not (len(size) == 2 and min(size) >= 1):
-            raise ConfigError(f"size={size!r}: must be a width and a height >= 1")
+        _check("threads", threads, 1, inf)
         if any(n < 1 for n in warm_up):
             raise ConfigError(f"warm_up={tuple(warm_up)!r}: batch sizes must be >= 1")
-        if not threads >= 1:
-            raise ConfigError(f"threads={threads!r}: must be >= 1")
-        self.id, self.path, self.score, self.size = id, Path(path), score, size
+        self.id, self.path = id, Path(path)
+        scale = (_per_channel("mean", mean), _per_channel("std", std))
+        self._settings = DetectorSettings(score, iou, max_detections, tuple(classes), size, resize, names, *scale)
         self._provider, self._threads = PROVIDERS.get(provider, provider), threads
-        self._mean, self._std = _per_channel("mean", mean), _per_channel("std", std)
-        if not (self._std > 0).all():
-            raise ConfigError(f"std={std!r}: must be > 0")
-        self._plain = not self._mean.any() and bool((self._std == 1.0).all())
         self._warm_up = tuple(warm_up)
-        self._session: OnnxSession | None = None
-        self._names: dict[int, str] = {}
+        self._loaded: _Loaded | None = None
 
     def on_start(self) -> None:
-        """Load the graph and run it once per size of `warm_up`. Raises ConfigError."""
+        """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads)
-        self._input, self._last, self.size = self._read(session)
-        self._detector = set(_FOUND) <= set(session.outputs)
-        if self._detector:
-            self._check_detector(session)
-        self._names = _names_of(session)
-        self._session = session
-        width, height = self.size
+        self._loaded = loaded = self._read(session)
+        width, height = loaded.input.size
         for n in self._warm_up:
-            self._run([np.zeros((height, width, 3), np.uint8)] * n)
+            loaded.run([np.zeros((height, width, 3), np.uint8)] * n)
 
     def process(self, entries: Sequence[BatchEntry]) -> list[Any]:
         """One result per entry, or a ProcessorError in its place."""
+        if self._loaded is None:
+            raise ProcessorError(f"{self.path}: not started")
         results: list[Any] = [_fault(entry.frame) for entry in entries]
         fine = [entry.frame for entry, fault in zip(entries, results, strict=True) if fault is None]
-        answers = iter(self._run(fine) if fine else ())
+        answers = iter(self._loaded.run(fine) if fine else ())
         return [next(answers) if fault is None else fault for fault in results]
 
     def on_stop(self) -> None:
         """Release the graph and its memory."""
-        self._session = None
+        self._loaded = None
 
-    # -- one call ------------------------------------------------------------------------------------------------------
+    @property
+    def dialect(self) -> Dialect | None:
+        """What the outputs mean; None before the start, and for outputs that are passed on."""
+        return None if self._loaded is None else self._loaded.dialect
 
-    def _run(self, frames: Sequence[NDArray[np.uint8]]) -> list[dict[str, Any]]:
-        if self._session is None:
-            raise ProcessorError(f"{self.path}: not started")
-        outputs = self._session.run({self._input: self._tensor(frames)})
-        if self._detector:
-            return [self._detections(outputs, i, frame) for i, frame in enumerate(frames)]
-        return [{name: array[i] for name, array in outputs.items()} for i in range(len(frames))]
+    def _read(self, session: OnnxSession) -> _Loaded:
+        wanted = self._settings
+        facts = facts_of(session.metadata)
+        if wanted.names is not None:
+            facts = replace(facts, names=wanted.names)
+        taken = picture_input(self.path, session, wanted.size, facts.size)
+        dialect = self._recognised(session, taken, facts)
+        resize = wanted.resize or facts.resize or (dialect.resize if dialect else STRETCH)
+        if resize not in FITTINGS:
+            raise ConfigError(f"{self.path}: metadata resize={one_line(resize)}: {one_of(resize, FITTINGS)}")
+        check_fitting(resize)
+        return _Loaded(
+            session,
+            taken,
+            facts,
+            dialect,
+            _limits(wanted, dialect, facts),
+            FITTINGS[resize],
+            self._scale(taken, dialect),
+        )
 
-    def _tensor(self, frames: Sequence[NDArray[np.uint8]]) -> NDArray[Any]:
-        """The pictures at the graph's size, in its order of axes and its type."""
-        assert self._session is not None
-        assert self.size is not None
-        width, height = self.size
-        pixels = np.empty((len(frames), height, width, 3), np.uint8)
-        for place, frame in zip(pixels, frames, strict=True):
-            place[:] = frame if frame.shape == place.shape else _stretched(frame, self.size)
-        if not self._last:
-            pixels = np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-        dtype = self._session.inputs[self._input].dtype
-        if dtype == np.uint8:
-            return pixels
-        scaled = pixels.astype(np.float32) / np.float32(255.0)
-        if not self._plain:
-            channels = (3,) if self._last else (3, 1, 1)
-            scaled = (scaled - self._mean.reshape(channels)) / self._std.reshape(channels)
-        return scaled.astype(dtype, copy=False)
+    def _recognised(self, session: OnnxSession, taken: PictureInput, facts: GraphFacts) -> Dialect | None:
+        """By what it returns for one blank picture."""
+        width, height = taken.size
+        rows, _ = taken.tensors([np.zeros((height, width, 3), np.uint8)], FITTINGS[STRETCH], PixelScale())
+        try:
+            return dialect_of(Trial(session.run(rows), facts, taken.size))
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}: {error.message}") from None
 
-    def _detections(self, outputs: dict[str, NDArray[Any]], i: int, frame: NDArray[np.uint8]) -> dict[str, Any]:
-        assert self.size is not None
-        scores = outputs["scores"][i]
-        kept = scores >= self.score
-        across, down = frame.shape[1] / self.size[0], frame.shape[0] / self.size[1]
-        boxes = outputs["boxes"][i][kept].astype(np.float64) * (across, down, across, down)
-        labels = [int(label) for label in outputs["labels"][i][kept]]
-        return {
-            "boxes": boxes.tolist(),
-            "scores": scores[kept].tolist(),
-            "labels": [self._names.get(label, label) for label in labels] if self._names else labels,
-        }
+    def _scale(self, taken: PictureInput, dialect: Dialect | None) -> PixelScale:
+        wanted = self._settings
+        if taken.dtype == np.uint8:
+            if any(wanted.mean or ()) or set(wanted.std or (1.0,)) != {1.0}:
+                where = f"{self.path}: input {taken.name!r}"
+                raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
+            return PixelScale()
+        known = dialect or Dialect()
+        return PixelScale(wanted.mean or known.mean, wanted.std or known.std)
 
-    # -- what the graph says -------------------------------------------------------------------------------------------
 
-    def _read(self, session: OnnxSession) -> tuple[str, bool, tuple[int, int]]:
-        """The input's name, whether its channels come last, and the size that pictures are brought to."""
-        if len(session.inputs) != 1:
-            raise ConfigError(f"{self.path}: found the inputs {sorted(session.inputs)}, expected one, for pictures")
-        ((name, port),) = session.inputs.items()
-        where = f"{self.path}: input {name!r}"
-        found = shown(port.dims)
-        if len(port.dims) != 4 or 3 not in (port.dims[1], port.dims[3]):
-            raise ConfigError(f"{where}: found {found}, expected [n, 3, h, w] or [n, h, w, 3]")
-        if port.dtype != np.uint8 and port.dtype.kind != "f":
-            raise ConfigError(f"{where}: found {port.dtype}, expected uint8 or floating")
-        if port.dtype == np.uint8 and not self._plain:
-            raise ConfigError(f"mean, std: {where} takes uint8, so there is nothing to scale")
-        last = port.dims[1] != 3
-        height, width = port.dims[1:3] if last else port.dims[2:4]
-        if self.size is None:
-            if width is None or height is None:
-                raise ConfigError(f"{where}: takes any size of picture, {found}; choose one: size=(width, height)")
-            return name, last, (width, height)
-        if width not in (None, self.size[0]) or height not in (None, self.size[1]):
-            raise ConfigError(f"size={self.size}: {where} takes width {width} and height {height}")
-        return name, last, self.size
+def _limits(wanted: DetectorSettings, dialect: Dialect | None, facts: GraphFacts) -> DetectionLimits:
+    """What is wanted, else what the dialect says. Raises ConfigError for what has no effect."""
+    if dialect is None:
+        _refuse_without(wanted, "its outputs are passed on as they are")
+        return DetectionLimits(0.0, 1.0, 1)
+    if wanted.iou is not None and not dialect.overlaps:
+        raise ConfigError("iou has no effect: the graph leaves out overlapping boxes itself")
+    return DetectionLimits(
+        dialect.score if wanted.score is None else wanted.score,
+        OVERLAP if wanted.iou is None else wanted.iou,
+        wanted.max_detections or dialect.most,
+        _numbers(wanted.classes, facts.names) if wanted.classes else None,
+    )
 
-    def _check_detector(self, session: OnnxSession) -> None:
-        for name, rank in zip(_FOUND, (3, 2, 2), strict=True):
-            dims = session.outputs[name].dims
-            if len(dims) != rank or (rank == 3 and dims[2] not in (4, None)):
-                expected = "[n, k, 4]" if rank == 3 else "[n, k]"
-                raise ConfigError(f"{self.path}: output {name!r}: found {shown(dims)}, expected {expected}")
+
+def _refuse_without(wanted: DetectorSettings, why: str) -> None:
+    for name in ("score", "iou", "max_detections", "classes"):
+        if getattr(wanted, name) not in (None, ()):
+            raise ConfigError(f"{name} has no effect: {why}")
+
+
+def _numbers(classes: Sequence[str | int], names: Mapping[int, str]) -> frozenset[int]:
+    """The numbers of classes that are given by name or number."""
+    by_name = {name: number for number, name in names.items()}
+    found = set()
+    for given in classes:
+        if given in by_name:
+            found.add(by_name[str(given)])
+        elif str(given).isdecimal() and len(str(given)) <= 9 and (not names or int(given) in names):
+            found.add(int(given))
+        else:
+            known = f"the graph has {len(names)} classes" if names else "the graph has no names: give numbers"
+            hint = did_you_mean(str(given), by_name)
+            raise ConfigError(f"classes={one_line(given)}: {known}{hint}")
+    return frozenset(found)
+
+
+def _check(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:
+        raise ConfigError(f"{name}={value!r}: must be {f'>= {low:g}' if high == inf else f'{low:g} … {high:g}'}")
 
 
 def _fault(frame: Any) -> ProcessorError | None:
@@ -181,23 +247,10 @@ def _fault(frame: Any) -> ProcessorError | None:
     return None
 
 
-def _stretched(frame: NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
-    return np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.BILINEAR, reducing_gap=2.0))
-
-
-def _per_channel(name: str, value: float | Sequence[float]) -> NDArray[np.float32]:
+def _per_channel(name: str, value: float | Sequence[float] | None) -> tuple[float, ...] | None:
+    if value is None:
+        return None
     array = np.asarray(value, np.float32)
     if array.shape not in ((), (1,), (3,)) or not np.isfinite(array).all():
         raise ConfigError(f"{name}={value!r}: must be a finite number, or three of them")
-    return np.broadcast_to(array, (3,)).copy()
-
-
-def _names_of(session: OnnxSession) -> dict[int, str]:
-    """Label names by number. Metadata that cannot be read gives no names."""
-    text = session.metadata.get("names", "")
-    try:
-        found = json.loads(text) if text else {}
-        pairs = found.items() if isinstance(found, dict) else enumerate(found)
-        return {int(number): str(name) for number, name in pairs}
-    except (ValueError, TypeError):
-        return {}
+    return tuple(np.broadcast_to(array, (3,)).tolist())

@@ -1,0 +1,265 @@
+"""The dialects. Each is what its arrays mean; which one a graph speaks, `recognise` says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.feeds.detectors.found import LETTERBOX, DetectionLimits, Dialect, Found, Outputs
+from reflex_runtime.feeds.detectors.overlap import MOST_CANDIDATES, kept_of
+
+IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The columns of a row behind box and scores.
+
+    points: keypoints of a detection, each of `dims` columns. prototypes: the output [n, m, h, w] whose m pictures,
+    weighted by m columns and added, are a detection's mask; "" for none.
+    """
+
+    points: int = 0
+    dims: int = 3
+    prototypes: str = ""
+    coefficients: int = 0
+
+    @property
+    def columns(self) -> int:
+        """How many there are."""
+        return self.points * self.dims + self.coefficients
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBoxes(Dialect):
+    """Boxes [n, k, 4] (x0, y0, x1, y1 in pixels of the input), scores and labels [n, k], in outputs of their own.
+
+    count: the output [n, 1] or [n] that says how many rows of a picture are filled; "" if all are.
+    """
+
+    boxes_name: str = "boxes"
+    scores_name: str = "scores"
+    labels_name: str = "labels"
+    count: str = ""
+    name = "boxes, scores and labels"
+    score = 0.5
+
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+        counts = outputs[self.count].reshape(-1) if self.count else None
+        together = zip(outputs[self.boxes_name], outputs[self.scores_name], outputs[self.labels_name], strict=True)
+        found = []
+        for i, (boxes, scores, labels) in enumerate(together):
+            filled = slice(None if counts is None else max(0, int(counts[i])))
+            found.append(_limited(boxes[filled], scores[filled], labels[filled], limits))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class RawHead(Dialect):
+    """An output of one column per place of the picture: [n, 4 + (1) + classes + extras, k], or with the last two axes
+    exchanged (`rows`). The box is its middle, width and height in pixels of the input.
+
+    objectness: the fifth number says how likely there is anything, and scores of classes are multiplied by it.
+    """
+
+    output: str
+    classes: int
+    rows: bool = False
+    objectness: bool = False
+    extras: Extras = Extras()
+    resize = LETTERBOX
+    name = "raw head"
+    score = 0.25
+    overlaps = True
+
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+        head = outputs[self.output]
+        head = head.transpose(0, 2, 1) if self.rows else head
+        if head.dtype == np.float16:  # numpy compares these one by one
+            head = head.astype(np.float32)
+        first = 5 if self.objectness else 4
+        if self.objectness:  # no class of a place scores more than this
+            best = head[:, 4]
+        else:
+            best = head[:, first : first + self.classes].max(axis=1)
+        prototypes = outputs.get(self.extras.prototypes) if self.extras.prototypes else None
+        found = []
+        for i, scores in enumerate(best):
+            places = np.flatnonzero(scores >= limits.score)
+            if len(places) > MOST_CANDIDATES:
+                places = places[np.argpartition(-scores[places], MOST_CANDIDATES)[:MOST_CANDIDATES]]
+            columns = head[i][:, places].T
+            found.append(self._of(columns, limits, None if prototypes is None else prototypes[i]))
+        return found
+
+    def _of(self, rows: Array, limits: DetectionLimits, prototypes: Array | None) -> Found:
+        """rows: [m, columns], those that may score enough."""
+        first = 5 if self.objectness else 4
+        classes = rows[:, first : first + self.classes]
+        labels = classes.argmax(axis=1) if len(rows) else np.zeros(0, np.int64)
+        scores = classes[np.arange(len(rows)), labels]
+        if self.objectness:
+            scores = scores * rows[:, 4]
+        boxes = corners(rows[:, :4])
+        fit = np.flatnonzero(_wanted(boxes, scores, labels, limits))
+        best = fit[kept_of(boxes[fit], scores[fit], labels[fit], limits.iou, limits.most)]
+        behind = rows[best, first + self.classes :]
+        return found_of(boxes[best], scores[best], labels[best], behind, self.extras, prototypes)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Dialect):
+    """An output [n, k, 6 + extras] without overlaps: x0, y0, x1, y1 in pixels of the input, score, class. Rows that are
+    not filled have the score 0."""
+
+    output: str
+    extras: Extras = Extras()
+    resize = LETTERBOX
+    name = "rows without overlaps"
+    score = 0.25
+
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+        prototypes = outputs.get(self.extras.prototypes) if self.extras.prototypes else None
+        found = []
+        for i, rows in enumerate(outputs[self.output]):
+            rows = rows[rows[:, 4] >= limits.score].astype(np.float32, copy=False)
+            labels = _whole(rows[:, 5])
+            rows, labels = rows[labels >= 0], labels[labels >= 0]
+            fit = np.flatnonzero(_wanted(rows[:, :4], rows[:, 4], labels, limits))[: limits.most]
+            rows, labels = rows[fit], labels[fit]
+            own = None if prototypes is None else prototypes[i]
+            found.append(found_of(rows[:, :4], rows[:, 4], labels, rows[:, 6:], self.extras, own))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Queries(Dialect):
+    """A row per query of a transformer: its box (middle, width and height as a share of the input) and its classes.
+
+    boxes_name, logits_name: outputs [n, k, 4] and [n, k, classes]; one output [n, k, 4 + classes] if they are equal.
+    form: "scores" between 0 and 1, or "sigmoid", or "softmax" of which the last class is none. size: width and height
+    of the input.
+    """
+
+    boxes_name: str
+    logits_name: str
+    form: str
+    size: tuple[int, int]
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    name = "queries"
+    score = 0.5
+
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+        both = self.boxes_name == self.logits_name
+        logits = outputs[self.logits_name][..., 4 if both else 0 :].astype(np.float32, copy=False)
+        boxes = outputs[self.boxes_name][..., :4]
+        if self.form == "softmax":
+            scores = softmax(logits)[..., :-1]
+        else:
+            scores = sigmoid(logits) if self.form == "sigmoid" else logits
+        labels = scores.argmax(axis=-1)
+        best = np.take_along_axis(scores, labels[..., None], -1)[..., 0]
+        width, height = self.size
+        scaled = corners(boxes.reshape(-1, 4) * np.array([width, height, width, height], np.float32))
+        found = []
+        for i, own in enumerate(scaled.reshape(boxes.shape)):
+            order = np.argsort(-best[i], kind="stable")
+            found.append(_limited(own[order], best[i][order], labels[i][order], limits))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Classes(Dialect):
+    """An output [n, classes]: a score for each class of the whole picture. logits: softmax comes before."""
+
+    output: str
+    logits: bool
+    name = "classes of the picture"
+    score = 0.0
+    most = 5
+
+    def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
+        rows = outputs[self.output].astype(np.float64)
+        rows = softmax(rows) if self.logits else rows
+        found = []
+        for scores in rows:
+            order = np.argsort(-scores, kind="stable")
+            order = order[_allowed(scores[order], order, limits)][: limits.most]
+            found.append(Found(None, scores[order], order.astype(np.int64)))
+        return found
+
+
+# -- parts of them -----------------------------------------------------------------------------------------------------
+
+
+def corners(boxes: Array) -> Array:
+    """x0, y0, x1, y1 of boxes [k, 4] that are given by their middle, width and height."""
+    half = boxes[:, 2:] / 2
+    return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
+
+
+def sigmoid(values: Array) -> Array:
+    """1 / (1 + e⁻ˣ) of each, without overflow."""
+    small = np.exp(-np.abs(values))
+    result: Array = np.where(values >= 0, 1 / (1 + small), small / (1 + small))
+    return result
+
+
+def softmax(values: Array) -> Array:
+    """eˣ over their sum along the last axis, without overflow."""
+    powers = np.exp(values - values.max(axis=-1, keepdims=True))
+    result: Array = powers / powers.sum(axis=-1, keepdims=True)
+    return result
+
+
+def found_of(
+    boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, prototypes: Array | None
+) -> Found:
+    """Chosen boxes with their points and masks. behind: [k, extras.columns]."""
+    points = masks = None
+    if extras.points:
+        points = behind[:, : extras.points * extras.dims].reshape(-1, extras.points, extras.dims).astype(np.float64)
+    if prototypes is not None:
+        masks = _masks(behind[:, -extras.coefficients :], prototypes)
+    return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks)
+
+
+def _masks(weights: Array, prototypes: Array) -> NDArray[np.bool_]:
+    """[k, h, w]: where the weighted sum of the prototypes [m, h, w] is above 0."""
+    count, height, width = prototypes.shape
+    flat = weights.astype(np.float32) @ prototypes.reshape(count, -1).astype(np.float32)
+    return (flat > 0).reshape(-1, height, width)
+
+
+def _limited(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> Found:
+    """Of boxes in the graph's order, those that the limits allow."""
+    labels = _whole(labels)
+    fit = np.flatnonzero(_wanted(boxes, scores, labels, limits) & (labels >= 0))[: limits.most]
+    return Found(boxes[fit].astype(np.float64), scores[fit].astype(np.float64), labels[fit])
+
+
+def _wanted(boxes: Array, scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
+    """Which rows the limits allow; never one with a number that is not finite."""
+    fit: NDArray[np.bool_] = _allowed(scores, labels, limits) & np.isfinite(boxes).all(axis=1)
+    return fit
+
+
+def _allowed(scores: Array, labels: Array, limits: DetectionLimits) -> NDArray[np.bool_]:
+    fit: NDArray[np.bool_] = (scores >= limits.score) & np.isfinite(scores)
+    return fit if limits.classes is None else fit & np.isin(labels, list(limits.classes))
+
+
+def _whole(labels: Array) -> NDArray[np.int64]:
+    """Labels as whole numbers; -1 for what is none."""
+    if labels.dtype.kind in "iu":
+        return labels.astype(np.int64)
+    fine = np.isfinite(labels) & (np.abs(labels) < 2**31)
+    return np.where(fine, np.round(np.where(fine, labels, 0)), -1).astype(np.int64)
+
+

@@ -1,0 +1,102 @@
+"""The input of a graph that takes pictures: its size, its order of axes, and the tensor of a batch of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.feeds.detectors.fitting import Fit, Picture
+from reflex_runtime.processors.onnx import OnnxSession, Port, shown
+
+SIZES_NAME: Final = "orig_target_sizes"  # of a second input [n, 2] that gets the width and height of the first
+
+
+@dataclass(frozen=True, slots=True)
+class PixelScale:
+    """What a floating input gets of a pixel: (pixel / 255 - mean) / std, per channel."""
+
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    std: tuple[float, ...] = (1.0, 1.0, 1.0)
+
+    @property
+    def plain(self) -> bool:
+        """Whether pixels are only divided."""
+        return not any(self.mean) and set(self.std) == {1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class PictureInput:
+    """name: of the input. last: whether its channels are the last axis. size: width and height. sizes: whether there is
+    a second input for the size."""
+
+    name: str
+    dtype: Any
+    last: bool
+    size: tuple[int, int]
+    sizes: bool
+
+    def tensors(
+        self, frames: Sequence[Picture], fitting: Callable[[Picture, Picture], Fit], scale: PixelScale
+    ) -> tuple[dict[str, NDArray[Any]], list[Fit]]:
+        """The graph's inputs for these frames, and where each frame lies in its own."""
+        width, height = self.size
+        pixels = np.empty((len(frames), height, width, 3), np.uint8)
+        fits = [fitting(frame, place) for frame, place in zip(frames, pixels, strict=True)]
+        rows = {self.name: self._scaled(pixels, scale)}
+        if self.sizes:
+            rows[SIZES_NAME] = np.tile(np.array([self.size], np.int64), (len(frames), 1))
+        return rows, fits
+
+    def _scaled(self, pixels: NDArray[np.uint8], scale: PixelScale) -> NDArray[Any]:
+        """In the graph's order of axes and its type."""
+        ordered = pixels if self.last else pixels.transpose(0, 3, 1, 2)
+        if self.dtype == np.uint8:
+            return np.ascontiguousarray(ordered)
+        result = np.empty(ordered.shape, np.float32)
+        np.divide(ordered, np.float32(255.0), out=result)
+        if not scale.plain:
+            channels = (3,) if self.last else (3, 1, 1)
+            result -= np.asarray(scale.mean, np.float32).reshape(channels)
+            result /= np.asarray(scale.std, np.float32).reshape(channels)
+        return result.astype(self.dtype, copy=False)
+
+
+def picture_input(
+    path: Path, session: OnnxSession, size: tuple[int, int] | None, said: tuple[int, int] | None
+) -> PictureInput:
+    """Find the input for pictures. size: that the user wants. said: that the metadata says. Raises ConfigError."""
+    others = dict(session.inputs)
+    sizes = others.pop(SIZES_NAME, None)
+    if len(others) != 1 or (sizes is not None and not _takes_sizes(sizes)):
+        found = ", ".join(f"{name!r} {shown(port.dims)}" for name, port in session.inputs.items())
+        raise ConfigError(f"{path}: found the inputs {found}, expected one, for pictures")
+    ((name, port),) = others.items()
+    where, found = f"{path}: input {name!r}", shown(port.dims)
+    if len(port.dims) != 4 or 3 not in (port.dims[1], port.dims[3]):
+        raise ConfigError(f"{where}: found {found}, expected [n, 3, h, w] or [n, h, w, 3]")
+    if port.dtype != np.uint8 and port.dtype.kind != "f":
+        raise ConfigError(f"{where}: found {port.dtype}, expected uint8 or floating")
+    last = port.dims[1] != 3
+    height, width = port.dims[1:3] if last else port.dims[2:4]
+    if size is None:
+        if (width is None or height is None) and said is None:
+            raise ConfigError(f"{where}: takes any size of picture, {found}; choose one, such as --size 640")
+        size = (width or said[0], height or said[1]) if said else (width or 0, height or 0)
+    elif width not in (None, size[0]) or height not in (None, size[1]):
+        takes = f"input {name!r} takes width {_any(width)} and height {_any(height)}"
+        raise ConfigError(f"{path}: size {size[0]}x{size[1]}: {takes}")
+    return PictureInput(name, port.dtype, last, size, sizes is not None)
+
+
+def _takes_sizes(port: Port) -> bool:
+    return port.dtype.kind == "i" and len(port.dims) == 2 and port.dims[1] in (None, 2)
+
+
+def _any(side: int | None) -> str:
+    return "any" if side is None else str(side)
