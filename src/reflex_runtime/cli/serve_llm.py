@@ -27,6 +27,7 @@ from reflex_runtime.sources import environment, load
 
 if TYPE_CHECKING:
     from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
+    from reflex_runtime.llm.sampling_defaults import SamplingDefaults
     from reflex_runtime.llm.serving.served_model import Open, ServedModel
     from reflex_runtime.llm.tokenizer import Tokenizer
     from reflex_runtime.web.form import Refusal
@@ -103,9 +104,10 @@ def run(args: argparse.Namespace) -> int:
     return supervise(sock, listen.BACKLOG, lambda parent: status_of(lambda: serve(sock, parent), told), form)
 
 
-def _checked(config: LLMServeConfig, directory: Path) -> Tokenizer:
-    """The tokenizer. ConfigError for what can be found before the model is loaded."""
+def _checked(config: LLMServeConfig, directory: Path) -> tuple[Tokenizer, SamplingDefaults]:
+    """The tokenizer and how the model is sampled. ConfigError for what can be found before the model is loaded."""
     from reflex_runtime.llm.load import describe
+    from reflex_runtime.llm.sampling_defaults import sampling_defaults
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.telemetry.tracing import check_otel
 
@@ -113,7 +115,7 @@ def _checked(config: LLMServeConfig, directory: Path) -> Tokenizer:
         check_trace(path)
     check_otel(config.otel)
     check_model(config, describe(directory))
-    return HFTokenizer.load(directory)
+    return HFTokenizer.load(directory), sampling_defaults(directory)
 
 
 def _refuse(error: ReflexError, request_id: str, packed: bool) -> Refusal:
@@ -139,7 +141,7 @@ def _serve(
     from reflex_runtime.web import listen
     from reflex_runtime.web.serve import serve
 
-    tokenizer = _checked(config, directory)
+    tokenizer, defaults = _checked(config, directory)
     if config.workers:
         config, batcher = _one_bound(config, batcher)
         open = _in_workers(directory, config, batcher, tokenizer)
@@ -149,8 +151,10 @@ def _serve(
     sock = sock or listen.bind(config.host, config.port)
     address = sock.getsockname()
     _announce(config, batcher, name, address)
+    if told := str(defaults):
+        logging.info("requests that do not say how they are sampled: %s (generation_config.json)", told)
     status, clean = serve(
-        serving(config, name, open),
+        serving(config, name, open, defaults),
         sock,
         config.drain_timeout_s,
         lambda: logging.info("listening on %s, loading %s", url(address), directory),

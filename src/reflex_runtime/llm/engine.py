@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from math import inf
@@ -36,6 +36,7 @@ from reflex_runtime.llm.blocks import BlockPool
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.sampler import sample
+from reflex_runtime.llm.sampling_defaults import sampling_defaults
 from reflex_runtime.llm.sequence import Choice, RequestOutput, Sequence
 from reflex_runtime.llm.tokenizer import Tokenizer
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
@@ -43,8 +44,8 @@ from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.telemetry.trace_context import SpanContext
 
+_PLAIN = SamplingParams()
 _numbers = count()  # of requests: unique in the process
-_DEFAULT = SamplingParams()
 
 
 def _next_id() -> str:
@@ -120,6 +121,7 @@ class LLMProcessor(BaseProcessor):
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check(ids, params.max_tokens)
+        self.limits.check_sampling(params)
         sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids)
         sequence.span = span
         return Request(
@@ -237,6 +239,7 @@ class LLMEngine:
     ) -> None:
         settings = EngineConfig(**config)
         runner, tokenizer = _model(model, tokenizer, block_size, num_blocks)
+        self._plain = SamplingParams(**asdict(sampling_defaults(model))) if runner is not model and model else _PLAIN
         self.processor = LLMProcessor(runner, tokenizer, settings)
         self.scheduler = Scheduler([self.processor.group])
         self._stepper = Stepper(self.scheduler, {"default": self.processor}, [self._settled, *sinks], clock)
@@ -247,19 +250,22 @@ class LLMEngine:
     def add_request(
         self,
         prompt: str | Seq[int],
-        params: SamplingParams = _DEFAULT,
+        params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: Priority = Priority.DEFAULT,
         client: Hashable = "",
         time_limit: float | None = None,
     ) -> str:
-        """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter."""
+        """Queue a prompt (text or token ids); returns the request's id. Raises `Rejected` when it may not enter.
+
+        params: None is how the model's authors sample it.
+        """
         if request_id in self._tickets:
             raise ConfigError(f"request_id={request_id!r}: is still being generated")
         name = self._free_id() if request_id is None else request_id
         request = self.processor.request(
-            prompt, params, id=name, priority=priority, client=client, time_limit=time_limit
+            prompt, params or self._plain, id=name, priority=priority, client=client, time_limit=time_limit
         )
         self._submit(request, prompt)
         return request.id
@@ -285,12 +291,14 @@ class LLMEngine:
         return True
 
     def generate(
-        self, prompts: Seq[str | Seq[int]], params: SamplingParams | Seq[SamplingParams] = _DEFAULT
+        self, prompts: Seq[str | Seq[int]], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Generate for all prompts, as many at a time as fit; returns their outputs in order.
 
-        params: one for all, or one each. A request that fails has its `error` set; one that can never run raises.
+        params: one for all, or one each; None is how the model's authors sample it. A request that fails has its
+        `error` set; one that can never run raises.
         """
+        params = params or self._plain
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")

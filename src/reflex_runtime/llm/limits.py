@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
+from reflex_runtime.ipc.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,3 +46,10 @@ class Limits:
         if not (min(ids) >= 0 and max(ids) < self.vocab_size):  # last: it looks at each
             bounds = f"[0, {self.vocab_size - 1}]"
             raise ConfigError(f"prompt: token ids must be in {bounds}, not {min(ids)} to {max(ids)}")
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Raises ConfigError for a token id among the parameters that the model does not have."""
+        named = ("stop_token_ids", params.stop_token_ids), ("logit_bias", [token for token, _ in params.logit_bias])
+        for name, ids in named:
+            if ids and max(ids) >= self.vocab_size:
+                raise ConfigError(f"{name}: token ids must be in [0, {self.vocab_size - 1}], not {max(ids)}")

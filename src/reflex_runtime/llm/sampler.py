@@ -2,7 +2,8 @@
 
 A draw depends on the sequence's seed and on how many tokens it has sampled, on nothing else: not on the rest of the
 batch, and not on whether the step was tried before. Greedy rows are one argmax for all; the others are transformed
-together and drawn one by one.
+together and drawn one by one. Rows that a request changes first (`shaping.py`) are copied: what is reported about a
+token is the model's own.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
     A row without a finite best value fails that sequence alone: a ProcessorError takes the place of its token.
     """
     best = logits.argmax(axis=1)  # a NaN counts as the largest: it is found here too
+    finite = np.isfinite(logits[np.arange(len(best)), best])
+    shaped = [i for i, s in enumerate(sequences) if s.shaping is not None and finite[i]]
+    own = _shaped(logits[shaped], [sequences[i] for i in shaped]) if shaped else logits[:0]
+    if shaped:
+        best[shaped] = own.argmax(axis=1)
     tokens = best.tolist()
-    finite = np.isfinite(logits[np.arange(len(tokens)), best]).tolist()
     drawing = [i for i, s in enumerate(sequences) if s.params.temperature > 0.0 and finite[i]]
     if drawing:
-        for i, token in zip(drawing, _draw(logits[drawing], [sequences[i] for i in drawing]), strict=True):
+        rows, place = logits[drawing], {i: at for at, i in enumerate(drawing)}
+        for i, row in zip(shaped, own, strict=True):
+            if i in place:
+                rows[place[i]] = row
+        for i, token in zip(drawing, _draw(rows, [sequences[i] for i in drawing]), strict=True):
             tokens[i] = token
     found: list[Choice | ProcessorError] = []
     for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
@@ -44,6 +53,13 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
     return found
 
 
+def _shaped(rows: Logits, sequences: Seq[Sequence]) -> Logits:
+    for row, sequence in zip(rows, sequences, strict=True):
+        if sequence.shaping is not None:
+            sequence.shaping.shape(row)
+    return rows
+
+
 def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
     heat = np.array([max(_COLDEST, s.params.temperature) for s in sequences], np.float32)
     weights = logits - logits.max(axis=1, keepdims=True)
@@ -54,12 +70,16 @@ def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:
 
 
 def _pick(weights: npt.NDArray[np.float32], sequence: Sequence) -> int:
-    """One token by its weight (the likeliest has 1), among those that top_k and top_p leave."""
+    """One token by its weight (the likeliest has 1), among those that min_p, top_k and top_p leave."""
     params = sequence.params
     ids: npt.NDArray[np.intp] | None = None
-    if 0 < params.top_k < len(weights):
-        ids = np.argpartition(weights, -params.top_k)[-params.top_k :]
+    if params.min_p > 0.0:
+        ids = np.flatnonzero(weights >= params.min_p)
         weights = weights[ids]
+    if 0 < params.top_k < len(weights):
+        kept = np.argpartition(weights, -params.top_k)[-params.top_k :]
+        ids = kept if ids is None else ids[kept]
+        weights = weights[kept]
     if params.top_p < 1.0:
         kept = _nucleus(weights, params.top_p)
         ids = kept if ids is None else ids[kept]

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.shaping import shaping_of
 from reflex_runtime.telemetry.trace_context import SpanContext
 
 STOP, LENGTH = "stop", "length"
@@ -85,6 +86,7 @@ class Sequence:
         "params",
         "published",
         "seed",
+        "shaping",
         "span",
         "tokens",
     )
@@ -100,6 +102,7 @@ class Sequence:
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
+        self.shaping = shaping_of(params, self.tokens, self.eos)
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
         self.published = 0  # blocks of `blocks` that the prefix cache knows
@@ -133,6 +136,8 @@ class Sequence:
         """Add a sampled token; the sequence may end with it."""
         token, held = choice.token_id, len(self._held)
         self.tokens.append(token)
+        if self.shaping is not None:
+            self.shaping.sampled(token)
         if self.params.logprobs is not None:
             self.choices.append(choice)
         if token in self.eos:
@@ -140,7 +145,7 @@ class Sequence:
             shown, self._held = self._held, ""
         else:
             shown = self._stream(token)
-            if self.params.stop:
+            if self.params.stop and self.num_output_tokens >= self.params.min_tokens:
                 shown = self._show(shown)
             if len(self.tokens) >= self._longest and self.finish_reason is None:
                 self.finish_reason = LENGTH
@@ -153,10 +158,11 @@ class Sequence:
         """The part of held text and new piece that is ready to send; ends the sequence at a stop text."""
         stops = self.params.stop
         text = self._held + piece
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        found = [(at, len(stop)) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             self.finish_reason, self._held = STOP, ""
-            return text[: min(found)]
+            at, length = min(found)
+            return text[: at + length if self.params.include_stop else at]
         keep = max(_overlap(text, stop) for stop in stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -15,10 +15,10 @@ from typing import Any, Final, NoReturn, Protocol
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
+from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 SETTINGS_FILE: Final = "tokenizer_config.json"
-GENERATION_FILE: Final = "generation_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 # marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")

@@ -304,11 +304,18 @@ WRONG: list[tuple[str, Any]] = [
     ("stream", "yes"),
     ("stream_options", {"include_usage": True}),
     ("best_of", 2),
-    ("echo", True),
     ("suffix", "end"),
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("logit_bias", {"5": 1}),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -3),
+    ("repetition_penalty", 0),
+    ("min_p", 1.5),
+    ("min_tokens", 17),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"five": 1}),
+    ("logit_bias", {"256": 1}),
+    ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("stop_token_ids", [256]),
+    ("stop_token_ids", [-1]),
     ("nonsense", 1),
     ("prompt", ""),
     ("prompt", []),
@@ -329,6 +336,45 @@ def test_l9_a_wrong_value_is_400_and_names_its_field(toy: Toy, param: str, value
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert param in error["message"]
     assert answer.headers["x-should-retry"] == "false"
+
+
+def test_l9_how_tokens_are_sampled_reaches_the_engine(client: Any) -> None:
+    asked: dict[str, Any] = {"max_tokens": 24, "presence_penalty": 0.7, "frequency_penalty": 0.4}
+    more = {"repetition_penalty": 1.3, "min_p": 0.1, "min_tokens": 4}
+    found = client.completions.create(
+        model="toy", prompt="Robots", seed=3, logit_bias={"97": -5.0}, extra_body=more, **asked
+    )
+    params = SamplingParams(seed=3, logit_bias=((97, -5.0),), **asked, **more)
+    assert found.choices[0].text == expected("Robots", params)
+    assert found.choices[0].text != expected("Robots", SamplingParams(max_tokens=24, seed=3))
+
+
+def test_l9_stop_texts_and_ids_end_an_answer_as_asked(client: Any) -> None:
+    plain = expected("Robots", SamplingParams.greedy(30))
+    found = client.completions.create(
+        prompt="Robots", max_tokens=30, stop=plain[5:8], extra_body={"include_stop_str_in_output": True}, **GREEDY
+    ).choices[0]
+    assert (found.text, found.finish_reason) == (plain[:8], "stop")
+    found = client.completions.create(
+        prompt="Robots", max_tokens=30, extra_body={"stop_token_ids": [ord(plain[9])]}, **GREEDY
+    ).choices[0]
+    assert (found.text, found.finish_reason) == (plain[: plain.index(plain[9])], "stop")
+
+
+def test_l9_echo_begins_each_choice_with_its_prompt(toy: Toy, client: Any) -> None:
+    ask: dict[str, Any] = {"prompt": ["ab", "cd"], "max_tokens": 5, "n": 2, "seed": 3, "model": "toy"}
+    plain = [choice.text for choice in client.completions.create(**ask).choices]
+    echoed = [text + more for text, more in zip(["ab", "ab", "cd", "cd"], plain, strict=True)]
+    assert [choice.text for choice in client.completions.create(echo=True, **ask).choices] == echoed
+    said = [""] * 4
+    for part in client.completions.create(echo=True, stream=True, **ask):
+        for choice in part.choices:
+            said[choice.index] += choice.text
+    assert said == echoed
+    ids = client.completions.create(prompt=[97, 98], echo=True, max_tokens=5, **GREEDY)
+    assert ids.choices[0].text == "ab" + expected("ab", SamplingParams.greedy(5))
+    refused = toy.complete(echo=True, logprobs=1)
+    assert (refused.status, toy.error(refused)["param"]) == (400, "echo")
 
 
 WRONG_CHAT: list[tuple[str, Any]] = [

@@ -124,7 +124,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         found.append(made)
         return 0, True
 
-    monkeypatch.setattr(openai, "serving", lambda config, name, load: (config, name, load))
+    monkeypatch.setattr(openai, "serving", lambda config, name, load, defaults: (config, name, load))
     monkeypatch.setattr(module, "serve", serve)
     monkeypatch.setattr(logging, "basicConfig", lambda **given: None)
     return found
@@ -454,17 +454,21 @@ def test_l9_the_command_serves_a_checkpoint_to_the_openai_client(tmp_path: Path)
 
     directory = random_model("llama", tmp_path / "tiny-llama")
     byte_tokenizer(directory)
+    (directory / "generation_config.json").write_text('{"top_k": 1, "temperature": 0.9, "eos_token_id": 2}')
     with Server(directory, "--dtype", "float32", "--runner", "openvino", "--kv-cache-gb", "0.05") as server:
         assert server.get("/health").json["state"] == "ready"
         with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any") as client:
             ask = {"model": "tiny-llama", "temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
             whole = client.completions.create(prompt="Robots that", **ask)
             assert whole.usage.completion_tokens == 8
+            unsaid = client.completions.create(prompt="Robots that", **ask | {"temperature": openai.NOT_GIVEN})
+            assert unsaid.choices[0].text == whole.choices[0].text  # top_k 1 of the file: the likeliest, too
+            assert client.models.list().data[0].model_extra["sampling_defaults"]["top_k"] == 1
             parts = list(client.completions.create(prompt="Robots that", stream=True, **ask))
             assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
             chat = client.chat.completions.create(messages=[{"role": "user", "content": "hi"}], **ask)
             assert chat.choices[0].finish_reason == "length"
-        assert server.metrics()("reflex_generation_tokens_total") == 24
+        assert server.metrics()("reflex_generation_tokens_total") == 32
         assert server.stop() == 0
     assert any("--max-num-batched-tokens" in line for line in server.log)
     assert any("loading" in line for line in server.log)

@@ -123,11 +123,19 @@ class Answer:
     """The answer to one request, of `n` choices.
 
     chat: whether it is a conversation. token: the text of a token id, for logprobs. usage_last: whether a stream tells
-    its usage at the end.
+    its usage at the end. echoes: texts with which the choices of /v1/completions begin, one each.
     """
 
     def __init__(
-        self, id: str, model: str, chat: bool, n: int, token: Callable[[int], str], logprobs: bool, usage_last: bool
+        self,
+        id: str,
+        model: str,
+        chat: bool,
+        n: int,
+        token: Callable[[int], str],
+        logprobs: bool,
+        usage_last: bool,
+        echoes: Seq[str] = (),
     ) -> None:
         self._chat, self._token, self._logprobs, self._usage_last = chat, token, logprobs, usage_last
         self._head = (("chatcmpl-" if chat else "cmpl-") + id, int(time.time()), model)
@@ -136,6 +144,7 @@ class Answer:
         self._before = b"data: " + before  # all events begin and end alike
         self._after = b'],"usage":null}\n\n' if usage_last else b"]}\n\n"
         self._begun = [False] * n
+        self._echoes = dict(enumerate(echoes))
         self._texts: list[list[str]] = [[] for _ in range(n)]
         self._lengths = [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
@@ -158,6 +167,8 @@ class Answer:
         if self._chat and not self._begun[index]:
             self._begun[index] = True
             events.append(self._event(DeltaChoice(index, Delta("assistant", ""), None, None)))
+        elif outputs and index in self._echoes:
+            events.append(self._event(TextChoice(self._echoes.pop(index), index, None, None)))
         for output in outputs:
             logprobs = None
             if self._logprobs:
@@ -200,7 +211,7 @@ class Answer:
         """The body of an answer that is not streamed."""
         choices: list[Any] = []
         for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
-            text, logprobs = "".join(pieces), told if self._logprobs else None
+            text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
             if self._chat:
                 choices.append(ChatChoice(index, ChatMessage("assistant", text), logprobs, finish))
             else:

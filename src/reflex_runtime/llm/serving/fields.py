@@ -3,14 +3,18 @@
 msgspec decodes and validates in one pass. A field of the OpenAI API that is not supported here is refused with its name
 if its value would change the answer. An unknown field is always refused. No field is ignored silently.
 
-Ours beyond theirs: `top_k`, `ignore_eos`, `priority` (urgent, default, background), `deadline_ms` (until the first
-token). `user` is the client whose fair share a request takes.
+Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
+`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`. Ours: `priority` (urgent, default, background),
+`deadline_ms` (until the first token). `user` is the client whose fair share a request takes. How a request is sampled
+that does not say it is the model's own default.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from dataclasses import fields as fields_of
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +22,7 @@ import msgspec
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import Whole, check_id, suggestion
 from reflex_runtime.web.json import is_json, printable
@@ -29,7 +34,9 @@ MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
 MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
-_WHOLE = ("n", "seed", "max_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs")
+_WHOLE = (
+    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
+)  # fmt: skip
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
@@ -83,15 +90,19 @@ class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: float | None = None
     max_tokens: Whole | None = None
     user: str | None = None
-    # ours
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # theirs no more
     top_k: Whole | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Whole | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
-    # known, and refused where they would change the answer
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
 
 
 class CompletionFields(_CommonFields, kw_only=True):
@@ -147,13 +158,10 @@ class ChatFields(_CommonFields, kw_only=True):
     web_search_options: Any = None
 
 
+_AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
 OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")  # in a message
 # Values without effect, of fields that are not supported. None and empty values have none either.
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "logit_bias": (),
-    "echo": (False,),
     "suffix": (),
     "audio": (),
     "function_call": ("none", "auto"),
@@ -176,9 +184,9 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 class CompletionRequest:
     """A request that was understood.
 
-    prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is 1
-    where the caller named none (max_tokens is None then): as many as there is room for. shown: whether logprobs are
-    answered. time_limit: seconds until the first token.
+    prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is as
+    small as may be where the caller named none (max_tokens is None then): as many as there is room for. echo: each
+    answer begins with its prompt. time_limit: seconds until the first token.
     """
 
     model: str
@@ -192,6 +200,7 @@ class CompletionRequest:
     priority: Priority
     client: str | None
     time_limit: float | None
+    echo: bool = False
 
     @property
     def field(self) -> str:
@@ -211,17 +220,23 @@ _parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fi
 }
 
 
-def completion(body: bytes) -> CompletionRequest:
-    """POST /v1/completions, or the BadRequest that names what is wrong."""
+_NONE = SamplingDefaults()
+
+
+def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
+    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of the model."""
     fields = _decode(_completion, body)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
-    return _asked(fields, _prompts(fields.prompt), None, 16 if fields.max_tokens is None else fields.max_tokens,
-                  "max_tokens", fields.logprobs)  # fmt: skip
+    if fields.echo and fields.logprobs is not None:
+        raise BadRequest("echo: with logprobs is not supported here; leave one of them out", "echo")
+    most = 16 if fields.max_tokens is None else fields.max_tokens
+    asked = _asked(fields, _prompts(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
+    return replace(asked, echo=True) if fields.echo else asked
 
 
-def chat(body: bytes) -> CompletionRequest:
-    """POST /v1/chat/completions, or the BadRequest that names what is wrong."""
+def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
+    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of the model."""
     fields = _decode(_chat, body)
     messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
     if not 1 <= len(fields.messages) <= MOST_MESSAGES:
@@ -236,7 +251,7 @@ def chat(body: bytes) -> CompletionRequest:
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _asked(fields, [], messages, getattr(fields, name), name, logprobs)
+    return _asked(fields, [], messages, getattr(fields, name), name, logprobs, defaults)
 
 
 def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
@@ -297,6 +312,7 @@ def _asked(
     max_tokens: int | None,
     limit_name: str,
     logprobs: int | None,
+    defaults: SamplingDefaults,
 ) -> CompletionRequest:
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MOST_CHOICES:
@@ -312,7 +328,7 @@ def _asked(
         model=fields.model,
         prompts=prompts,
         messages=messages,
-        params=_params(fields, 1 if max_tokens is None else max_tokens, limit_name, logprobs),
+        params=_params(fields, max_tokens, limit_name, logprobs, defaults),
         max_tokens=max_tokens,
         n=n,
         stream=bool(fields.stream),
@@ -323,18 +339,26 @@ def _asked(
     )
 
 
-def _params(fields: _CommonFields, max_tokens: int, limit_name: str, logprobs: int | None) -> SamplingParams:
+def _params(
+    fields: _CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: SamplingDefaults
+) -> SamplingParams:
+    said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    least = fields.min_tokens or 0
     try:
         return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=1.0 if fields.temperature is None else fields.temperature,
-            top_p=1.0 if fields.top_p is None else fields.top_p,
-            top_k=0 if fields.top_k is None else fields.top_k,
+            max_tokens=max(1, least) if max_tokens is None else max_tokens,
             seed=fields.seed,
             stop=stop,
+            stop_token_ids=tuple(fields.stop_token_ids or ()),
+            include_stop=bool(fields.include_stop_str_in_output),
+            min_tokens=least,
             ignore_eos=bool(fields.ignore_eos),
             logprobs=logprobs,
+            presence_penalty=fields.presence_penalty or 0.0,
+            frequency_penalty=fields.frequency_penalty or 0.0,
+            logit_bias=tuple(_bias(fields.logit_bias)),
+            **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:
         found = _OF_SAMPLING.match(error.message)
@@ -342,6 +366,13 @@ def _params(fields: _CommonFields, max_tokens: int, limit_name: str, logprobs: i
         param = limit_name if name == "max_tokens" else name
         message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
         raise BadRequest(message, param) from None
+
+
+def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
+    for key, by in (said or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11):
+            raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
+        yield int(key), by
 
 
 def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
@@ -429,7 +460,7 @@ def refused(error: ConfigError, field: str) -> BadRequest:
     if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
         message = rest
     found = _OF_MESSAGE.match(message)
-    if found is None or not found[1].startswith(field):
+    if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
         return BadRequest(f"{field}: {message}", field)
     return BadRequest(message, found[1])
 

@@ -20,6 +20,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving import fields as wire
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
 from reflex_runtime.llm.serving.generation import Generator, merged
@@ -158,13 +159,15 @@ class OpenAI:
         span = None if self._spans is None else self._spans.begin(exchange)
         try:
             bell = Bell()
-            decode = wire.chat if chat else wire.completion
+            decode = partial(wire.chat if chat else wire.completion, defaults=self.model.defaults)
             asked = decode(body) if len(body) <= LARGE else await self.app.bodies.beside(decode, body)
             del body  # what it says is decoded
-            asked = await self._queue(exchange, runtime, asked, streams, bell, span)
+            echoes: list[str] = []
+            asked = await self._queue(exchange, runtime, asked, streams, bell, span, echoes)
             self.app.entered(exchange)
             token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
-            answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, asked.include_usage)
+            usage_last = asked.include_usage
+            answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, usage_last, echoes)
             await self._answer(exchange, streams, answer, asked, bell, span)
         finally:
             _take_back(streams)
@@ -196,8 +199,10 @@ class OpenAI:
         streams: list[OutputStream],
         bell: Bell,
         span: RequestSpan | None,
+        echoes: list[str],
     ) -> wire.CompletionRequest:
-        """Queue all its choices, or none. Returns the request without its texts."""
+        """Queue all its choices, or none. Returns the request without its texts. echoes: gets what each choice begins
+        with, if that was asked for."""
         self._check_name(asked.model)
         self._check_choices(asked)
         prompts = await self._tokens(runtime, asked)
@@ -210,6 +215,10 @@ class OpenAI:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
             streams += runtime.submit_alike(group, bell)
+        if asked.echo:
+            decode = runtime.tokenizer.decode
+            texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
+            echoes += [text for text in texts for _ in range(asked.n)]
         self.app.bodies.release(exchange)
         return replace(asked, prompts=[], messages=None)
 
@@ -330,11 +339,11 @@ def _usage(streams: list[OutputStream], n: int) -> Usage:
     return Usage(prompt, made, prompt + made, Cached(sum(s.cached_tokens for s in firsts)))
 
 
-def serving(config: LLMServeConfig, name: str, open: Open) -> Make:
-    """What `web.serve` makes to serve a model. name, open: see `ServedModel`."""
+def serving(config: LLMServeConfig, name: str, open: Open, defaults: SamplingDefaults | None = None) -> Make:
+    """What `web.serve` makes to serve a model. name, open, defaults: see `ServedModel`."""
 
     def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, ServedModel]:
-        model = ServedModel(config, name, open, on_lost, lives)
+        model = ServedModel(config, name, open, on_lost, lives, defaults)
         return OpenAI(model).app, model
 
     return make

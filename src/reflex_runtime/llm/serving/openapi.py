@@ -1,7 +1,8 @@
 """/openapi.json of a model server: the served part of the OpenAI API, as strict as its validation.
 
 Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
-prompt and `max_tokens` share the model's context, that all choices of all prompts are as many as may wait, that
+prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
+the vocabulary, that `echo` goes without `logprobs`, that all choices of all prompts are as many as may wait, that
 `best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and
 `top_logprobs` needs `logprobs`, and that token ids are written without a point.
 """
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reflex_runtime.core.request import PRIORITIES
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, MOST_STOPS
+from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import answers
 from reflex_runtime.llm.serving import fields as wire
@@ -115,6 +116,7 @@ def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]
 
 def _common(model: str, limits: Limits | None) -> dict[str, Any]:
     most = limits.max_model_len - 1 if limits is not None else 2**31
+    vocabulary = limits.vocab_size - 1 if limits is not None else 2**31
     text = {"type": "string", "minLength": 1, "maxLength": 1000}
     options = {"include_usage": _maybe({"type": "boolean"}), "include_obfuscation": _maybe({"type": "boolean"})}
     user = {"type": "string", "maxLength": MAX_ID_BYTES, "pattern": r"^[^\u0000-\u001f\u007f-\u009f]*$"}
@@ -132,9 +134,19 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
         "ignore_eos": {"type": "boolean"},
         "priority": {"enum": list(PRIORITIES)},
         "deadline_ms": {"type": "number", "exclusiveMinimum": 0, "maximum": 600_000},
-        "frequency_penalty": {"const": 0},
-        "presence_penalty": {"const": 0},
-        "logit_bias": {"type": "object", "maxProperties": 0},
+        "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+        "repetition_penalty": {"type": "number", "minimum": 0.01, "maximum": 100},
+        "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+        "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
+        "logit_bias": {
+            "type": "object",
+            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MOST_BIASED,
+        },
+        "min_tokens": _whole(0, most),
+        "stop_token_ids": {"type": "array", "items": _whole(0, vocabulary), "maxItems": MOST_STOP_IDS},
+        "include_stop_str_in_output": {"type": "boolean"},
     }
     return {"model": {"const": model}} | {name: _maybe(schema) for name, schema in fields.items()}
 
@@ -149,7 +161,7 @@ def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
         "prompt": {"anyOf": [text, ids, *several]},
         "logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
         "best_of": _maybe(_whole(1, wire.MOST_CHOICES)),
-        "echo": _maybe({"const": False}),
+        "echo": _maybe({"type": "boolean"}),
         "suffix": _maybe({"const": ""}),
     }
     return _object(fields, "model", "prompt")

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +20,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import Closed, ConfigError
 from reflex_runtime.drivers.audience import Sink
 from reflex_runtime.drivers.in_thread import in_thread
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.telemetry.processes import LiveProcess
 from reflex_runtime.telemetry.series import Counter
@@ -93,7 +95,7 @@ class ServedModel:
 
     name: by which clients ask for it. open: makes the host, called once; what it raises means that the model could not
     be loaded. on_fatal: called on the loop when the model is lost for good. lives: what the server's supervisor knows,
-    where there is one.
+    where there is one. defaults: how it is sampled where a request does not say it.
     """
 
     def __init__(
@@ -103,8 +105,10 @@ class ServedModel:
         open: Open,
         on_fatal: Callable[[], None] | None = None,
         lives: Lives | None = None,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         self.config, self.name, self.lives = config, name, lives
+        self.defaults = defaults or SamplingDefaults()
         self.created = int(time.time())
         self.error = ""
         self.unusable = False  # the directory or an option is wrong: there is nothing to wait for
@@ -231,6 +235,7 @@ class ServedModel:
         card: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "reflex"}
         if self.host is not None:
             card["max_model_len"] = self.host.generator.limits.max_model_len
+            card["sampling_defaults"] = asdict(self.defaults)
         return card
 
     async def metrics(self) -> bytes:

@@ -262,6 +262,7 @@ class Workers:
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)
+        self.limits.check_sampling(params)
         sampling = {name: getattr(params, name) for name in SamplingParams.__struct_fields__}
         ids = prompt if isinstance(prompt, list) else list(prompt)  # not a copy for each choice
         return GenerateParams(

@@ -1,0 +1,55 @@
+"""How a model's authors sample it: what `generation_config.json` says, for requests that do not say it themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.checkpoint import read_json
+
+GENERATION_FILE: Final = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Fields of `SamplingParams` where a request leaves them out; without a file, the OpenAI API's own."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __str__(self) -> str:
+        """Those that differ from the API's own."""
+        plain = SamplingDefaults()
+        told = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return ", ".join(f"{name} {value:g}" for name, value in told if value != getattr(plain, name))
+
+
+def sampling_defaults(directory: Path | str) -> SamplingDefaults:
+    """Of a model directory. ConfigError that names the file, the key and the range for a value that cannot be.
+
+    `do_sample` and `max_new_tokens` are for other programs: in the OpenAI API a request says both.
+    """
+    file = Path(directory) / GENERATION_FILE
+    said = read_json(file) if file.is_file() else {}
+    found = {f.name: said[f.name] for f in fields(SamplingDefaults) if said.get(f.name) is not None}
+    for name, value in found.items():
+        whole = name == "top_k"
+        if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+            raise ConfigError(f"{file}: {name}={value!r:.200}: must be a {'whole ' if whole else ''}number")
+    if found.get("top_k", 0) < 0:  # -1 is off, too, in some files
+        found["top_k"] = 0
+    try:
+        SamplingParams(**found)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.message.removeprefix('SamplingParams.')}") from None
+    return SamplingDefaults(**_typed(found))
+
+
+def _typed(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if name == "top_k" else float(value) for name, value in found.items()}

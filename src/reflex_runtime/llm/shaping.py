@@ -1,0 +1,95 @@
+"""What a request changes about the model's logits before its next token is chosen: penalties, a bias, no end too soon.
+
+A sequence has a `Shaping` only where its parameters ask for one; others pay nothing. It is read when a token is chosen
+and changed when that token is kept: a step that fails in between leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import numpy.typing as npt
+
+from reflex_runtime.ipc.sampling import SamplingParams
+
+Row = npt.NDArray[np.float32]
+_ROOM = 64  # different tokens that are counted before the arrays grow
+
+
+class _Counts:
+    """Tokens and how often each came, as arrays: what numpy needs to change a row of logits at once."""
+
+    __slots__ = ("_at", "_ids", "_times")
+
+    def __init__(self, tokens: Seq[int] = ()) -> None:
+        """tokens: each came once."""
+        first = list(dict.fromkeys(tokens))
+        self._at = {token: at for at, token in enumerate(first)}
+        self._ids = np.array([*first, *[0] * _ROOM], np.int64)
+        self._times = np.ones(len(self._ids), np.float32)
+        self._times[len(first) :] = 0.0
+
+    def add(self, token: int) -> None:
+        """It came once more."""
+        at = self._at.setdefault(token, len(self._at))
+        if at == len(self._ids):
+            self._ids, self._times = np.resize(self._ids, 2 * at), np.append(self._times, np.zeros(at, np.float32))
+        self._ids[at] = token
+        self._times[at] += 1.0
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        return self._ids[: len(self._at)]
+
+    @property
+    def times(self) -> npt.NDArray[np.float32]:
+        return self._times[: len(self._at)]
+
+
+class Shaping:
+    """What one sequence changes. Made by `shaping_of`."""
+
+    __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled")
+
+    def __init__(self, params: SamplingParams, prompt: Seq[int], ends: Collection[int]) -> None:
+        self._params = params
+        self._biased = np.array([token for token, _ in params.logit_bias], np.int64)
+        self._bias = np.array([by for _, by in params.logit_bias], np.float32)
+        self._ends = np.array(sorted(ends), np.int64)
+        self._known = _Counts(prompt) if params.repetition_penalty != 1.0 else None
+        self._output = _Counts() if params.presence_penalty or params.frequency_penalty else None
+        self._sampled = 0
+
+    def shape(self, row: Row) -> None:
+        """Change the logits [vocab_size] of the next token, in place."""
+        params, known, output = self._params, self._known, self._output
+        if known is not None:
+            own, by = row[known.ids], params.repetition_penalty
+            row[known.ids] = np.where(own > 0.0, own / by, own * by)
+        if output is not None:
+            row[output.ids] -= params.frequency_penalty * output.times + params.presence_penalty
+        if len(self._biased):
+            row[self._biased] += self._bias
+        if self._sampled < params.min_tokens:
+            row[self._ends] = -np.inf
+
+    def sampled(self, token: int) -> None:
+        """The sequence has a new token."""
+        self._sampled += 1
+        for counts in (self._known, self._output):
+            if counts is not None:
+                counts.add(token)
+
+
+def shaping_of(params: SamplingParams, prompt: Seq[int], ends: Collection[int]) -> Shaping | None:
+    """What a sequence with this prompt changes; None: nothing. ends: tokens that end it."""
+    asks = (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+        or (params.min_tokens and ends)
+    )
+    return Shaping(params, prompt, ends) if asks else None
