@@ -13,7 +13,7 @@ from drivers.helpers import PATIENCE
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Ticket
-from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry
+from reflex_runtime.drivers.batch_processor import BatchConfig, BatchEntry, BatchProcessor
 from reflex_runtime.drivers.coordinator import BatchCoordinator, BatchHandle
 
 Answer = Callable[[Sequence[BatchEntry]], Any]
@@ -92,8 +92,8 @@ class Coordinator(BatchCoordinator):
 class Patient(BatchConfig):
     """Holds whatever is not full for max_latency, due or not: for what happens while frames are held."""
 
-    def group(self, name: str) -> GroupConfig:
-        return replace(super().group(name), flush=FlushPolicy.by_size(self.max_batch_size, self.max_latency))
+    def group(self, name: str, processor: BatchProcessor | None = None) -> GroupConfig:
+        return replace(super().group(name, processor), flush=FlushPolicy.by_size(self.max_batch_size, self.max_latency))
 
 
 class Stepped:

@@ -1110,3 +1110,24 @@ def test_f10_callbacks_that_are_refused_do_not_pile_up(caplog: pytest.LogCapture
     assert [type(end_of(f)) for f in futures] == [Drained] * 1000
     assert len(refused) == len(log.of(RequestRejected)) == 1000
     assert not caplog.records
+
+
+class FixedSize(Detector):
+    """Says after its start how many entries a call computes."""
+
+    batch_size: int | None = None
+
+    def on_start(self) -> None:
+        super().on_start()
+        self.batch_size = 2
+
+
+def test_f6_a_batch_is_no_larger_than_what_the_processor_computes_at_once() -> None:
+    detector = FixedSize(is_open=False)
+    with Coordinator(detector, BatchConfig(max_batch_size=8, max_latency=0)) as handle:
+        futures = [handle.submit("cam0", 0)]
+        detector.busy()
+        futures += [handle.submit(f"cam{n}", n) for n in range(1, 6)]
+        detector.gate.set()
+        assert [end_of(future) for future in futures] == [(f"cam{n}", n) for n in range(6)]
+    assert detector.frames == [[0], [1, 2], [3, 4], [5]]

@@ -75,6 +75,15 @@ _FORMS = {
     first = Unsqueeze(both, channels)
     output0 = Pad(first, more_rows)
 """,
+    "rows of shares": """
+    best = ReduceMax<keepdims=1>(peak, channels)
+    label_number = ArgMax<axis=1>(peak)
+    label = Cast<to=1>(label_number)
+    share = Div(middle, whole)
+    both = Concat<axis=1>(share, best, label)
+    first = Unsqueeze(both, channels)
+    output0 = Pad(first, more_rows)
+""",
     "classes": """
     output0 = Identity(peak)
 """,
@@ -121,6 +130,7 @@ def bright_graph(
         "raw rows": f"[{batch}, {k}, 7] output0",
         "objectness": f"[{batch}, {3 * k}, 8] output0",
         "rows": f"[{batch}, 300, 6] output0",
+        "rows of shares": f"[{batch}, 300, 6] output0",
         "classes": f"[{batch}, 3] output0",
         "pair": f"[{batch}, 1, 3] logits, {dtype}[{batch}, 1, 4] pred_boxes",
         "named": f"[{batch}, 1, 4] boxes, float[{batch}, 1] scores, int64[{batch}, 1] labels",

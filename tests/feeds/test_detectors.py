@@ -62,6 +62,29 @@ def test_f14_boxes_of_a_graph_that_wants_the_frames_size_are_in_the_frames_pixel
     assert found["labels"] == ["green"]
 
 
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("dtype", ["float", "float16"])
+def test_f14_a_fixed_batch_is_padded_and_half_precision_is_read(tmp_path: Path, batch: int, dtype: str) -> None:
+    processor = started(bright_graph(tmp_path / "g.onnx", batch=batch, dtype=dtype))
+    assert processor.batch_size == batch
+    found = processor.process(entries(*(lit((10 + k, 20, 40 + k, 50), RED, (64, 64)) for k in range(5))))
+    for k, one in enumerate(found):
+        np.testing.assert_allclose(one["boxes"], [[10 + k, 20, 40 + k, 50]], atol=0.05)
+        assert one["labels"] == ["red"]
+
+
+def test_f14_rows_in_shares_of_the_picture_need_the_word_of_the_exporter(tmp_path: Path) -> None:
+    path = bright_graph(tmp_path / "g.onnx", "rows of shares", metadata={"head": "RTDETRDecoder"})
+    processor = started(path)
+    assert processor.dialect is not None
+    assert (processor.dialect.name, processor.dialect.resize) == ("queries", "stretch")
+    (found,) = processor.process(entries(lit(BOX, BLUE, (320, 240))))
+    np.testing.assert_allclose(found["boxes"], [BOX], atol=5.1)
+    assert found["labels"] == ["blue"]
+    with pytest.raises(ConfigError, match="not in pixels of the input"):
+        started(bright_graph(tmp_path / "g.onnx", "rows of shares"))
+
+
 def test_f14_a_classifier_names_its_best_classes(tmp_path: Path) -> None:
     path = bright_graph(tmp_path / "g.onnx", "classes", metadata={"task": "classify"})
     frame = lit((100, 100, 200, 200), GREEN, (320, 240))

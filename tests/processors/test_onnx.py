@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
@@ -77,6 +78,27 @@ def test_b11_a_leading_axis_of_one_runs_row_by_row(tmp_path: Path, monkeypatch: 
     np.testing.assert_array_equal(outputs["y"], ROWS @ WEIGHTS)
     np.testing.assert_array_equal(outputs["total"], ROWS.sum(1))
     assert (session.dynamic_batch, calls, notes) == (False, [1, 1, 1, 1], {"fanout": "sequential"})
+
+
+def test_b11_a_leading_axis_of_any_size_gets_whole_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.arange(9 * 3, dtype=np.float32).reshape(9, 3)
+    for y in ((4, 2), ("batch", 2)):  # exporters leave the axis of outputs open
+        session = OnnxSession(write(tmp_path, (4, 3), y), any_batch=True)
+        calls, notes = count_calls(session, monkeypatch), dict[str, Any]()
+        outputs = session.run({"x": rows}, notes)
+        np.testing.assert_array_equal(outputs["y"], rows @ WEIGHTS)
+        np.testing.assert_array_equal(outputs["total"], rows.sum(1))
+        assert (session.batch_size, session.dynamic_batch, calls) == (4, False, [4, 4, 4])
+        assert notes == {"fanout": "sequential"}
+        np.testing.assert_array_equal(session.run({"x": rows[:3]}, notes := {})["y"], rows[:3] @ WEIGHTS)
+        assert notes == {}, "one call"
+    assert OnnxSession(write(tmp_path), any_batch=True).batch_size is None
+    total = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 13]> g (float[4, 3] x) => (float[1, 3] y) { y = ReduceMax<axes=[0]>(x) }'
+    )
+    onnx.save(total, tmp_path / "total.onnx")
+    with pytest.raises(ConfigError, match="output 'y': leading axis: found a fixed size of 1, expected 4 as that of"):
+        OnnxSession(tmp_path / "total.onnx", any_batch=True)
 
 
 @pytest.mark.parametrize(

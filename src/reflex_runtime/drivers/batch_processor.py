@@ -7,15 +7,17 @@ the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+from reflex_runtime.core.adapt import Affine
 from reflex_runtime.core.batch import Batch, Failed
 from reflex_runtime.core.cost import TimedUnits
 from reflex_runtime.core.errors import ConfigError, ProcessorError, ReflexError, ResultCountMismatch
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.request import Ticket
 from reflex_runtime.options import option, validate
 from reflex_runtime.processors.base import BaseProcessor
 
@@ -56,10 +58,11 @@ class BatchConfig:
         """The queue's capacity in force."""
         return max(4, 4 * self.max_batch_size) if self.queue_capacity is None else self.queue_capacity
 
-    def group(self, name: str) -> GroupConfig:
+    def group(self, name: str, processor: BatchProcessor | None = None) -> GroupConfig:
         """The same settings for the scheduler."""
         return GroupConfig(
             name=name,
+            controller=_WholeCalls(processor) if hasattr(processor, "batch_size") else None,
             flush=FlushPolicy(max_batch_size=self.max_batch_size, returns=self.max_latency),
             capacity=self.capacity,
             max_in_flight_per_client=self.max_in_flight_per_feed,
@@ -90,7 +93,8 @@ class BatchProcessor(Protocol):
     """The processor of a coordinator. It is called on one thread only and needs no lock.
 
     id: names it in metrics and events. A class may set `repeatable = False`: then a call that raised is not repeated
-    with fewer entries to find the bad one, and the whole batch fails.
+    with fewer entries to find the bad one, and the whole batch fails. It may have `batch_size`, known after `on_start`:
+    how many entries a call computes, whatever it is given; batches are then no larger. None: any number.
     """
 
     id: str
@@ -103,6 +107,23 @@ class BatchProcessor(Protocol):
 
     def on_stop(self) -> None:
         """Called once, after the last batch, if `on_start` succeeded and the thread did not die."""
+
+
+class _WholeCalls:
+    """Batches of at most the processor's `batch_size`: further frames would only wait for a second call."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._policies: tuple[FlushPolicy, FlushPolicy] | None = None  # the configured one and the one in force
+
+    def arrived(self, ticket: Ticket, now: float, others: int) -> None:
+        return
+
+    def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
+        if self._policies is None or self._policies[0] is not base:
+            size = self._processor.batch_size or base.max_batch_size
+            self._policies = (base, replace(base, max_batch_size=min(size, base.max_batch_size)))
+        return self._policies[1]
 
 
 class Owned(BaseProcessor):

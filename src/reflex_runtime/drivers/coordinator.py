@@ -190,7 +190,7 @@ class BatchCoordinator:
         self.detached: str | None = None
         self._processor = processor
         self._owned = Owned(processor)
-        self._scheduler = Scheduler([config.group(self.id)])
+        self._scheduler = Scheduler([config.group(self.id, processor)])
         self._clock = clock
         self._meter = BatchMeter(config.max_batch_size)
         self._audience = Audience([self._meter, *sinks], self.id)

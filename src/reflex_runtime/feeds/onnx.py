@@ -76,8 +76,8 @@ class OnnxFrames:
     """Runs an ONNX graph on RGB pictures.
 
     path: the graph. It has one input, [n, 3, h, w] or [n, h, w, 3], uint8 or floating; a second one named
-        `orig_target_sizes` [n, 2] gets the size of the first. A leading axis fixed at 1 is served as well, one picture
-        after the other.
+        `orig_target_sizes` [n, 2] gets the size of the first. A leading axis of a fixed size is served as well: batches
+        have at most so many pictures, and smaller ones are padded (`batch_size`).
     id: names it in metrics and events.
     provider: "cpu", "cuda", or an execution provider's own name. threads: intra-op threads of a call.
     score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
@@ -132,7 +132,7 @@ class OnnxFrames:
 
     def on_start(self) -> None:
         """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
-        session = OnnxSession(self.path, provider=self._provider, threads=self._threads)
+        session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
         width, height = loaded.input.size
         for n in self._warm_up:
@@ -150,6 +150,11 @@ class OnnxFrames:
     def on_stop(self) -> None:
         """Release the graph and its memory."""
         self._loaded = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """How many pictures a call computes; None before the start, and if that is any number."""
+        return None if self._loaded is None else self._loaded.session.batch_size
 
     @property
     def dialect(self) -> Dialect | None:

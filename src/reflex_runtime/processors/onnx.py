@@ -106,8 +106,10 @@ class OnnxSession:
         ONNX Runtime keeps CUDA graphs per thread: those of the first thread that calls are the only ones, and calls on
         any other run without. Calls from several threads at once are not safe.
 
-    `dynamic_batch` is False when the batch axis is fixed at 1; `run` then calls the graph once per row. Any other fixed
-    size is a ConfigError.
+    any_batch: whether inputs may have a batch axis of any fixed size, with outputs that are symbolic there.
+
+    `batch_size` is the fixed size of the batch axis, None if it is symbolic. `run` then calls the graph once per so
+    many rows, the last ones padded with copies. A fixed size other than 1 is a ConfigError without `any_batch`.
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class OnnxSession:
         provider: str = CPU,
         threads: int = 1,
         captured_sizes: Sequence[int] = (),
+        any_batch: bool = False,
     ) -> None:
         if not threads >= 1:
             raise ConfigError(f"OnnxSession.threads={threads!r}: must be >= 1")
@@ -137,9 +140,10 @@ class OnnxSession:
         if outputs is not None:
             _match(path, "output", outputs, self.outputs)
         self._wanted = [spec.name for spec in outputs] if outputs is not None else list(self.outputs)
-        self.dynamic_batch = self._batch_axis()
+        self.batch_size = self._fixed_inputs() if any_batch else None if self._batch_axis() else 1
         if captured_sizes and not self.dynamic_batch:
-            raise ConfigError(f"{path}: its batch axis is fixed at 1, so no batch sizes can be captured")
+            size = self.batch_size
+            raise ConfigError(f"{path}: its batch axis is fixed at {size}, so no batch sizes can be captured")
         self._captured: dict[int, _Captured] = {}
         self._capturer: Thread | None = None
         self._no_graph = self._options(_NO_GRAPH) if captured_sizes else None
@@ -159,10 +163,24 @@ class OnnxSession:
             return self._replay(size, n, rows)
         if self.dynamic_batch:
             return self._call(rows)
-        if notes is not None:
+        return self._in_parts(n, rows, self.batch_size or 1, notes)
+
+    @property
+    def dynamic_batch(self) -> bool:
+        """Whether the batch axis is symbolic."""
+        return self.batch_size is None
+
+    def _in_parts(
+        self, n: int, rows: Rows, size: int, notes: dict[str, Any] | None
+    ) -> dict[str, NDArray[Any]]:
+        """Calls of `size` rows."""
+        if notes is not None and n > size:
             notes["fanout"] = "sequential"
-        singles = [self._call({name: array[i : i + 1] for name, array in rows.items()}) for i in range(n)]
-        return {name: np.concatenate([single[name] for single in singles]) for name in self._wanted}
+        parts = []
+        for start in range(0, n, size):
+            part = {name: array[start : start + size] for name, array in rows.items()}
+            parts.append(self._call({name: _padded(array, size) for name, array in part.items()}))
+        return {name: np.concatenate([part[name] for part in parts])[:n] for name in self._wanted}
 
     def place(self, array: NDArray[Any], name: str) -> Any:
         """The rows for input `name`, where the graph will read them: on the GPU one upload serves many calls.
@@ -261,6 +279,19 @@ class OnnxSession:
                 f"{self.path}: {fixed}: leading axis is 1 but that of {symbolic[0]} is symbolic; make them agree"
             )
         return bool(symbolic)
+
+    def _fixed_inputs(self) -> int | None:
+        """The size at which the leading axis of all inputs is fixed; None if it is symbolic everywhere."""
+        sizes = {port.dims[0] if port.dims else None for port in self.inputs.values()}
+        if len(sizes) != 1 or sizes == {None}:
+            return None if self._batch_axis() else 1
+        (size,) = sizes
+        for name, port in self.outputs.items():
+            if not port.dims or port.dims[0] not in (None, size):
+                found = f"a fixed size of {port.dims[0]}" if port.dims else "no axis at all"
+                wanted = f"{size} as that of its inputs"
+                raise ConfigError(f"{self.path}: output {name!r}: leading axis: found {found}, expected {wanted}")
+        return size
 
     def _ports(self) -> list[tuple[str, Port]]:
         return [*self.inputs.items(), *((name, self.outputs[name]) for name in self._wanted)]

@@ -22,7 +22,8 @@ class GraphFacts:
     """The metadata of a graph, as far as it can be read; what cannot is as if it were not there.
 
     names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify.
-    points: number of keypoints and columns of each. resize: letterbox, stretch or crop. stride: the largest one.
+    points: number of keypoints and columns of each. resize: letterbox, stretch or crop. stride: the largest one. head:
+    the exporter's name of what made the outputs.
     """
 
     names: Mapping[int, str]
@@ -31,10 +32,11 @@ class GraphFacts:
     points: tuple[int, int] | None = None
     resize: str = ""
     stride: int = 32
+    head: str = ""
 
 
 def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
-    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `stride`."""
+    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `stride`, `head`."""
     height_width = _numbers(metadata.get("imgsz", ""), 2)
     stride = _numbers(metadata.get("stride", ""), 1)
     return GraphFacts(
@@ -44,6 +46,7 @@ def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
         points=_numbers(metadata.get("kpt_shape", ""), 2),  # type: ignore[arg-type]
         resize=metadata.get("resize", "")[:40],
         stride=stride[0] if stride else 32,
+        head=metadata.get("head", "")[:40],
     )
 
 

@@ -142,8 +142,8 @@ class Queries(Dialect):
     """A row per query of a transformer: its box (middle, width and height as a share of the input) and its classes.
 
     boxes_name, logits_name: outputs [n, k, 4] and [n, k, classes]; one output [n, k, 4 + classes] if they are equal.
-    form: "scores" between 0 and 1, or "sigmoid", or "softmax" of which the last class is none. size: width and height
-    of the input.
+    form: "scores" between 0 and 1, or "sigmoid", or "softmax" of which the last class is none, or "best": a score and
+    the number of its class. size: width and height of the input.
     """
 
     boxes_name: str
@@ -159,12 +159,7 @@ class Queries(Dialect):
         both = self.boxes_name == self.logits_name
         logits = outputs[self.logits_name][..., 4 if both else 0 :].astype(np.float32, copy=False)
         boxes = outputs[self.boxes_name][..., :4]
-        if self.form == "softmax":
-            scores = softmax(logits)[..., :-1]
-        else:
-            scores = sigmoid(logits) if self.form == "sigmoid" else logits
-        labels = scores.argmax(axis=-1)
-        best = np.take_along_axis(scores, labels[..., None], -1)[..., 0]
+        best, labels = self._best(logits)
         width, height = self.size
         scaled = corners(boxes.reshape(-1, 4) * np.array([width, height, width, height], np.float32))
         found = []
@@ -172,6 +167,17 @@ class Queries(Dialect):
             order = np.argsort(-best[i], kind="stable")
             found.append(_limited(own[order], best[i][order], labels[i][order], limits))
         return found
+
+    def _best(self, logits: Array) -> tuple[Array, Array]:
+        """The best score of each query, and its class."""
+        if self.form == "best":
+            return logits[..., 0], logits[..., 1]
+        if self.form == "softmax":
+            scores = softmax(logits)[..., :-1]
+        else:
+            scores = sigmoid(logits) if self.form == "sigmoid" else logits
+        labels = scores.argmax(axis=-1)
+        return np.take_along_axis(scores, labels[..., None], -1)[..., 0], labels
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,14 @@ def _one_output(trial: Trial) -> Dialect | None:
 
 def _rows(trial: Trial, name: str, extras: Extras) -> Dialect | None:
     _, rows, columns = trial.dims(name)
-    return Rows(name, extras) if columns == 6 + extras.columns and rows not in _places(trial) else None
+    if columns != 6 + extras.columns or rows in _places(trial):
+        return None
+    boxes = trial.outputs[name][..., :4]
+    if boxes.any() and _shares(boxes):
+        if trial.facts.head != "RTDETRDecoder" or extras.columns:
+            raise _not_in_pixels(trial, boxes)
+        return Queries(name, name, "best", trial.size)
+    return Rows(name, extras)
 
 
 def _raw_head(trial: Trial, name: str, extras: Extras) -> Dialect | None:
@@ -182,15 +189,18 @@ def _checked(trial: Trial, head: RawHead) -> RawHead:
     array = trial.outputs[head.output]
     boxes = array[..., :4] if head.rows else array[:, :4]
     if _shares(boxes):
-        raise ConfigError(
-            f"{shown_outputs(trial)}: its boxes are not in pixels of the input but between "
-            f"{float(boxes.min()):.3g} and {float(boxes.max()):.3g}. Export it with decoded boxes"
-        )
+        raise _not_in_pixels(trial, boxes)
     return head
 
 
 def _shares(boxes: NDArray[Any]) -> bool:
     return bool(boxes.size) and bool(np.abs(boxes.astype(np.float64)).max() <= _SHARE)
+
+
+def _not_in_pixels(trial: Trial, boxes: NDArray[Any]) -> ConfigError:
+    least, most = float(boxes.min()), float(boxes.max())
+    between = f"its boxes are not in pixels of the input but between {least:.3g} and {most:.3g}"
+    return ConfigError(f"{shown_outputs(trial)}: {between}. Export it with decoded boxes")
 
 
 def _count_of_names(trial: Trial) -> str:
