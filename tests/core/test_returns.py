@@ -11,7 +11,7 @@ import pytest
 from reflex_runtime.core.batch import Batch, Done
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.request import Request, Ticket
-from reflex_runtime.core.returns import HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
+from reflex_runtime.core.returns import FEW, HISTORY, JUST_LATE, PARTS, RECENT, REMEMBERED, ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import ask, finish, scheduler_of, take, trained
@@ -98,6 +98,45 @@ def test_b6_the_hold_is_the_best_of_all() -> None:
             assert found <= longest
     assert held > 60
     assert capped > 10
+
+
+def single_waits(age: float, thinks: Sequence[float]) -> list[tuple[float, float, float]]:
+    """The same as `possible_waits`, with a step for each time."""
+    left = [max(0.0, x - age) for x in thinks if x >= age - JUST_LATE]
+    return [(x, 1.0 / len(left), x / len(left)) for x in left]
+
+
+def test_b6_the_hold_for_many_is_as_good_as_by_their_distributions() -> None:
+    """Of many clients each counts by one of its times. What that gains, by all their times, less what the best hold by
+    their distributions gains, as a share of all that company could save."""
+    random = Random(5)
+    losses, held = [], 0
+    for _ in range(60):
+        count = random.randint(FEW + 1, RECENT)
+        returns, ages, now = clients(random, count)
+        n, fixed = random.choice([1, 8, count]), random.choice([0.003, 0.02, 0.1])
+        longest, places = random.choice([0.005, 0.02]), random.choice([12, MANY])
+        found = hold(returns, now, longest, n, fixed, places=places)
+        waits = [w for age, thinks in ages for w in possible_waits(age, thinks, longest)]
+        ends = [h for age, thinks in ages for h in ends_of(age, thinks, longest, fixed)]
+        best = max([0.0, *ends], key=lambda h: gain(h, waits, n, fixed, places) if h else 0.0)
+        exact = [w for age, thinks in ages for w in single_waits(age, thinks)]
+        theirs = gain(best + JUST_LATE, exact, n, fixed, places) if best else 0.0
+        mine = gain(found, exact, n, fixed, places) if found else 0.0
+        losses.append((theirs - mine) / (fixed * min(count, places)))
+        held += found > 0.0
+        assert found <= longest
+    assert held > 20
+    assert sum(losses) / len(losses) < 0.01
+    assert max(losses) < 0.1
+
+
+def test_b6_of_many_that_come_back_together_all_are_waited_for() -> None:
+    returns, now = returning(0.001, count=2 * FEW)
+    seconds, expected = returns.hold(HERE, now, 0.005, 1, MANY, 0.020, 0.022, 0.0)[0]
+    assert (0.0 < seconds <= 2 * JUST_LATE, expected) == (True, 2 * FEW - 1)
+    assert hold(returns, now, 0.005, 1, 0.020, where="other") == 0.0
+    assert hold(returns, now + 0.100, 0.005, 1, 0.020) == 0.0  # they did not come
 
 
 def returning(think: float, count: int = 4, rounds: int = 8) -> tuple[ThinkTimes, float]:

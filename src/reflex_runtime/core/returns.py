@@ -13,6 +13,9 @@ W(h) the sum of their expected times until then, and P(h) the number of those be
 no G(h) > 0, nothing is held. (With T(n) = a + b·n this is E·T(n) − W − P·h − n·(h + b·E): a client that joins saves
 itself a whole batch, and lengthens this one for n others.)
 
+Each client's distribution is summed in at most PARTS steps. If more than FEW are absent, each is taken to come at one
+of its past times. The times of all together are spread as their distributions are, and summing them takes a third.
+
 G considers one batch only. But two groups of callers that take turns cost a more in every cycle than one. So
 there is a second hold, to gather callers: the h that maximises
 
@@ -40,6 +43,8 @@ REGULAR = 3  # gaps needed for a prediction
 IRREGULAR = 0.67  # spread of think times, as a share of a chunk, above which clients that met do not meet again
 PACE = 0.125  # weight of the latest time that preparing took
 PARTS = 3  # steps by which a habit's distribution is summed
+FEW = 24  # absent clients that are considered one by one
+NEXT_TIME = 0.6180339887498949  # golden section: its multiples, less their whole parts, are spread evenly over [0, 1)
 JUST_LATE = 2.0**-12  # seconds, about 0.25 ms: requests that come together reach the scheduler one by one
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times
 BRIEF = 0.0001  # seconds: a shorter hold is not worth it, because ending one takes as long
@@ -227,32 +232,61 @@ class ThinkTimes:
         worth = self.worth(queued, places, fixed)
         if longest <= 0.0 or worth <= 0.0:
             return NO_HOLD, NO_HOLD
-        found: list[_Due] = []
-        for client in self._absent.values():
-            if client.partition == partition:
-                client.due(now, longest, fixed, found)
+        found = self._expected(partition, now, longest, fixed)
         if self._preparing or self._pace:
             found = self._once_prepared(partition, now, longest, found)
         if not found:
             return NO_HOLD, NO_HOLD
         found.sort()
+        many = len(self._absent) > FEW
         best = gathered = NO_HOLD
         gain = expected = waits = back = 0.0
         rate = queued / (held + seconds)
-        left = sum(prepared for *_, prepared in found)
+        left, gathering = sum([due[4] for due in found]), any(due[3] for due in found)
         for wait, share, mean, gathers, prepared in found:
             left -= prepared
             expected += share
             waits += mean
+            briefly = not gathers or wait <= BRIEFLY * fixed
             g = fixed * (expected if expected < places else places) - waits - (queued + left) * wait
-            if g > gain + A_TIE and not (gathers and wait > BRIEFLY * fixed):
+            if briefly and g > gain + A_TIE:
                 best, gain = (min(wait + JUST_LATE, longest), expected), g
             if gathers:
                 back += share
                 r = (queued + (back if back < places else places)) / (held + wait + seconds)
                 if r > rate * (1.0 + A_TIE):
                     gathered, rate = (min(wait + JUST_LATE, longest), expected), r
+            if many and briefly and expected >= places and (back >= places or not gathering):
+                break  # no time is below zero: from here on both only fall
         return best, gathered
+
+    def _expected(self, partition: Hashable, now: float, longest: float, soon: float) -> list[_Due]:
+        """When the partition's absent clients may come, within `longest`, in any order."""
+        found: list[_Due] = []
+        if len(self._absent) <= FEW:
+            for client in self._absent.values():
+                if client.partition == partition:
+                    client.due(now, longest, soon, found)
+            return found
+        part = 0.0
+        for client in self._absent.values():
+            ordered = client.ordered
+            if not ordered or client.partition != partition:
+                continue
+            age, first, n = now - client.since, 0, len(ordered)
+            if ordered[0] < age - JUST_LATE:
+                first = bisect_left(ordered, age - JUST_LATE)
+                if first == n:
+                    continue
+            part += NEXT_TIME
+            if part >= 1.0:
+                part -= 1.0
+            wait = ordered[first + int((n - first) * part)] - age
+            if wait <= longest:
+                wait = wait if wait > 0.0 else 0.0
+                gathers = ordered[n // 2] <= soon and client.since == client.answered
+                found.append((wait, 1.0, wait, gathers, client.prepares))
+        return found
 
     def _once_prepared(self, partition: Hashable, now: float, longest: float, found: list[_Due]) -> list[_Due]:
         """The same when they are ready. They are prepared one by one, those first that have come."""
