@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench import (
     ahead,
+    capacity,
     core,
     costs,
     faults,
@@ -38,9 +39,9 @@ from bench import (
 from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
-CASES += ("closed-pictures", "arriving-pictures", "costs", "faults", "hostile", "pictures", "soak", "versions")
-CASES += ("wires", "torch", "soak-mixed", "replicas", "tune", "tune-pinned")
-USUAL = CASES[:-14]  # the others are asked for by name
+CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
+CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "tune", "tune-pinned")
+USUAL = CASES[:-15]  # the others are asked for by name
 
 
 def main() -> int:
@@ -75,6 +76,7 @@ def main() -> int:
             "arriving": lambda: serving.arriving(heavy, scale),
             "closed-pictures": lambda: serving.closed_pictures(Path(root), scale),
             "arriving-pictures": lambda: serving.arriving_pictures(Path(root), heavy, scale),
+            "capacity": lambda: capacity.capacity(Path(root), heavy, scale),
             "costs": lambda: costs.costs(tiny, scale),
             "faults": lambda: faults.faults(tiny, scale),
             "hostile": lambda: hostile.hostile(tiny, scale),

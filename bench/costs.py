@@ -76,7 +76,7 @@ def alone(scale: float) -> list[Row]:
 def _cycle(n: int) -> Callable[[], None]:
     """What makes n callers ask once, and answers them, with a cost model that has learned."""
     config = ServeConfig()
-    flush = FlushPolicy.window(config.max_batch_cost_ms / 1e3, inf, config.max_batch_size)
+    flush = FlushPolicy.window(None, inf, config.max_batch_size)
     group = GroupConfig("prod", flush, config.max_queue, max_queued_seconds=config.max_queue_s, controller=Planner())
     scheduler, now = Scheduler([group]), 0.0
 

@@ -23,15 +23,15 @@ FIXED, LAYERS = 40, 100  # products of square matrices per call, and layers per 
 
 
 def write_export(
-    root: Path, heavy: bool, cameras: Sequence[str] = (), side: int = SIDE, **settings: Any
+    root: Path, heavy: bool, cameras: Sequence[str] = (), side: int = SIDE, times: int = 1, **settings: Any
 ) -> Path:
-    """An export directory with the tiny policy, or the heavy one. side: of the pictures, in pixels. settings: further
-    keys of its configuration."""
+    """An export directory with the tiny policy, or the heavy one. side: of the pictures, in pixels. times: how much
+    more the heavy one computes. settings: further keys of its configuration."""
     root.mkdir(parents=True, exist_ok=True)
     pictures = [
         helper.make_tensor_value_info(name, TensorProto.UINT8, ["batch", side, side, 3]) for name in cameras
     ]
-    (root / "model.onnx").write_bytes(_heavy(pictures) if heavy else _tiny(pictures))
+    (root / "model.onnx").write_bytes(_heavy(pictures, times) if heavy else _tiny(pictures))
     config: dict[str, Any] = {
         "model_id": "bench-heavy" if heavy else "bench-tiny",
         "model_type": "mlp",
@@ -79,7 +79,7 @@ def _look(cameras: Sequence[str]) -> tuple[str, list[Any], list[Any]]:
     return seen, nodes, constants
 
 
-def _heavy(pictures: list[Any]) -> bytes:
+def _heavy(pictures: list[Any], times: int) -> bytes:
     """Rows are TOKENS × WIDTH and pass through LAYERS dense layers. The fixed part depends on the batch, or it would be
     computed once at load, and is then scaled until it changes no answer."""
     constants = [_weights(f"w{i}", WIDTH, WIDTH) for i in range(4)]
@@ -95,21 +95,21 @@ def _heavy(pictures: list[Any]) -> bytes:
         helper.make_node("Mul", ["peak", "tiny"], ["nothing"]),
         helper.make_node("Add", ["square", "nothing"], ["f0"]),
     ]
-    for k in range(FIXED):
+    for k in range(times * FIXED):
         nodes.append(helper.make_node("MatMul", [f"f{k}", "square"], [f"p{k}"]))
         nodes.append(helper.make_node("Relu", [f"p{k}"], [f"f{k + 1}"]))
     nodes += [
-        helper.make_node("ReduceMax", [f"f{FIXED}"], ["most"], keepdims=0),
+        helper.make_node("ReduceMax", [f"f{times * FIXED}"], ["most"], keepdims=0),
         helper.make_node("Mul", ["most", "tiny"], ["still_nothing"]),
         helper.make_node("MatMul", [seen, "w_in"], ["wide"]),
         helper.make_node("Reshape", ["wide", "row"], ["rows"]),
         helper.make_node("Add", ["rows", "places"], ["placed"]),
         helper.make_node("Add", ["placed", "still_nothing"], ["h0"]),
     ]
-    for k in range(LAYERS):
+    for k in range(times * LAYERS):
         nodes.append(helper.make_node("MatMul", [f"h{k}", f"w{k % 4}"], [f"m{k}"]))
         nodes.append(helper.make_node("Relu", [f"m{k}"], [f"h{k + 1}"]))
-    nodes.append(helper.make_node("Slice", [f"h{LAYERS}", "begin", "end", "axis"], ["kept"]))
+    nodes.append(helper.make_node("Slice", [f"h{times * LAYERS}", "begin", "end", "axis"], ["kept"]))
     nodes.append(helper.make_node("MatMul", ["kept", "w_out"], ["actions"]))
     return _model(nodes, constants, pictures)
 

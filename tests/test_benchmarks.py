@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from bench.apps.ablated import STAGES
+from bench.capacity import HIGHEST, IN_TIME, LOWEST, STEPS, Halving
 from bench.load import masked
 from bench.report import row, table
 from websockets.frames import Frame, Opcode
@@ -20,6 +21,14 @@ def test_a_row_is_judged_by_its_median(bar: dict[str, float], met: bool | None) 
     found = row("case", "what", [9.0, 1.0, 2.0], "ms", **bar)
     assert (found.value, found.low, found.high, found.met) == (2.0, 1.0, 9.0, met)
     assert ("NOT MET" in table([found])) is (met is False)
+
+
+@pytest.mark.parametrize("capacity", [0.2, 0.45, 0.8, 0.93, 1.3])
+def test_the_rate_with_nine_of_ten_in_time_is_found(capacity: float) -> None:
+    halving = Halving()
+    for _ in range(STEPS):
+        halving.tried(IN_TIME if halving.share <= capacity else IN_TIME - 0.01)
+    assert abs(halving.share - min(max(capacity, LOWEST), HIGHEST)) <= (HIGHEST - LOWEST) / 2 ** (STEPS + 1) + 1e-9
 
 
 @pytest.mark.parametrize("size", [0, 125, 126, 65_535, 65_536])

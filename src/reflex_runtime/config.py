@@ -163,8 +163,10 @@ class ServeConfig(ServerConfig):
         "", "also serve LeRobot's asynchronous clients, over gRPC; elsewhere than loopback only with --api-key",
         metavar="HOST:PORT",
     )
-    max_batch_cost_ms: float = option(
-        100.0, "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency",
+    max_batch_cost_ms: float | None = option(
+        None,
+        "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency; by default "
+        "100, or eight times the fixed part of the model's time if that is more",
         low=10, high=10_000, unit="ms",
         group="batching",
     )

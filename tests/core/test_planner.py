@@ -7,21 +7,30 @@ from random import Random
 import pytest
 
 from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.request import Priority, Request, Ticket
 
 BASE = FlushPolicy.window(0.100)
 DEVICE = (0.020, 0.002, 0.03)  # fixed, marginal, sigma: 400 requests a second at the budget
 
 
-def budgets(rates: dict[str, float], seconds: float = 8.0, seed: int = 0, **request: object) -> list[float]:
+def budgets(
+    rates: dict[str, float],
+    seconds: float = 8.0,
+    seed: int = 0,
+    base: FlushPolicy = BASE,
+    device: tuple[float, float, float] = DEVICE,
+    **request: object,
+) -> list[float]:
     """The budget in force at each arrival of Poisson clients, by their rates."""
     rng, planner = Random(seed), Planner()
     coming = sorted((at, client) for client, rate in rates.items() for at in _poisson(rng, rate, seconds))
     found = []
     for i, (at, client) in enumerate(coming):
         planner.arrived(Ticket(Request(client=client, **{"time_limit": 0.150, **request}), i, at), at, 0)  # type: ignore[arg-type]
-        found.append(planner.policy(BASE, lambda: DEVICE, at, "").max_batch_cost)
+        found.append(planner.policy(base, lambda: device, at, "").max_batch_cost)
     return found
 
 
@@ -62,3 +71,61 @@ def test_urgent_requests_shorten_the_batches_of_others() -> None:
         planner.arrived(Ticket(request, i, at), at, 0)
         found.append(planner.policy(BASE, lambda: DEVICE, at, "").max_batch_cost)
     assert max(found[1000:]) < 0.5 * BASE.max_batch_cost
+
+
+# -- models with a large fixed part ------------------------------------------------------------------------------------
+
+DEFAULT = FlushPolicy.window(None)
+SLOW = (0.040, 0.004, 0.03)
+EQUALS = {f"robot-{i}": 2.0 for i in range(64)}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "budget"), [(0.0, 0.100), (0.012, 0.100), (0.020, 0.160), (0.080, 0.640), (1.0, 2.0)]
+)
+def test_b4_by_default_a_batch_may_take_eight_times_its_fixed_part(fixed: float, budget: float) -> None:
+    found = budgets(EQUALS, 1.0, base=DEFAULT, device=(fixed, 0.004, 0.03), time_limit=None)
+    assert found[-1] == pytest.approx(budget)
+    assert found[0] == 0.100  # nothing is known of its callers yet
+
+
+def test_b4_a_budget_that_was_given_stays_a_ceiling() -> None:
+    assert set(budgets(EQUALS, 1.0, device=SLOW, time_limit=None)) == {0.100}
+
+
+def test_one_client_alone_gets_longer_batches_too() -> None:
+    assert budgets({"bulk": 50.0}, 1.0, base=DEFAULT, device=SLOW, time_limit=None)[-1] == pytest.approx(0.320)
+
+
+@pytest.mark.parametrize(("fixed", "budget"), [(0.040, 0.100), (0.200, 0.400)])
+def test_b21_beside_a_greedy_client_batches_stay_short(fixed: float, budget: float) -> None:
+    """They would only be filled with its requests, and the others wait for them."""
+    modest = {f"modest-{i}": 3.0 for i in range(7)}
+    found = budgets({**modest, "greedy": 400.0}, base=DEFAULT, device=(fixed, 0.004, 0.03), time_limit=None)
+    assert set(found[len(found) // 8 :]) == {budget}
+
+
+def test_beside_requests_of_another_priority_batches_stay_short() -> None:
+    planner, found = Planner(), []
+    for i in range(1200):
+        at = i / 100.0
+        urgent = 400 <= i < 600 and i % 50 == 0
+        request = Request(client=i % 20, priority=Priority.URGENT if urgent else Priority.DEFAULT)
+        planner.arrived(Ticket(request, i, at), at, 0)
+        found.append(planner.policy(DEFAULT, lambda: SLOW, at, "").max_batch_cost)
+    assert found[399] == found[-1] == pytest.approx(0.320)
+    assert set(found[420:800]) == {0.100}, "while they come, and for some seconds after"
+
+
+def test_each_partition_has_its_own_fixed_part() -> None:
+    planner = Planner()
+    for i in range(100):
+        planner.arrived(Ticket(Request(client=i % 20), i, i / 100.0), i / 100.0, 0)
+    for partition, fixed, budget in (("slow", 0.050, 0.400), ("brief", 0.001, 0.100), ("slow", 0.050, 0.400)):
+        found = planner.policy(DEFAULT, lambda fixed=fixed: (fixed, 0.004, 0.03), 1.0, partition)  # type: ignore[misc]
+        assert found.max_batch_cost == pytest.approx(budget)
+
+
+def test_longer_batches_need_a_planner() -> None:
+    with pytest.raises(ConfigError, match="times_fixed"):
+        GroupConfig(flush=DEFAULT)

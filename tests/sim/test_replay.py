@@ -240,6 +240,8 @@ def test_t6_the_changes_reach_the_recorded_rule() -> None:
     by_cost = Changes(batch_timeout=0.002).of(FlushPolicy.by_cost(0.1, 0.01))
     assert by_cost == FlushPolicy.by_cost(0.1, 0.002)
     assert Changes().of(by_cost) == by_cost
+    assert Changes(max_batch_cost=0.1).of(FlushPolicy.window(None)) == FlushPolicy.window(0.1)
+    assert Changes(batch_timeout=0.0).of(FlushPolicy.window(None)) == FlushPolicy.window(None, 0.0)
 
 
 def test_t6_the_device_takes_what_the_recorded_batches_took() -> None:

@@ -9,12 +9,13 @@ from math import inf
 
 import pytest
 
+from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Batch, Outcome
 from reflex_runtime.core.cost import TokenCost
 from reflex_runtime.core.events import BatchScheduled, Event, RequestProgressed, RequestQueued, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.group import GroupConfig
-from reflex_runtime.core.request import Request, Ticket
+from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.sim import (
     RULES,
@@ -180,3 +181,33 @@ def test_one_group_of_callers_is_not_split_by_forming_ahead() -> None:
     ]
     assert whole[0].batches == whole[1].batches
     assert whole[1].batches[-5].size >= 15
+
+
+def slow_model(budget: float | None, workload: Sequence[WorkloadPart], duration: float = 12.0) -> Report:
+    """A model that takes 36 + 4.5 n ms, as `reflex serve` schedules it."""
+    group = GroupConfig(flush=FlushPolicy.window(budget), controller=Planner(), max_queued_seconds=2.0)
+    device = Noisy(Affine(0.036, 0.0045), 0.03)
+    return Report.of(simulate(Scheduler([group]), workload, device, duration=duration, warmup=3.0))
+
+
+def test_b4_a_slow_model_keeps_up_by_default() -> None:
+    """At 90 % of what batches of 32 bring, in time within three such batches."""
+    robots = tuple(Request(client=i, time_limit=None) for i in range(64))
+    load = [Open(Poisson(0.9 * 32 / 0.180), robots)]
+
+    def in_time(budget: float | None) -> float:
+        report = slow_model(budget, load)
+        assert report.outcomes.keys() <= {"ok", "rejected"}
+        return report.throughput / report.offered if report.p95 is not None and report.p95 < 0.540 else 0.0
+
+    assert in_time(None) > 0.98
+    assert in_time(0.100) == 0.0
+
+
+def test_b4_urgent_requests_wait_no_longer_by_default() -> None:
+    robots = tuple(Request(client=i) for i in range(64))
+    load = [Open(Poisson(140.0), robots), Open(Poisson(2.0), (Request(client="urgent", priority=Priority.URGENT),))]
+    by_default, given = slow_model(None, load), slow_model(0.100, load)
+    assert by_default.batch_size is not None
+    assert given.batch_size is not None
+    assert by_default.batch_size <= 1.1 * given.batch_size

@@ -179,6 +179,9 @@ def test_dropped_batches_and_a_far_budget_are_told(tmp_path: Path) -> None:
     told = words(draw(tmp_path, trace_of(batches, PROD, dropped=12), units="ms"))
     assert "12 batches were never written and are missing" in told
     assert "budget 100 ms is off the scale" in told
+    by_default = {"prod": GroupInfo("seconds", 0.1, 256, flush={"times_fixed": 8.0})}
+    told = words(draw(tmp_path, trace_of(batches, by_default), units="ms"))
+    assert "budget 100 ms or 8 × the fixed part is off the scale" in told
     assert "18" in told
 
 

@@ -229,6 +229,6 @@ def _origin(trace: Journal, file: str) -> str:
     groups = []
     for name, info in header.groups.items():
         budget = info.budget
-        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}"
+        told = "no budget" if budget is None else f"budget {budget:g} {info.unit}{info.or_times_fixed}"
         groups.append(f"{plain(name)}: {told}, at most {info.max_size} requests")
     return "; ".join([f"{file}: started {header.started_at}, reflex {header.reflex_version}", *groups])

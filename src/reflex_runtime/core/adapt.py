@@ -42,17 +42,24 @@ class Planner:
     has T left; tiers are served in order, and within one each client's fair share counts fully and what it asks beyond
     that a quarter. The effective budget is the largest T within 0.2 % of the best value. If all requests are of one
     kind and no client takes from another, it changes nothing.
+
+    A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
+    batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
+    one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
     """
 
     PERIOD = 0.100  # seconds between plans
     TAU = 1.0  # seconds over which rates are measured
     CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one
+    LONGEST = 2.0  # seconds that a batch may take because of its fixed part
+    SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
     def __init__(self) -> None:
         self._counts: dict[_Key, float] = {}  # decayed arrivals
         self._weights: dict[_Key, float] = {}
         self._since = self._planned = -inf
-        self._budget = inf
+        self._demand: dict[tuple[Priority, float], _Demand] = {}
+        self._budgets: dict[Hashable, float] = {}  # planned now, by partition
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         request = ticket.request
@@ -68,26 +75,53 @@ class Planner:
         self._counts[key] = count + 1.0
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
-        if len(self._counts) < 2:
+        if len(self._counts) < 2 and not base.times_fixed:
             return base
         if now >= self._planned + self.PERIOD:
-            self._budget = self._plan(base.max_batch_cost, *affine(), now)
-        return base if self._budget >= base.max_batch_cost else replace(base, max_batch_cost=self._budget)
+            self._demand = self._demands(now)
+            self._budgets.clear()
+        budget = self._budgets.get(partition)
+        if budget is None:
+            budget = self._budgets[partition] = self._plan(base, *affine())
+        return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
 
-    def _plan(self, budget: float, a: float, b: float, sigma: float, now: float) -> float:
-        demands = self._demands(now)
-        if b <= 0.0 or budget == inf or budget <= a + b or all(limit == inf for _, limit in demands):
+    def _plan(self, base: FlushPolicy, a: float, b: float, sigma: float) -> float:
+        demands = self._demand
+        if b <= 0.0 or base.max_batch_cost == inf or not demands:
+            return base.max_batch_cost
+        budget = self._longest(base, a, b)
+        if budget <= a + b or all(limit == inf for _, limit in demands):
             return budget
-        fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands.values())
-        modest = min(d.ratios[0] for d in demands.values()) <= fair
-        for demand in demands.values():
-            demand.greedy = modest and demand.exceeds(fair)
+        fair = self._find_greedy(budget, a, b)
         if len(demands) < 2 and not any(d.greedy for d in demands.values()):
             return budget
         grid: list[float] = [(a + b) * (budget / (a + b)) ** (i / 24.0) for i in range(25)]
         values = [_planned_value(demands, fair, t, a, b, sigma) for t in grid]
         best = max(values)
         return max(t for t, v in zip(grid, values, strict=True) if v >= 0.998 * best)
+
+    def _longest(self, base: FlushPolicy, a: float, b: float) -> float:
+        """The policy's budget, or what the fixed part a makes of it."""
+        given, times = base.max_batch_cost, base.times_fixed
+        longest = max(given, min(times * a, self.LONGEST))
+        if longest > given:
+            shared = max(given, min(times * a, self.SHARED * a, self.LONGEST))
+            if len({tier for tier, _ in self._demand}) > 1:
+                return shared
+            self._find_greedy(longest, a, b)
+            if any(d.greedy for d in self._demand.values()):
+                return shared
+        return longest
+
+    def _find_greedy(self, budget: float, a: float, b: float) -> float:
+        """Mark the demands in which a client asks for more than its share, while another asks for less. Returns a
+        client's fair rate, per weight."""
+        demands = self._demand.values()
+        fair = (1.0 - a / budget) / b / sum(d.weights[-1] for d in demands)
+        modest = min(d.ratios[0] for d in demands) <= fair
+        for demand in demands:
+            demand.greedy = modest and demand.exceeds(fair)
+        return fair
 
     def _demands(self, now: float) -> dict[tuple[Priority, float], _Demand]:
         """The present demand by tier and time limit, tiers in order; ages the counts."""

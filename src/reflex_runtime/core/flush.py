@@ -15,6 +15,8 @@ from reflex_runtime.core.errors import ConfigError
 
 Tiers = tuple[float, float, float]
 _NONE: Tiers = (0.0, 0.0, 0.0)
+BUDGET = 0.100  # seconds that a batch may take by default
+TIMES_FIXED = 8.0  # and how many times its fixed part, where that is more: 1/8 of the device's time goes to fixed parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class FlushPolicy:
     quiet: seconds without an arrival in the partition after which a hold below the target ends, once its hold_min is
         over. Not while a batch of the partition is in flight; 0 switches it off.
     until: time after which a hold below the target ends in any case; for controllers.
+    times_fixed: a batch may also take this many times the fixed part of its kind, if that is longer than max_batch_cost
+        and others need not wait for it. 0 switches it off. It needs a `Planner`, see there.
     group_commit: while a batch of the partition is in flight, waiting requests are held up to hold_max, also at the
         target: the return of that batch is the next occasion to send, so waiting costs little. A full batch is sent.
     returns: longest hold, in seconds, for clients whose next request is due, if it pays (`returns.py`); counted
@@ -48,6 +52,7 @@ class FlushPolicy:
     quiet: float = 0.0
     group_commit: bool = False
     until: float = inf
+    times_fixed: float = 0.0
 
     def __post_init__(self) -> None:
         _check("max_batch_cost", self.max_batch_cost, 0.0, inf, exclusive=True)
@@ -56,14 +61,20 @@ class FlushPolicy:
         if self.returns != inf:
             _check("returns", self.returns, 0.0, 60.0)
         _check("quiet", self.quiet, 0.0, 3600.0)
+        _check("times_fixed", self.times_fixed, 0.0, 1000.0)
         for name, tiers in (("hold_min", self.hold_min), ("hold_max", self.hold_max)):
             for value in tiers:
                 _check(name, value, 0.0, 3600.0)
 
     @classmethod
-    def window(cls, max_batch_cost: float, batch_timeout: float = inf, max_batch_size: int = 256) -> Self:
-        """The default: work conserving, held only for expected returns, shedding only what has a deadline."""
-        return cls(max_batch_cost=max_batch_cost, max_batch_size=max_batch_size, returns=batch_timeout, shed=True)
+    def window(cls, max_batch_cost: float | None, batch_timeout: float = inf, max_batch_size: int = 256) -> Self:
+        """The default: work conserving, held only for expected returns, shedding only what has a deadline.
+
+        max_batch_cost: None for BUDGET, or TIMES_FIXED times the fixed part where that is more; it needs a `Planner`.
+        """
+        times = TIMES_FIXED if max_batch_cost is None else 0.0
+        cost = BUDGET if max_batch_cost is None else max_batch_cost
+        return cls(cost, max_batch_size, returns=batch_timeout, shed=True, times_fixed=times)
 
     @classmethod
     def by_cost(cls, max_batch_cost: float, batch_timeout: float, max_batch_size: int = 4096) -> Self:

@@ -59,7 +59,10 @@ class Former:
         controller = self.group.config.controller
         if controller is None or (head := self._head()) is None:
             return base
-        return controller.policy(base, lambda: line_of(self.group.cost, head), self.now, self.partition.key)
+        policy = controller.policy(base, lambda: line_of(self.group.cost, head), self.now, self.partition.key)
+        if base.times_fixed:
+            self.group.budget = max(base.max_batch_cost, policy.max_batch_cost)
+        return policy
 
     def _head(self) -> Ticket | None:
         for tier in self.partition.tiers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any
 
-from reflex_runtime.core.adapt import Controller
+from reflex_runtime.core.adapt import Controller, Planner
 from reflex_runtime.core.backlog import Backlog
 from reflex_runtime.core.batch import Batch, Cause
 from reflex_runtime.core.cost import CostModel
@@ -86,6 +86,8 @@ class GroupConfig:
             raise ConfigError("GroupConfig.gap_chance: a group with resources cannot be put off")
         if not self.promote_after >= 0:
             raise ConfigError(f"GroupConfig.promote_after={self.promote_after!r}: must be >= 0 seconds")
+        if self.flush.times_fixed and not isinstance(self.controller, Planner):
+            raise ConfigError("FlushPolicy.times_fixed: needs a group whose controller is a Planner")
         holds = (*self.flush.hold_min, *self.flush.hold_max, self.flush.returns, self.flush.shed)
         if self.resources is not None and any(holds):
             raise ConfigError("GroupConfig.resources: needs a flush policy without holds and shedding (every_step)")
@@ -137,6 +139,7 @@ class Group:
         self.paused_until = -inf
         self.room: int | None = None  # newcomers that may still enter, of all partitions; None when unlimited
         self.device_time = 0.0  # virtual: seconds over weight
+        self.budget = flush.max_batch_cost  # of the batch that was formed last
         self.usual_size = 0.0  # of its batches, a slow mean
         self.seconds_per_item = 0.0
         self.left: list[Ticket] = []  # residents gone since the last batch
@@ -318,10 +321,9 @@ class Group:
 
     def seconds_of(self, ticket: Ticket) -> float:
         """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""
-        config, flush = self.config, self.config.flush
-        if config.max_queued_seconds == inf:
+        if self.config.max_queued_seconds == inf:
             return 0.0
-        return self.cost.share(ticket, flush.max_batch_cost, flush.max_batch_size)
+        return self.cost.share(ticket, self.budget, self.config.flush.max_batch_size)
 
     def dequeue(self, count: int, units: float) -> None:
         """So many tickets stopped waiting, that wanted so many units together."""
@@ -398,5 +400,6 @@ class Group:
             "promoted": self.promoted,
             "paused": self.paused_until > now,
             "seconds_per_item": self.seconds_per_item,
+            "max_batch_cost": self.budget,
             "queued_seconds": self.backlog.seconds,
         }

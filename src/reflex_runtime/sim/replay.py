@@ -47,7 +47,7 @@ class Changes:
     def of(self, flush: FlushPolicy) -> FlushPolicy:
         """A recorded flush policy with these changes."""
         if self.max_batch_cost is not None:
-            flush = replace(flush, max_batch_cost=self.max_batch_cost)
+            flush = replace(flush, max_batch_cost=self.max_batch_cost, times_fixed=0.0)
         if self.max_batch_size is not None:
             flush = replace(flush, max_batch_size=self.max_batch_size)
         if self.batch_timeout is not None:  # the hold of every request, or that for expected returns, whichever it has

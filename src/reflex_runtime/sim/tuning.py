@@ -162,7 +162,8 @@ class Tuner:
         """One run."""
         self._runs += 1
         self._progress(self._runs, None)
-        changes = Changes(knobs.budget, knobs.hold, knobs.size)
+        budget = None if knobs.budget == self.present.budget else knobs.budget  # the present one may be no fixed number
+        changes = Changes(budget, knobs.hold, knobs.size)
         return simulate(
             scheduler_of(self.journal, changes),
             self.load.parts,

@@ -62,6 +62,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
     planned: bool = False
     cost: dict[str, Any] | None = None
 
+    @property
+    def or_times_fixed(self) -> str:
+        """The rest of its budget in words, where a batch with a large fixed part may take longer."""
+        times = self.flush.get("times_fixed")
+        return f" or {times:g} × the fixed part" if isinstance(times, int | float) and times else ""
+
 
 class PolicyHead(msgspec.Struct, frozen=True, kw_only=True):
     """What the header of one of several policies' journals would say of it; see `Header`."""

@@ -267,7 +267,7 @@ def _ceilings(trace: Journal, batches: Sequence[BatchLine], units: Units) -> dic
         if info is None:
             continue
         if units == "ms" and info.budget is not None:
-            found[info.budget * 1e3] = f"budget {info.budget * 1e3:g} ms"
+            found[info.budget * 1e3] = f"budget {info.budget * 1e3:g} ms{info.or_times_fixed}"
         elif units == "grants" and info.unit != "seconds" and info.budget is not None:
             found[info.budget] = f"budget {info.budget:g} {info.unit}"
         elif units != "ms":

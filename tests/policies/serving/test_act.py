@@ -355,7 +355,7 @@ def test_h7_config_tells_export_and_settings(server: Server) -> None:
     assert body["export"]["model_id"] == "tiny"
     assert body["policy"]["inference_mode"] == "monolithic"
     assert body["server"]["max_body_bytes"] == LIMIT
-    assert body["server"]["max_batch_cost_ms"] == 100.0
+    assert body["server"]["max_batch_cost_ms"] is None  # by the fixed part of the model
 
 
 def test_h7_the_metrics_are_prometheus_text(server: Server) -> None:

@@ -154,7 +154,7 @@ def test_b1_the_defaults_need_no_flag(tiny: Path) -> None:
     with Server(tiny) as server:
         found = server.get("/config").json["server"]
         shown = "\n".join(server.log)
-    assert (found["max_batch_cost_ms"], found["batch_timeout_ms"], found["max_queue"]) == (100.0, None, 1000)
+    assert (found["max_batch_cost_ms"], found["batch_timeout_ms"], found["max_queue"]) == (None, None, 1000)
     # H10: the table at start-up has every setting
     for field in fields(ServeConfig):
         assert f"{flag(field.name)} " in shown

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.flush import BUDGET, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import (
@@ -172,10 +172,11 @@ def group_of(
     affine = config.cost_model == "affine"
     # Values alone, so that it keeps no policy.
     cost = partial(TimeCost, policy.stages, affine, policy.captured_sizes, padded_stages=policy.padded_stages)
-    budget = config.max_batch_cost_ms / 1e3
+    budget = None if config.max_batch_cost_ms is None else config.max_batch_cost_ms / 1e3
     hold = inf if config.batch_timeout_ms is None else config.batch_timeout_ms / 1e3
     if slot == SHADOW:
-        alone = FlushPolicy.window(budget, 0.0, 1)  # one request, one step at a time: what the others may wait for
+        # One request, one step at a time: what the others may wait for.
+        alone = FlushPolicy.window(budget or BUDGET, 0.0, 1)
         return GroupConfig(
             name=policy.slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost
         )

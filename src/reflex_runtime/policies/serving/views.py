@@ -95,15 +95,19 @@ class Views:
         exchange.answer(200, self.runtime.metrics.render(), metrics.CONTENT_TYPE.encode())
 
     def cost_model(self, exchange: Exchange, _: bytes) -> None:
-        """Every key the cost model knows."""
+        """Every key the cost model knows, and the milliseconds that a batch may take now."""
         runtime, served = self.runtime, self.served
         runtime.need_policy()
-        slots = runtime.batcher.device.input(
-            lambda scheduler, now: {
-                name: scheduler.cost_model(slot.group).snapshot() for name, slot in served.slots.items()
-            }
+        groups = {name: slot.group for name, slot in served.slots.items()}
+        slots, states = runtime.batcher.device.input(
+            lambda scheduler, now: (
+                {name: scheduler.cost_model(group).snapshot() for name, group in groups.items()},
+                scheduler.snapshot()["groups"],
+            )
         )
-        exchange.answer(200, wire.encode_json({"cost_model": served.config.cost_model, "slots": slots}))
+        budgets = {name: round(states[group]["max_batch_cost"] * 1e3, 3) for name, group in groups.items()}
+        told = {"cost_model": served.config.cost_model, "max_batch_cost_ms": budgets, "slots": slots}
+        exchange.answer(200, wire.encode_json(told))
 
     def rollout(self, exchange: Exchange, _: bytes) -> None:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed."""
