@@ -23,6 +23,11 @@ def add_server(parser: argparse.ArgumentParser) -> None:
         "url", nargs="?", default="http://127.0.0.1:8000", metavar="URL",
         help="where the server is (default %(default)s)",
     )  # fmt: skip
+    add_key(parser)
+
+
+def add_key(parser: argparse.ArgumentParser) -> None:
+    """The option of the key alone."""
     parser.add_argument(
         "--api-key", metavar="KEY", help="key of the server; default: the environment variable REFLEX_API_KEY"
     )

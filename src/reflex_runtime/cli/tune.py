@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli.progress import ProgressLine
+from reflex_runtime.cli.server_address import add_key, key_of
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.options import one_of
 from reflex_runtime.telemetry.journal import JournalError
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
+  reflex tune http://127.0.0.1:8000            watch a policy server for 30 s
+  reflex tune http://127.0.0.1:8000 --seconds 120 --api-key KEY
   reflex tune run.jsonl                        a file of reflex serve --trace FILE or --record DIR
   reflex tune run.jsonl --aim p99              what lowers the slowest answers
   reflex tune run.jsonl --picture tuned        also draw it, into tuned.svg and tuned.png
@@ -26,7 +30,8 @@ examples:
 The load and the device's times are taken from the recording, and the scheduler runs in virtual time with some fifty
 settings. docs/tuning.md says how, and how near the predictions were in a benchmark.
 
-exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments
+exit codes: 0 done, also if nothing would help; 1 the journal cannot be read; 2 bad arguments, or a server
+that cannot be watched
 """
 
 
@@ -38,7 +43,15 @@ def add_parser(verbs: argparse._SubParsersAction[Any]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", metavar="JOURNAL", help="a journal, .jsonl or .jsonl.gz")
+    add("source", metavar="URL|JOURNAL", help="a policy server, http://…, or a journal, .jsonl or .jsonl.gz")
+    add(
+        "--seconds",
+        type=float,
+        default=30.0,
+        metavar="N",
+        help="how long a server is watched, 1 to 600 (default %(default)g); without effect on a journal",
+    )
+    add_key(parser)
     add(
         "--aim",
         metavar="WHAT",
@@ -56,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
     if args.aim is not None and args.aim not in AIMS:
         raise ConfigError(f"--aim={args.aim}: {one_of(args.aim, AIMS)}")
     try:
-        journal = _journal(args)
+        with _journal(args) as journal:
+            tuner = Tuner(journal, ProgressLine("simulated runs"))
+            tuning = tuner.tune(args.aim)
     except JournalError as error:
         print(f"reflex tune: {error.message}", file=sys.stderr)
         return 1
-    tuner = Tuner(journal, ProgressLine("simulated runs"))
-    tuning = tuner.tune(args.aim)
     print(told(tuning, tuner.present.in_words(), args.source))
     if args.picture is not None:
         from reflex_runtime.sim.tuning_picture import draw_tuning
@@ -71,8 +84,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _journal(args: argparse.Namespace) -> Journal:
-    return read_journal(args.source, images=False)
+def _journal(args: argparse.Namespace) -> AbstractContextManager[Journal]:
+    if not args.source.startswith(("http://", "https://")):
+        return nullcontext(read_journal(args.source, images=False))
+    from reflex_runtime.cli.watched_journal import watched_journal
+
+    return watched_journal(args.source, args.seconds, key_of(args))
 
 
 def told(tuning: Tuning, present: str, source: str) -> str:

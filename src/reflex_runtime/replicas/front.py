@@ -32,9 +32,11 @@ from reflex_runtime.replicas.arriving import ArrivingConnection
 from reflex_runtime.replicas.messages import Forget, Members, Noted, ReplicaReport
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, closed, started
+from reflex_runtime.telemetry.journal_writer import JournalWriter
+from reflex_runtime.telemetry.lines import LineTarget
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
-from reflex_runtime.web.errors import NotReady
+from reflex_runtime.web.errors import Conflict, NotReady
 from reflex_runtime.web.exchange import Exchange
 from reflex_runtime.web.handover import HandedOver
 
@@ -127,6 +129,13 @@ class FrontRuntime(PolicyRuntime):
         if self.spans is not None:
             await in_thread(self.spans.close)
         return True
+
+    def journaled(self, to: LineTarget) -> JournalWriter:
+        """Conflict: every replica has a schedule of its own."""
+        raise Conflict(
+            "with --replicas there is no journal of the whole server, as each replica has a device of its own; "
+            "--trace FILE writes one for each"
+        )
 
     def turn_files(self) -> None:
         """Every replica goes on in new files."""

@@ -88,7 +88,7 @@ class FrontViews(Views):
 
     def health(self, exchange: Exchange, _: bytes) -> None:
         """200 while a replica is ready."""
-        exchange.app.spawn(exchange, self._health(exchange))  # type: ignore[attr-defined]
+        exchange.app.spawn(exchange, self._health(exchange))
 
     async def _health(self, exchange: Exchange) -> None:
         front, state = self.front, self._state()
@@ -117,7 +117,7 @@ class FrontViews(Views):
 
     def metrics(self, exchange: Exchange, _: bytes) -> None:
         """Prometheus text: the series of all replicas added, and the state of each."""
-        exchange.app.spawn(exchange, self._metrics(exchange))  # type: ignore[attr-defined]
+        exchange.app.spawn(exchange, self._metrics(exchange))
 
     async def _metrics(self, exchange: Exchange) -> None:
         front = self.front
@@ -162,7 +162,7 @@ class FrontViews(Views):
         _pass(exchange, answer, wire.encode_json(body) if answer.status == 200 else None)
 
     def _spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        exchange.app.spawn(exchange, answering)  # type: ignore[attr-defined]
+        exchange.app.spawn(exchange, answering)
 
 
 def recorded(several: list[dict[str, Any]]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class FrontAdmin(Admin):
 
     def _answer(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
         """Answer once every replica has done it."""
-        exchange.app.spawn(exchange, self._answer_done(exchange, told))  # type: ignore[attr-defined]
+        exchange.app.spawn(exchange, self._answer_done(exchange, told))
 
     async def _answer_done(self, exchange: Exchange, told: Mapping[str, Any]) -> None:
         await self._front.heard(WITHIN)
@@ -213,7 +213,7 @@ class FrontAdmin(Admin):
 
     def faults(self, exchange: Exchange, body: bytes) -> None:
         """Begin or end a drill, in every replica."""
-        exchange.app.spawn(exchange, self._faults(exchange, body))  # type: ignore[attr-defined]
+        exchange.app.spawn(exchange, self._faults(exchange, body))
 
     async def _faults(self, exchange: Exchange, body: bytes) -> None:
         found = await _asked(self._front, exchange, body)

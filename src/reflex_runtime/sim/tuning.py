@@ -134,7 +134,7 @@ def predicted(measured: TunedFigures, before: TunedFigures, after: TunedFigures)
 
 class Tuner:
     """The simulations of one journal. progress: told (done, None) runs, at the end (done, done). requests: of one run,
-    at most, about.
+    at most, about; `MOST` by default.
 
     ConfigError when its schedule cannot be replayed, or its groups have different settings.
     """
@@ -143,7 +143,7 @@ class Tuner:
         self,
         journal: Journal,
         progress: Callable[[int, int | None], None] = lambda *_: None,
-        requests: int = MOST,
+        requests: int | None = None,
     ) -> None:
         self.journal, self._progress = journal, progress
         scheduler_of(journal)  # or says why not
@@ -155,7 +155,7 @@ class Tuner:
         self._runs = 0
         span = max(self.load.span, LONG) if self.load.steady else self.load.span
         rate = len(self.load.requests) / self.load.span
-        self._span = min(span, max(2.0, requests / rate))
+        self._span = min(span, max(2.0, (requests or MOST) / rate))
         self.warmup = min(1.0, 0.1 * self._span)
 
     def simulate(self, knobs: Knobs, seed: int = 0) -> Run:

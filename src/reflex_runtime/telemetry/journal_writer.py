@@ -1,8 +1,8 @@
 """Writes journals: a sink that copies values and references, and a thread that does everything else.
 
-`--trace FILE` is one file without payloads, opened at once. `--record DIR` is a `Recording`: files with payloads,
-opened at the first request. Both are flushed several times a second, so that a killed process loses little. A disk
-error ends the journal, is kept in `error`, and never touches serving.
+`--trace FILE` is one file without payloads, opened at once; so is what GET /diagnostics/journal sends. `--record DIR`
+is a `Recording`: files with payloads, opened at the first request. All are flushed several times a second, so that a
+killed process loses little. A disk error ends the journal, is kept in `error`, and never touches serving.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from reflex_runtime.telemetry.journal import (
     Warm,
 )
 from reflex_runtime.telemetry.journal_head import info_of
-from reflex_runtime.telemetry.lines import LineFile, LineWriter, text, utc
+from reflex_runtime.telemetry.lines import LineFile, LineTarget, LineWriter, text, utc
 from reflex_runtime.telemetry.progress import ProgressFold
 from reflex_runtime.version import __version__
 
@@ -97,7 +97,7 @@ class JournalWriter:
     """A sink that writes what one scheduler did, and what its server answered.
 
     to: a file, without payloads (`.gz` compresses; a file that is there is kept as PATH.1), or a `Recording`.
-        ConfigError at once when it cannot be written.
+        ConfigError at once when it cannot be written. Or a `LineTarget`, for one journal without payloads.
     groups: the scheduler's, so that the file says what its numbers mean. header: further fields of `Header`.
     capacity: most lines waiting; beyond it, and beyond `IMAGE_BYTES` of images, they are dropped and counted.
     clock: the scheduler's. wall: seconds since the epoch. notes: asked for further notes about a batch that finished.
@@ -111,7 +111,7 @@ class JournalWriter:
 
     def __init__(
         self,
-        to: str | Path | Recording,
+        to: str | Path | Recording | LineTarget,
         groups: Iterable[GroupConfig] = (),
         capacity: int = CAPACITY,
         *,
@@ -138,11 +138,13 @@ class JournalWriter:
         self._early: list[bytes] | None = None  # notes from before the first request
         self._waiting_bytes = self._written_bytes = self._too_large = 0
         self._part = self._batches = self._recorded_before = self._dropped_before = 0  # the writer thread's
-        self._opened: LineFile | None = None
+        self._opened: LineTarget | None = None
         if isinstance(to, Recording):
             to.make()
             self.path: Path | None = None
             self._early = []
+        elif not isinstance(to, str | Path):
+            self.path, self._opened = to.path, to
         else:
             self.path = Path(to)
             try:
@@ -158,6 +160,7 @@ class JournalWriter:
             capacity,
             eager=self._recording is None,
             limit=0 if self._recording is None else self._recording.max_bytes,
+            turns=isinstance(to, str | Path | Recording),
         )
 
     @property
@@ -332,15 +335,17 @@ class JournalWriter:
 
     # -- on the writer's thread ----------------------------------------------------------------------------------------
 
-    def _start(self) -> tuple[LineFile, bytes]:
+    def _start(self) -> tuple[LineTarget, bytes]:
         self._part += 1
         header = self._head()
+        file: LineTarget | None
         if self._recording is not None:
             file = self._recording.file(header, self._wall())
             self.path = file.path
         else:
             assert self.path is not None
-            file, self._opened = self._opened or LineFile(self.path, self.path.suffix == ".gz"), None
+            file, self._opened = self._opened, None
+            file = file or LineFile(self.path, self.path.suffix == ".gz")
         warm = self._warm if self._recording is not None or self._part > 1 else []
         return file, _encode(header) + b"\n" + b"".join(warm)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
 from reflex_runtime.telemetry.files import create, write_all
@@ -31,6 +31,18 @@ _LEVEL = 1  # of compression: half the size of level 6 is not worth three times 
 _CHUNK = 1 << 18  # bytes handed to the file at a time
 _TURN = 0.0005  # seconds of work after which the thread releases the interpreter: what it adds to other threads' p99
 _BREATH = 0.0001  # seconds that it pauses then
+
+
+class LineTarget(Protocol):
+    """Where a `LineWriter` writes: a `LineFile`, or what stands for one. Called on the writer's thread."""
+
+    path: Path
+    size: int
+
+    def write(self, lines: bytes) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 class LineFile:
@@ -69,12 +81,12 @@ class LineFile:
 
 
 class LineWriter(Generic[T]):
-    """A bounded queue, and the thread that writes it into one `LineFile` after another.
+    """A bounded queue, and the thread that writes it into one `LineTarget` after another.
 
     start: a file and its first lines; called with the first item of each file, or at once when `eager`. encode: an item
     as lines. finish: the last lines. They run on the thread; an item that cannot be encoded is logged and dropped.
     capacity: most items waiting; beyond it they are dropped and counted. gather: see `GATHER`. limit: bytes after which
-    a file is finished and the next item begins another; 0 is none.
+    a file is finished and the next item begins another; 0 is none. turns: `turn_all` turns it too.
 
     A disk error ends the writing and is kept in `error`; callers do not see it. cpu: processor seconds the thread has
     used, as of its last write.
@@ -83,13 +95,14 @@ class LineWriter(Generic[T]):
     def __init__(
         self,
         name: str,
-        start: Callable[[], tuple[LineFile, bytes]],
+        start: Callable[[], tuple[LineTarget, bytes]],
         encode: Callable[[T], bytes],
         finish: Callable[[], bytes],
         capacity: int,
         eager: bool = False,
         gather: float = GATHER,
         limit: int = 0,
+        turns: bool = True,
     ) -> None:
         self.error: OSError | None = None
         self.cpu = 0.0
@@ -97,13 +110,14 @@ class LineWriter(Generic[T]):
         self._start, self._encode, self._finish = start, encode, finish
         self._capacity, self._eager, self._gather, self._limit = capacity, eager, gather, limit
         self._chunk = min(limit or _CHUNK, _CHUNK)
-        self._file: LineFile | None = None
+        self._file: LineTarget | None = None
         self._queue: deque[T] = deque()
         self._told = False  # the thread was woken
         self._some, self._hurry = threading.Event(), threading.Event()
         self.closed = False
         self._turned = False  # finish the file and begin another
-        _writers.add(self)
+        if turns:
+            _writers.add(self)
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -190,7 +204,7 @@ class LineWriter(Generic[T]):
             if self._file is not None:
                 self._file.abandon()
 
-    def _begin(self) -> LineFile:
+    def _begin(self) -> LineTarget:
         self._file, head = self._start()
         self._file.write(head)
         self._file.flush()

@@ -55,6 +55,7 @@ def _exchange(app: App, scope: Scope, outbox: _Outbox) -> Exchange:
     carrier = _AsgiCarrier(outbox)
     headers = {bytes(name).lower(): bytes(value) for name, value in scope["headers"]}
     exchange = Exchange(app, carrier, scope.get("method", "GET"), scope["path"], headers, peer, time.monotonic())
+    exchange.target = _target(scope)
     exchange.opened, exchange.expects = True, False  # the other server has said that it goes on
     return exchange
 

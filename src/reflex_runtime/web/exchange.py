@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import quote
@@ -82,6 +82,8 @@ class Application(Protocol):
     marks: Headers
 
     def fail(self, exchange: Exchange, error: Exception) -> None: ...
+    def spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None: ...
+    def entered(self, exchange: Exchange) -> None: ...
     def answers(self, exchange: Exchange, status: int) -> None: ...
     def leave(self, exchange: Exchange) -> None: ...
 

@@ -15,6 +15,7 @@ from reflex_runtime.options import did_you_mean
 from reflex_runtime.policies.serving.act import Act
 from reflex_runtime.policies.serving.admin import Admin, is_outcome
 from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.journal_stream import JournalStreams
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.policies.serving.views import ServerViews, Views
@@ -69,6 +70,7 @@ def application(
         return named[name].find(slash + rest or "/") if name in named else None
 
     live = dashboard_routes(watchers_of(runtime) if watchers is None else watchers)
+    live.append(JournalStreams(runtime).route)
     routes = plain.by_path | {route.path: route for route in live}
     app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
     if config.gr00t:

@@ -29,8 +29,9 @@ from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.recorded import header_of
 from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.policies.serving.slots import SHADOW, Slot
+from reflex_runtime.telemetry.journal import Warm
 from reflex_runtime.telemetry.journal_writer import JournalWriter, Recording
-from reflex_runtime.telemetry.lines import turn_all
+from reflex_runtime.telemetry.lines import LineTarget, turn_all
 from reflex_runtime.telemetry.metrics import Metrics
 from reflex_runtime.telemetry.tracing import spans_of
 from reflex_runtime.web.errors import NotReady
@@ -59,7 +60,8 @@ class Home(Protocol):
 class PolicyRuntime:
     """The policies of one server. `start` returns when they are ready or have failed.
 
-    policies: by name, in the order of their plans. active: requests that have entered and are not settled.
+    policies: by name, in the order of their plans. active: requests that have entered and are not settled. journals:
+    what it writes: a trace, a recording, and those that are sent to a caller.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class PolicyRuntime:
         self.spans = spans_of(config.otel, config.otel_sample, self.metrics.registry)
         self.trace: JournalWriter | None = None
         self.recorder: JournalWriter | None = None
+        self.journals: list[JournalWriter] = []
         self.preparing = Preparing()
         self.audience = Audience([self.metrics, FailureLog()])  # answers come before there is a batcher
         if self.spans is not None:
@@ -89,6 +92,8 @@ class PolicyRuntime:
         self.on_drain: list[Callable[[], None]] = []
         self._on_fatal = on_fatal
         self._batcher: Batcher | None = None
+        self._journal: Callable[..., JournalWriter] = JournalWriter  # with what its first line says
+        self._learned: list[Warm] = []  # at warm-up
         self._started = False
         self._over = False  # `start` is
         self._waiting: set[Callable[[], None]] = set()
@@ -198,15 +203,26 @@ class PolicyRuntime:
         for tell in self.on_drain:
             tell()
 
-    @property
-    def journals(self) -> list[JournalWriter]:
-        """What it writes: a trace, a recording, both or neither."""
-        return [journal for journal in (self.trace, self.recorder) if journal is not None]
-
     def note(self, kind: str, **fields: object) -> None:
         """Write a note into every journal."""
         for journal in self.journals:
             journal.note(kind, **fields)
+
+    def journaled(self, to: LineTarget) -> JournalWriter:
+        """A further journal from now on, until `forget_journal`. NotReady before there is a policy."""
+        self.need_policy()
+        self.batcher.flush()  # what has happened before is not in it
+        writer = self._journal(to)
+        for learned in self._learned:
+            writer.warmed(learned)
+        self._add_journal(writer)
+        return writer
+
+    def forget_journal(self, writer: JournalWriter) -> None:
+        """It gets no more events, and is the caller's to close."""
+        self.batcher.flush()
+        self.audience.remove(writer)
+        self.journals.remove(writer)
 
     @property
     def writes_files(self) -> bool:
@@ -272,26 +288,32 @@ class PolicyRuntime:
             return of_group[event.batch.group].notes(event)
 
         header = header_of(list(self.policies.values()))
-        self._open_journals(partial(JournalWriter, groups=groups, header=header, notes=notes))
+        self._journal = partial(JournalWriter, groups=groups, header=header, notes=notes)
+        self._open_journals()
         for served in self.policies.values():
             served.join(batcher)
         return batcher
 
-    def _open_journals(self, journal: Callable[..., JournalWriter]) -> None:
-        config = self.config
+    def _open_journals(self) -> None:
+        config, journal = self.config, self._journal
         if config.trace:
             self.trace = journal(config.trace)
+            self._add_journal(self.trace)
         if config.record:
             images, gzip = config.record_images, not config.record_no_gzip
             to = Recording(config.record, gzip, images, config.record_max_mb << 20)  # type: ignore[arg-type]
             recorder = self.recorder = journal(to)
+            self._add_journal(recorder)
             self.metrics.add_recording(lambda: recorder.dropped, lambda: recorder.error is not None)
-        for one in self.journals:
-            self.audience.add(one)
+
+    def _add_journal(self, journal: JournalWriter) -> None:
+        self.journals.append(journal)
+        self.audience.add(journal)
 
     def _warm(self) -> None:
         for served in self.policies.values():
             for learned in served.warm():
+                self._learned.append(learned)
                 for journal in self.journals:
                     journal.warmed(learned)
 

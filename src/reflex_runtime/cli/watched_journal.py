@@ -1,0 +1,80 @@
+"""The journal of a server that runs: read for some seconds, kept in a file until it is closed."""
+
+from __future__ import annotations
+
+import http.client
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from reflex_runtime.cli.progress import ProgressLine
+from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.cli.status import snapshot_from
+from reflex_runtime.core.errors import ConfigError, ReflexError
+from reflex_runtime.telemetry.journal import JournalError
+from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+
+JOURNAL: Final = "/diagnostics/journal"
+LEAST: Final = 1.0  # seconds, as the server takes them
+LONGEST: Final = 600.0
+MOST: Final = 256 << 20  # bytes; what follows is not read
+_AT_ONCE: Final = 1 << 16
+_OTHERS: Final = {
+    "llm": "serves a language model, whose budget is one of tokens: reflex trace --prompts FILE --slo finds it, see "
+    "docs/continuous-batching.md",
+    "feeds": "is reflex feeds, whose frames have no journal of requests; tune reads policy servers",
+}
+
+
+@contextmanager
+def watched_journal(url: str, seconds: float, key: str = "") -> Iterator[Journal]:
+    """Watch a server, then read what it did. An error in the `with` names the server instead of the file.
+
+    ConfigError for an address or a time that cannot be, ReflexError for a server that has no such journal.
+    """
+    if not LEAST <= seconds <= LONGEST:
+        raise ConfigError(f"--seconds={seconds:g}: must be from {LEAST:g} to {LONGEST:g}")
+    address = ServerAddress.of(url)
+    with tempfile.TemporaryDirectory(prefix="reflex-tune-") as folder:
+        file = Path(folder, "watched.jsonl")
+        with address.answer(f"{JOURNAL}?seconds={seconds:g}", key) as response:
+            if response.status == 401:
+                raise address.wrong_key(key)
+            if response.status == 200:
+                _read(response, file, seconds)
+            refused = b"" if response.status == 200 else response.read(4096)
+        if not file.exists():
+            raise ReflexError(f"{url}: {_why(url, key, response.status, refused)}")
+        try:
+            yield read_journal(file)
+        except (JournalError, ConfigError) as error:
+            error.message = error.message.replace(str(file), url)
+            raise
+
+
+def _read(response: http.client.HTTPResponse, file: Path, seconds: float) -> None:
+    """Into the file, as it comes: lines, and a blank one every second."""
+    progress, began, size = ProgressLine("seconds watched"), time.monotonic(), 0
+    with file.open("wb") as out:
+        while size < MOST and (data := response.read1(_AT_ONCE)):
+            out.write(data)
+            size += len(data)
+            progress(int(time.monotonic() - began), int(seconds) + 1)
+    progress(1, 1)
+
+
+def _why(url: str, key: str, status: int, body: bytes) -> str:
+    """Why a server has no journal to send."""
+    if status != 404:
+        try:
+            return str(msgspec.json.decode(body)["message"])
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return f"answers {status} at {JOURNAL}; is it a server of reflex?"
+    snapshot = snapshot_from(url, key)
+    product = "" if snapshot is None else str(snapshot.server.get("product", ""))
+    return _OTHERS.get(product) or f"has no {JOURNAL}; is it a policy server of this version of reflex?"
