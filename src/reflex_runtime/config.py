@@ -470,7 +470,7 @@ class FeedsConfig:
     )
     max_detections: int = option(
         0, "with --onnx: most detections of a frame; 0 is 300, and the 5 best classes of a classifier",
-        low=0, high=100_000, needs="onnx",
+        low=0, high=1000, needs="onnx",
     )
     provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")

@@ -2,6 +2,7 @@
 
 What is lit is brighter than 0.5 in any channel. The classes are the channels: 0 red, 1 green, 2 blue; a class scores
 the peak of its channel, and 0 in a dark picture. A raw head says it twice, a pixel apart, so that one must be left out.
+Keypoints are the upper left corner and the lower right one, which is hardly visible; a mask is what is lit.
 """
 
 from __future__ import annotations
@@ -84,6 +85,22 @@ _FORMS = {
     first = Unsqueeze(both, channels)
     output0 = Pad(first, more_rows)
 """,
+    "pose": """
+    placed = MatMul(box, to_points)
+    points = Add(placed, visible)
+    both = Concat<axis=1>(middle, peak, points)
+    first = Unsqueeze(both, two)
+    output0 = Pad(first, more_places)
+""",
+    "segment": """
+    weight = Add(any_flat, one_float)
+    both = Concat<axis=1>(middle, peak, weight)
+    first = Unsqueeze(both, two)
+    output0 = Pad(first, more_places)
+    picture = Unsqueeze(flat, channels)
+    pooled = AveragePool<kernel_shape=[4, 4], strides=[4, 4]>(picture)
+    output1 = Sub(pooled, half)
+""",
     "classes": """
     output0 = Identity(peak)
 """,
@@ -131,6 +148,8 @@ def bright_graph(
         "objectness": f"[{batch}, {3 * k}, 8] output0",
         "rows": f"[{batch}, 300, 6] output0",
         "rows of shares": f"[{batch}, 300, 6] output0",
+        "pose": f"[{batch}, 13, {k}] output0",
+        "segment": f"[{batch}, 8, {k}] output0, float[{batch}, 1, {height // 4}, {width // 4}] output1",
         "classes": f"[{batch}, 3] output0",
         "pair": f"[{batch}, 1, 3] logits, {dtype}[{batch}, 1, 4] pred_boxes",
         "named": f"[{batch}, 1, 4] boxes, float[{batch}, 1] scores, int64[{batch}, 1] labels",
@@ -144,7 +163,8 @@ def bright_graph(
         body = body.replace("output0 = ", "wide = ") + "    output0 = Cast<to=10>(wide)\n"
     text = f'<ir_version: 8, opset_import: ["": 18]> g ({inputs}) => ({dtype}{shapes[form]}) {{{body}}}'
     model = parser.parse_model(text)
-    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in _constants(width, height, k))
+    constants = _constants(form, width, height, k)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants)
     said = {"names": NAMES, "stride": "32", "imgsz": f"[{height}, {width}]", **(metadata or {})}
     helper.set_model_props(model, {key: value for key, value in said.items() if value})
     onnx.checker.check_model(model)
@@ -159,7 +179,7 @@ _IN_ORIGINAL = """sizes = Cast<to=1>(orig_target_sizes)
     boxes = Unsqueeze(original, channels)"""
 
 
-def _constants(width: int, height: int, k: int) -> list[tuple[str, NDArray[Any]]]:
+def _constants(form: str, width: int, height: int, k: int) -> list[tuple[str, NDArray[Any]]]:
     f, i = np.float32, np.int64
     to_middle = np.array([[0.5, 0, -1, 0], [0, 0.5, 0, -1], [0.5, 0, 1, 0], [0, 0.5, 0, 1]], f)
     nudge = np.array([1, 0, 0, 0, -0.1, -0.1, -0.1], f)[None, :, None]
@@ -179,8 +199,11 @@ def _constants(width: int, height: int, k: int) -> list[tuple[str, NDArray[Any]]
         ("nudge_more", nudge_more),
         ("most", np.array(0.9, f)),
         ("steep", np.array(8, f)),
+        ("to_points", np.array([[1, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 1, 0]], f)),
+        ("visible", np.array([[0, 0, 0.9, 0, 0, 0.2]], f)),
+        ("one_float", np.array([[1]], f)),
         ("whole", np.array([width, height, width, height], f)),
-        ("more_places", np.array([0, 0, 0, 0, 0, k - 2], i)),
+        ("more_places", np.array([0, 0, 0, 0, 0, k - (1 if form in ("pose", "segment") else 2)], i)),
         ("many_places", np.array([0, 0, 0, 0, 0, 3 * k - 2], i)),
         ("more_rows", np.array([0, 0, 0, 0, 299, 0], i)),
     ]

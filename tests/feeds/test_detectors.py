@@ -15,7 +15,10 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.detectors.facts import names_in, names_of_file
 from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
-from reflex_runtime.feeds.detectors.overlap import kept_of
+from reflex_runtime.feeds.detectors.found import DetectionLimits
+from reflex_runtime.feeds.detectors.heads import Extras, Rows
+from reflex_runtime.feeds.detectors.overlap import AT_ONCE, kept_of
+from reflex_runtime.feeds.draw import cells_of
 from reflex_runtime.feeds.onnx import OnnxFrames
 
 BOX = (120, 40, 240, 160)
@@ -60,6 +63,44 @@ def test_f14_boxes_of_a_graph_that_wants_the_frames_size_are_in_the_frames_pixel
     (found,) = processor.process(entries(lit(BOX, GREEN, (320, 240))))
     np.testing.assert_allclose(found["boxes"], [BOX], atol=5.1)
     assert found["labels"] == ["green"]
+
+
+def test_f14_keypoints_are_in_the_frames_pixels(tmp_path: Path) -> None:
+    path = bright_graph(tmp_path / "g.onnx", "pose", metadata={"task": "pose", "kpt_shape": "[2, 3]"})
+    found, dark = started(path).process(entries(lit((100, 40, 200, 120), RED, (320, 320)), lit((0,) * 4, RED, (9, 9))))
+    assert found["labels"] == ["red"]
+    first, last = found["keypoints"][0]
+    assert first == [*found["boxes"][0][:2], 0.9]
+    assert last == pytest.approx([*found["boxes"][0][2:], 0.2], abs=1e-4)
+    assert dark == {"boxes": [], "scores": [], "labels": [], "keypoints": []}
+
+
+@pytest.mark.parametrize("size", [(128, 128), (256, 128)])
+def test_f14_a_mask_covers_what_is_lit_in_the_frames_pixels(tmp_path: Path, size: tuple[int, int]) -> None:
+    """A cell is 8 pixels of the one frame, 16 of the other."""
+    path = bright_graph(tmp_path / "g.onnx", "segment", metadata={"task": "segment"})
+    frame = lit((32, 32, 96, 64), GREEN, size)
+    frame[32:48, 64:96] = 0  # an L
+    (found,) = started(path).process(entries(frame))
+    (mask,) = found["masks"]
+    cells = cells_of(mask)
+    assert cells is not None
+    assert mask["box"] == [32, 32, 96, 64]
+    each = size[0] // 16
+    assert cells.shape == (32 // each, 64 // each)
+    assert (cells == (frame[32:64, 32:96, 1][:: each, :: each] > 0)).all()
+    assert sum(mask["counts"]) == cells.size
+
+
+def test_f14_keypoints_and_masks_behind_rows_by_hand() -> None:
+    row = [2.0, 2.0, 6.0, 6.0, 0.9, 1.0, 3.0, 4.0, 0.8, -1.0]
+    outputs = {"rows": np.array([[row, [0.0] * 10]], np.float32), "masks": np.full((1, 1, 2, 2), -1.0, np.float32)}
+    head = Rows("rows", Extras(points=1, prototypes="masks", coefficients=1))
+    (found,) = head.found(outputs, DetectionLimits(0.25, 0.7, 9))
+    assert found.points is not None
+    assert found.masks is not None
+    np.testing.assert_allclose(found.points, [[[3, 4, 0.8]]], rtol=1e-6)
+    assert found.masks.all(), "minus one times minus one is above zero"
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -188,15 +229,16 @@ def test_f14_overlapping_boxes_of_a_class_by_hand() -> None:
 
 def test_f14_overlaps_are_those_of_every_pair_compared() -> None:
     random = np.random.default_rng(7)
-    for _ in range(20):
-        corner = random.uniform(0, 60, (80, 2))
-        boxes = np.hstack([corner, corner + random.uniform(1, 30, (80, 2))])
-        scores, labels = random.random(80), random.integers(0, 3, 80)
+    for n in (1, 2, 80, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE + 7):  # in one step, and in several
+        corner = random.uniform(0, 60, (n, 2))
+        boxes = np.hstack([corner, corner + random.uniform(1, 30, (n, 2))])
+        scores, labels = random.random(n), random.integers(0, 3, n)
         kept: list[int] = []
         for i in np.argsort(-scores):
             if not any(labels[i] == labels[j] and share(boxes[i], boxes[j]) > 0.4 for j in kept):
                 kept.append(int(i))
-        assert kept_of(boxes, scores, labels, 0.4, 80).tolist() == kept
+        assert kept_of(boxes, scores, labels, 0.4, n).tolist() == kept
+        assert kept_of(boxes, scores, labels, 0.4, 5).tolist() == kept[:5]
 
 
 def share(a: Any, b: Any) -> float:

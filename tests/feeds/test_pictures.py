@@ -210,7 +210,22 @@ def test_i18_a_picture_is_small_and_what_was_found_is_in_its_place(shape: tuple[
         assert not coloured[55:, 65:].any()
 
 
-@pytest.mark.parametrize("value", [None, "text", {"boxes": "none"}, {"boxes": [[1, 2]]}, {"labels": 3}, BOX])
+def test_i18_keypoints_and_masks_are_in_their_place_in_a_smaller_picture() -> None:
+    image = np.full((480, 640, 3), 100, np.uint8)
+    mask = {"box": [200, 200, 400, 400], "size": [1, 1], "counts": [0, 1]}
+    value = {"boxes": [[200, 200, 400, 400]], "keypoints": [[[560, 80]]], "masks": [mask]}
+    picture = simplejpeg.decode_jpeg(jpeg_of(Result(Frame(image, 0, None, 0.0), "a", value, 0.0), SMALL))
+    coloured = np.ptp(picture.astype(int), axis=2) > 20
+    assert coloured[110:190, 110:190].all()
+    assert coloured[39:42, 279:282].all()
+    assert not coloured[60:90].any()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, "text", {"boxes": "none"}, {"boxes": [[1, 2]]}, {"labels": 3}, {"masks": 3}, {"masks": [{}]},
+     {"keypoints": "x"}, {"keypoints": []}, BOX],
+)  # fmt: skip
 def test_i18_results_of_any_form_make_a_picture(value: Any) -> None:
     made = jpeg_of(Result(frame(), "a", value, 0.0), LARGE)
     assert simplejpeg.decode_jpeg(made).shape == (6, 8, 3)

@@ -271,6 +271,37 @@ def test_text_and_caption_are_drawn_in_their_corners() -> None:
     assert not changed[40:60].any()
 
 
+MASK = {"box": [10, 20, 30, 40], "size": [2, 2], "counts": [1, 1, 1, 1]}  # the right half
+
+
+def test_f14_keypoints_and_masks_are_drawn_where_they_are() -> None:
+    value = {"boxes": [[10, 20, 30, 40]], "keypoints": [[[50, 10, 0.9], [55, 40, 0.1]]], "masks": [MASK]}
+    changed = (annotated(blank(), value) != 100).any(axis=2)
+    assert changed[9:12, 49:52].all()
+    assert not changed[38:43, 53:58].any(), "a point that is hardly visible"
+    assert changed[22:39, 21:29].all()
+    assert not changed[22:39, 12:19].any()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keypoints": 3},
+        {"keypoints": [[["a", 1]]]},
+        {"keypoints": [[[np.nan, 1]]]},
+        {"masks": [3]},
+        {"masks": [{**MASK, "counts": [1]}]},
+        {"masks": [{**MASK, "counts": [-1, 5]}]},
+        {"masks": [{**MASK, "size": [10**5, 10**5]}]},
+        {"masks": [{**MASK, "box": [0, 0, 1e9, 1e9]}]},
+        {"masks": [{**MASK, "box": None}]},
+    ],
+)
+def test_f14_keypoints_and_masks_of_another_form_are_left_out(wrong: Any) -> None:
+    plain = {"boxes": [[10, 20, 30, 40]]}
+    assert (annotated(blank(), plain | wrong) == annotated(blank(), plain)).all()
+
+
 @pytest.mark.parametrize(
     "value",
     [None, 3, "text", {}, {"boxes": None}, {"boxes": [[1, 2, 3]]}, {"boxes": [["a"] * 4]}, {"boxes": [[1, 2], [3]]},

@@ -19,13 +19,15 @@ COLOURS = ((230, 159, 0), (86, 180, 233), (0, 158, 115), (240, 228, 66), (0, 114
 DARK, LIGHT = (0, 0, 0), (255, 255, 255)
 MOST_BOXES = 1000  # drawn in a picture
 MOST_TEXT = 500  # characters drawn of a text
+MOST_CELLS = 4_000_000  # of a mask
+VEIL = 110  # of 255: how much of the colour of a mask covers the picture
 
 
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
     """A copy of a picture (RGB [h, w, 3]) with what a result says drawn on it.
 
-    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels and scores beside them, text in the corner.
-    What is missing or has another form is left out.
+    value: a mapping; boxes ([[x0, y0, x1, y1], ...] in pixels) with labels and scores beside them, keypoints and masks
+    (see docs/feeds.md), text in the corner. What is missing or has another form is left out.
     caption: a line in the other corner, on a darkened ground, under the boxes; too long, it loses its beginning.
     """
     picture = Image.fromarray(image)
@@ -37,9 +39,13 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
         boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"))]
         words = [_words(value, i) for i in range(len(boxes))]
         thick = max(1, min(4, (min(picture.size) + 120) // 180))
+        for mask, (_, colour) in zip(_items(value.get("masks")), words, strict=False):
+            _tint(picture, mask, colour)
         for box, (_, colour) in zip(boxes, words, strict=True):
             if box is not None:
                 pen.rectangle(box, outline=colour, width=thick)
+        for points, (_, colour) in zip(_items(value.get("keypoints")), words, strict=False):
+            _dots(pen, points, colour, 2 * thick)
         for box, (label, colour) in zip(boxes, words, strict=True):
             if box is not None and label:
                 _label(pen, font, picture.size, box, label, colour)
@@ -67,6 +73,47 @@ def _within(box: Box, size: tuple[int, int]) -> Box:
     """The box cut off at the picture's edge, just outside of it: drawing takes time for every pixel."""
     x0, y0, x1, y1 = (min(max(v, -1.0), float(most)) for v, most in zip(box, (*size, *size), strict=True))
     return x0, y0, x1, y1
+
+
+def cells_of(mask: Any) -> NDArray[np.bool_] | None:
+    """The cells [rows, columns] of a mask of a result; they cover its `box` evenly. None for what is no mask."""
+    try:
+        rows, columns = (int(n) for n in mask["size"])
+        counts = np.asarray(mask["counts"], np.int64)
+        if not (0 < rows * columns <= MOST_CELLS and counts.ndim == 1 and counts.min(initial=0) >= 0):
+            return None
+        if counts.sum() != rows * columns:
+            return None
+        return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(rows, columns)
+    except (TypeError, ValueError, KeyError, OverflowError):
+        return None
+
+
+def _tint(picture: Image.Image, mask: Any, colour: Colour) -> None:
+    """The cells of a mask in a colour that lets the picture through."""
+    cells = cells_of(mask)
+    boxes = _boxes([mask.get("box")]) if cells is not None else []
+    if cells is None or not boxes or boxes[0] is None:
+        return
+    x0, y0, x1, y1 = (round(v) for v in boxes[0])
+    if not (0 < x1 - x0 <= 2 * picture.width and 0 < y1 - y0 <= 2 * picture.height):
+        return
+    veil = Image.fromarray(cells.astype(np.uint8) * VEIL).resize((x1 - x0, y1 - y0), Image.Resampling.NEAREST)
+    picture.paste(colour, (x0, y0, x1, y1), veil)
+
+
+def _dots(pen: ImageDraw.ImageDraw, points: Any, colour: Colour, radius: int) -> None:
+    """Keypoints x, y, and how visible: those below 0.5 are left out."""
+    try:
+        rows = np.asarray(points, dtype=np.float64)
+    except (TypeError, ValueError):
+        return
+    if rows.ndim != 2 or rows.shape[1] not in (2, 3):
+        return
+    for row in rows[:MOST_BOXES][np.isfinite(rows[:MOST_BOXES]).all(axis=1)].tolist():
+        if len(row) == 2 or row[2] >= 0.5:
+            x, y = row[:2]
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour)
 
 
 def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:

@@ -58,8 +58,8 @@ class PictureSize:
     drawn: tuple[str, ...]
 
 
-SMALL: Final = PictureSize(".jpg", 320, 1.0, 70, ("labels",))
-LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "text"))
+SMALL: Final = PictureSize(".jpg", 320, 1.0, 70, ("labels", "masks"))
+LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "text", "masks"))
 
 
 class FeedPictures:
@@ -274,9 +274,17 @@ def jpeg_of(result: Result, size: PictureSize) -> bytes:
 
 
 def _smaller(value: Any, by: int, drawn: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a result that are drawn, in pixels of the smaller picture. What has another form is left out."""
     if not isinstance(value, Mapping):
         return {}
     found = {name: value[name] for name in drawn if name in value}
-    with suppress(TypeError, ValueError):  # they are left out, as where they are drawn
+    with suppress(TypeError, ValueError):
         found["boxes"] = np.asarray(value.get("boxes"), dtype=np.float64) / by
+    with suppress(TypeError, ValueError, IndexError):
+        points = np.asarray(value.get("keypoints"), dtype=np.float64)
+        points[..., :2] /= by
+        found["keypoints"] = points
+    with suppress(TypeError, ValueError, KeyError):
+        masks = found.pop("masks", ())
+        found["masks"] = [{**mask, "box": [float(v) / by for v in mask["box"]]} for mask in masks]
     return found

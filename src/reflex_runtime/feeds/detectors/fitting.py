@@ -34,10 +34,20 @@ class Fit:
 
     def back(self, places: NDArray[Any]) -> NDArray[np.float64]:
         """Places in pixels of the frame, on or within its edges. places: [..., 2 · m] as x, y, x, y … of the input."""
+        return np.clip(self.unbounded(places), 0.0, (self.width, self.height) * (places.shape[-1] // 2))
+
+    def unbounded(self, places: NDArray[Any]) -> NDArray[np.float64]:
+        """The same for places that may lie outside of the frame."""
         pairs = places.shape[-1] // 2
         offset, scale = (self.left, self.top) * pairs, (self.across, self.down) * pairs
         found: NDArray[np.float64] = (places.astype(np.float64) - offset) / scale
-        return np.clip(found, 0.0, (self.width, self.height) * pairs)
+        return found
+
+    def forth(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Places of the frame in pixels of the input."""
+        pairs = places.shape[-1] // 2
+        found: NDArray[np.float64] = places * ((self.across, self.down) * pairs) + (self.left, self.top) * pairs
+        return found
 
 
 def letterboxed(frame: Picture, place: Picture) -> Fit:

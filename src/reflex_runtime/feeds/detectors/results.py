@@ -30,17 +30,9 @@ def result_of(found: Found, fit: Fit, names: Mapping[int, str], size: tuple[int,
     if found.points is not None:
         result["keypoints"] = _points(found.points[fine], fit)
     if found.masks is not None:
-        pairs = zip(found.masks[fine], found.boxes[fine], strict=True)
+        pairs = zip(found.masks[fine], boxes[fine], strict=True)
         result["masks"] = [_mask(mask, box, fit, size) for mask, box in pairs]
     return result
-
-
-def mask_of(run: Mapping[str, Any]) -> NDArray[np.bool_]:
-    """The cells [h, w] of a mask of a result. They cover its `box` evenly."""
-    counts = np.asarray(run["counts"], np.int64)
-    height, width = run["size"]
-    values = np.arange(len(counts)) % 2 == 1
-    return np.repeat(values, counts).reshape(height, width)
 
 
 def _classes(found: Found, names: Mapping[int, str]) -> dict[str, Any]:
@@ -61,14 +53,16 @@ def _points(points: NDArray[np.float64], fit: Fit) -> list[Any]:
 
 
 def _mask(mask: NDArray[np.bool_], box: NDArray[np.float64], fit: Fit, size: tuple[int, int]) -> dict[str, Any]:
-    """The cells of a mask that its box covers: `box` in pixels of the frame, `size` (rows, columns) of the cells,
-    `counts` of equal cells, row by row: first those outside of the mask, then inside, and so on."""
+    """The cells of a mask that a box of the frame touches: `box` in pixels of the frame, which whole cells may exceed,
+    `size` (rows, columns) of the cells, `counts` of equal cells, row by row: first those outside of the mask, then
+    inside, and so on."""
     height, width = mask.shape
     across, down = width / size[0], height / size[1]
-    left, right = _cells(box[0] * across, box[2] * across, width)
-    top, bottom = _cells(box[1] * down, box[3] * down, height)
+    x0, y0, x1, y1 = fit.forth(box)
+    left, right = _cells(x0 * across, x1 * across, width)
+    top, bottom = _cells(y0 * down, y1 * down, height)
     inner = mask[top:bottom, left:right]
-    covered = fit.back(np.array([left / across, top / down, right / across, bottom / down]))
+    covered = fit.unbounded(np.array([left / across, top / down, right / across, bottom / down]))
     changes = np.flatnonzero(np.diff(inner.reshape(-1), prepend=False))
     counts = np.diff(np.concatenate([[0], changes, [inner.size]]))
     return {"box": covered.round(2).tolist(), "size": list(inner.shape), "counts": counts.tolist()}
