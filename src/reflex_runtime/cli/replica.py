@@ -7,7 +7,6 @@ front's process id.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from reflex_runtime.cli import logs
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.drivers.loop import loop_factory
+from reflex_runtime.drivers.process_memory import prepare_memory
 from reflex_runtime.ipc.worker import inherited
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.replicas.inside import serve_replica
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when to end
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    gc.set_threshold(50_000, 20, 100)
+    prepare_memory()
     control, handed = inherited(), socket.socket(fileno=channel)
     handed.set_inheritable(False)
     with asyncio.Runner(loop_factory=loop_factory) as runner:

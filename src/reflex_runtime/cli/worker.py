@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -34,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the connection until it ends."""
     from reflex_runtime.cli.worker_settings import load_model
     from reflex_runtime.drivers.loop import loop_factory
+    from reflex_runtime.drivers.process_memory import prepare_memory
     from reflex_runtime.ipc.worker import serve
     from reflex_runtime.llm.tokenizer import HFTokenizer
     from reflex_runtime.llm.workers.worker_engine import loading
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     logs.begin(form)
     logs.use(os.environ.get("REFLEX_LOG_FORMAT", "text"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    gc.set_threshold(50_000, 20, 100)  # a young collection each 700 objects is pure tail
+    prepare_memory()
 
     def lost() -> None:
         logging.error("the model is lost; the process ends")

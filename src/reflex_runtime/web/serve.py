@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any, Final, Protocol
 from prometheus_client import disable_created_metrics
 
 from reflex_runtime.drivers.loop import loop_factory
+from reflex_runtime.drivers.process_memory import freeze_loaded, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.listen import BACKLOG
@@ -112,7 +112,7 @@ def serve(
     if there is one.
     """
     disable_created_metrics()  # type: ignore[no-untyped-call]  # they double the page and say nothing
-    gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
+    prepare_memory()
 
     def made(on_lost: Callable[[], None], lives: Lives | None) -> Made:
         app, host = make(on_lost, lives)
@@ -121,8 +121,7 @@ def serve(
         return app, host
 
     def ready(host: Any) -> None:
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector need not look at it again
+        freeze_loaded()
         if on_ready is not None:
             on_ready(host)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.drivers.in_thread import in_thread
+from reflex_runtime.drivers.process_memory import freeze_loaded
 from reflex_runtime.ipc.messages import GenerateParams, LoadModel, Tokenize
 from reflex_runtime.ipc.worker import Load
 from reflex_runtime.llm.runner import Runner
@@ -154,8 +154,7 @@ def loading(make: Make, lost: Callable[[], None], tokenizer: Callable[[Path], To
         opening = _Opening(_config(params.options), params.model_id, lost)
         spans = spans_of(opening.config.otel, 1.0, opening.registry, StepSpans)  # of what the server has chosen
         model = await opened(lambda: make(Path(params.path), opening.config))(opening)
-        gc.collect()
-        gc.freeze()  # what is loaded stays: the collector skips it
+        freeze_loaded()
         return WorkerEngine(model, opening.registry, spans)
 
     return load
