@@ -52,8 +52,12 @@ class Server:
         self._wait()
 
     def load(self, **job: Any) -> Answered:
-        """Ask it."""
-        return ask(Job(**{"port": self.port, "path": self.path, "pids": self.pids()} | job))
+        """Ask it. If the load generator fails, the error has the end of the server's log."""
+        try:
+            return ask(Job(**{"port": self.port, "path": self.path, "pids": self.pids()} | job))
+        except subprocess.CalledProcessError as error:
+            state = "runs" if self._process.poll() is None else f"ended with status {self._process.returncode}"
+            raise RuntimeError(f"{error}; {self.name} {state}:\n{self._tail()}") from error
 
     def get(self, path: str) -> bytes:
         """The body of one GET."""
@@ -83,11 +87,15 @@ class Server:
         end = time.monotonic() + START_LIMIT
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > end:
-                self._log.seek(0)
-                tail = self._log.read()[-2000:].decode(errors="replace")
+                tail = self._tail()
                 self.stop()
                 raise RuntimeError(f"{self.name} did not start:\n{tail}")
             time.sleep(0.1)
+
+    def _tail(self) -> str:
+        self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, self._log.tell() - 2000))
+        return self._log.read().decode(errors="replace")
 
     def _answers(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
