@@ -472,7 +472,7 @@ class FeedsConfig:
         0, "with --onnx: most detections of a frame; 0 is 300, and the 5 best classes of a classifier",
         low=0, high=1000, needs="onnx",
     )
-    provider: str = option("cpu", "with --onnx: cpu, cuda or an ONNX Runtime provider name", needs="onnx")
+    provider: str = option("cpu", "with --onnx: cpu, cuda, openvino or an ONNX Runtime provider name", needs="onnx")
     threads: int = option(1, "with --onnx: ONNX Runtime threads per call", low=1, high=256, needs="onnx")
     startup_timeout_s: float = option(30.0, "how long the processor may take to start", low=0.1, high=3600, unit="s")
     max_batch_size: int = option(4, "most frames in a call of the processor", low=1, high=4096, group="batching")

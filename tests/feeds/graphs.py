@@ -76,6 +76,18 @@ _FORMS = {
     first = Unsqueeze(both, channels)
     output0 = Pad(first, more_rows)
 """,
+    "rows of the first": """
+    best = ReduceMax<keepdims=1>(peak, channels)
+    label_number = ArgMax<axis=1>(peak)
+    label = Cast<to=1>(label_number)
+    both = Concat<axis=1>(box, best, label)
+    first = Unsqueeze(both, channels)
+    padded = Pad(first, more_rows)
+    nothing = Sub(padded, padded)
+    of_first = Slice(padded, zero, channels, zero)
+    of_others = Slice(nothing, channels, far, zero)
+    output0 = Concat<axis=0>(of_first, of_others)
+""",
     "rows of shares": """
     best = ReduceMax<keepdims=1>(peak, channels)
     label_number = ArgMax<axis=1>(peak)
@@ -147,6 +159,7 @@ def bright_graph(
         "raw rows": f"[{batch}, {k}, 7] output0",
         "objectness": f"[{batch}, {3 * k}, 8] output0",
         "rows": f"[{batch}, 300, 6] output0",
+        "rows of the first": f"[{batch}, 300, 6] output0",
         "rows of shares": f"[{batch}, 300, 6] output0",
         "pose": f"[{batch}, 13, {k}] output0",
         "segment": f"[{batch}, 8, {k}] output0, float[{batch}, 1, {height // 4}, {width // 4}] output1",
@@ -187,6 +200,8 @@ def _constants(form: str, width: int, height: int, k: int) -> list[tuple[str, ND
     return [
         ("half", np.array(0.5, f)),
         ("one", np.array(1, i)),
+        ("zero", np.array([0], i)),
+        ("far", np.array([999], i)),
         ("channels", np.array([1], i)),
         ("two", np.array([2], i)),
         ("rows_axis", np.array([1], i)),

@@ -114,6 +114,17 @@ def test_f14_a_fixed_batch_is_padded_and_half_precision_is_read(tmp_path: Path, 
         assert one["labels"] == ["red"]
 
 
+def test_f14_a_graph_whose_nms_sees_the_first_picture_alone_gets_one_at_a_time(tmp_path: Path) -> None:
+    """As ultralytics writes it with nms=True and dynamic=True; the results of all other pictures are empty."""
+    said = {"args": "{'batch': 1, 'nms': True, 'dynamic': True}", "batch": "1"}
+    processor = started(bright_graph(tmp_path / "g.onnx", "rows of the first", metadata=said))
+    assert processor.batch_size == 1
+    found = processor.process(entries(*(lit((10, 10, 30, 30), colour, (64, 64)) for colour in (RED, BLUE))))
+    assert [one["labels"] for one in found] == [["red"], ["blue"]]
+    assert started(bright_graph(tmp_path / "n.onnx", "rows", metadata={**said, "batch": "8"})).batch_size == 8
+    assert started(bright_graph(tmp_path / "r.onnx", metadata={"args": "{'nms': None}"})).batch_size is None
+
+
 def test_f14_rows_in_shares_of_the_picture_need_the_word_of_the_exporter(tmp_path: Path) -> None:
     path = bright_graph(tmp_path / "g.onnx", "rows of shares", metadata={"head": "RTDETRDecoder"})
     processor = started(path)

@@ -17,7 +17,7 @@ from reflex_runtime.core.batch import Batch, Cause, Done, Failed
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.processors.base import run_batch
-from reflex_runtime.processors.onnx import CUDA, OnnxProcessor, OnnxSession, TensorSpec
+from reflex_runtime.processors.onnx import CUDA, OPENVINO, OnnxProcessor, OnnxSession, TensorSpec
 
 Dim = str | int
 
@@ -160,9 +160,10 @@ def test_a_missing_provider_is_an_error_and_never_another_one(tmp_path: Path) ->
 
     with pytest.raises(ConfigError, match=r"provider='TpuExecutionProvider': not in this onnxruntime, which has .*CPU"):
         OnnxSession(write(tmp_path), provider="TpuExecutionProvider")
-    if CUDA not in onnxruntime.get_available_providers():
-        with pytest.raises(ConfigError, match="pip install onnxruntime-gpu"):
-            OnnxSession(write(tmp_path), provider=CUDA)
+    for provider, package in ((CUDA, "onnxruntime-gpu"), (OPENVINO, "onnxruntime-openvino")):
+        if provider not in onnxruntime.get_available_providers():
+            with pytest.raises(ConfigError, match=f"pip install {package}"):
+                OnnxSession(write(tmp_path), provider=provider)
 
 
 def test_files_that_are_no_graphs_are_named(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class OnnxFrames:
         `orig_target_sizes` [n, 2] gets the size of the first. A leading axis of a fixed size is served as well: batches
         have at most so many pictures, and smaller ones are padded (`batch_size`).
     id: names it in metrics and events.
-    provider: "cpu", "cuda", or an execution provider's own name. threads: intra-op threads of a call.
+    provider: "cpu", "cuda", "openvino", or an execution provider's own name. threads: intra-op threads of a call.
     score: detections below it are left out, 0 … 1. iou: of two boxes of a class whose intersection is a larger share of
         their union, the better one stays; only for graphs that leave this to their caller. max_detections: of a
         picture, the best ones. Not given, they are those of the dialect.
@@ -166,6 +166,8 @@ class OnnxFrames:
         facts = facts_of(session.metadata)
         if wanted.names is not None:
             facts = replace(facts, names=wanted.names)
+        if session.batch_size is None:
+            session.batch_size = facts.at_once
         taken = picture_input(self.path, session, wanted.size, facts.size)
         dialect = self._recognised(session, taken, facts)
         resize = wanted.resize or facts.resize or (dialect.resize if dialect else STRETCH)

@@ -20,8 +20,9 @@ from reflex_runtime.options import did_you_mean
 from reflex_runtime.processors.base import BaseProcessor
 from reflex_runtime.processors.quiet import telemetry_off
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-PROVIDERS = {"cpu": CPU, "cuda": CUDA}  # by the names of command lines
+CPU, CUDA, OPENVINO = "CPUExecutionProvider", "CUDAExecutionProvider", "OpenVINOExecutionProvider"
+PROVIDERS = {"cpu": CPU, "cuda": CUDA, "openvino": OPENVINO}  # by the names of command lines
+_PACKAGES = {CUDA: "onnxruntime-gpu", OPENVINO: "onnxruntime-openvino"}  # each in place of onnxruntime
 
 Rows = Mapping[str, Any]  # tensor name → array [rows, …], or what `OnnxSession.place` made of one
 
@@ -364,8 +365,8 @@ def _check_provider(ort: Any, provider: str) -> None:
     available = ort.get_available_providers()
     if provider not in available:
         hint = did_you_mean(provider, available)
-        if provider == CUDA:
-            hint = "; pip install onnxruntime-gpu in place of onnxruntime"
+        if provider in _PACKAGES:
+            hint = f"; pip install {_PACKAGES[provider]} in place of onnxruntime"
         short = {name: f"{name} ({alias})" for alias, name in PROVIDERS.items()}
         there = ", ".join(short.get(name, name) for name in available)
         raise ConfigError(f"provider={provider!r}: not in this onnxruntime, which has {there}{hint}")

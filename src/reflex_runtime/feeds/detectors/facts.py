@@ -23,7 +23,7 @@ class GraphFacts:
 
     names: labels by number. size: width and height of the input. task: such as detect, segment, pose, classify.
     points: number of keypoints and columns of each. resize: letterbox, stretch or crop. stride: the largest one. head:
-    the exporter's name of what made the outputs.
+    the exporter's name of what made the outputs. at_once: most pictures in a call, None if that is not said.
     """
 
     names: Mapping[int, str]
@@ -33,10 +33,12 @@ class GraphFacts:
     resize: str = ""
     stride: int = 32
     head: str = ""
+    at_once: int | None = None
 
 
 def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
-    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `stride`, `head`."""
+    """From metadata by key: `names`, `imgsz` (height and width), `task`, `kpt_shape`, `resize`, `stride`, `head`,
+    `args`."""
     height_width = _numbers(metadata.get("imgsz", ""), 2)
     stride = _numbers(metadata.get("stride", ""), 1)
     return GraphFacts(
@@ -47,6 +49,7 @@ def facts_of(metadata: Mapping[str, str]) -> GraphFacts:
         resize=metadata.get("resize", "")[:40],
         stride=stride[0] if stride else 32,
         head=metadata.get("head", "")[:40],
+        at_once=_at_once(metadata),
     )
 
 
@@ -97,6 +100,13 @@ def literal(text: str) -> Any:
         return ast.literal_eval(text.strip())
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+
+
+def _at_once(metadata: Mapping[str, str]) -> int | None:
+    """ultralytics exports NMS for the pictures of one batch: with a symbolic axis, results of all others are empty."""
+    arguments = literal(metadata.get("args", "")[:10_000])
+    batch = _numbers(metadata.get("batch", "1"), 1) or (1,)
+    return batch[0] if isinstance(arguments, dict) and arguments.get("nms") is True else None
 
 
 def _name(value: Any) -> str:
