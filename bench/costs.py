@@ -7,10 +7,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bench.apps.ablated import STAGES
 from bench.load import Answered
@@ -18,11 +20,18 @@ from bench.report import Row, row, say
 from bench.servers import Server, hello, running
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.backlog import Backlog
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.evidence import Evidence
 from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.gathering import Gathering
 from reflex_runtime.core.group import GroupConfig
+from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import Request
+from reflex_runtime.core.returns import ThinkTimes
 from reflex_runtime.core.scheduler import Scheduler
+from reflex_runtime.core.shares import Shares
+from reflex_runtime.core.time_cost import TimeCost
 
 HELLO = "bare ASGI hello"
 FIXED, MARGINAL, AWAY = 0.0001, 0.00001, 0.0003  # seconds of a batch, of each member, and until callers ask again
@@ -46,7 +55,7 @@ def costs(tiny: Path, scale: float) -> list[Row]:
             for server in servers[:: -1 if i % 2 else 1]:
                 for callers in (32, 1):
                     found[server.name, callers].append(server.load(callers=callers, seconds=max(0.3, 0.8 * scale)))
-    return [line for callers in (32, 1) for line in _rows(found, callers)] + alone(scale)
+    return [line for callers in (32, 1) for line in _rows(found, callers)] + alone(scale) + parts(scale)
 
 
 def alone(scale: float) -> list[Row]:
@@ -71,6 +80,51 @@ def alone(scale: float) -> list[Row]:
         rows.append(row(case, "CPU per request", cpu[n], "us"))
         rows.append(row(case, "function calls per request", [_calls(cycle) / n], ""))
     return rows
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+# What may be left out of the scheduler without another decision in the loop of `_cycle`: methods that do nothing then.
+PARTS: dict[str, list[tuple[type, str]]] = {
+    "when each client usually returns (holds)": [(ThinkTimes, "enters"), (ThinkTimes, "answered")],
+    "fair shares of clients and partitions": [(Shares, "enter"), (Shares, "leave"), (Shares, "charge")],
+    "seconds waiting in the queue (its bound)": [(Backlog, "add"), (Backlog, "remove")],
+    "what batches cost is learned": [(TimeCost, "observe")],
+    "estimates that refuse are renewed": [(Evidence, "scheduled"), (Evidence, "returned")],
+    "rate of arrivals, whether gathering pays": [(Rate, "arrive"), (Gathering, "answered"), (Gathering, "left")],
+    "planned budget": [(Planner, "arrived")],
+}
+
+
+def parts(scale: float) -> list[Row]:
+    """CPU per request of parts of the scheduler: with all of them, less the same without one, in the same round."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(max(3, round(15 * scale))):
+            for n in (1, 32):
+                whole = _seconds(n, scale, [])
+                found["all", n].append(whole * 1e6)
+                for part, methods in PARTS.items():
+                    found[part, n].append((whole - _seconds(n, scale, methods)) * 1e6)
+    finally:
+        gc.enable()
+    return [row(f"the scheduler alone, batches of {n}", part, us, "us") for (part, n), us in found.items()]
+
+
+def _seconds(n: int, scale: float, without: list[tuple[type, str]]) -> float:
+    """CPU per request. without: methods that do nothing."""
+    cycle = _cycle(n)  # it learns with all of them
+    with ExitStack() as stack:
+        for owner, name in without:
+            stack.enter_context(mock.patch.object(owner, name, _nothing))
+        times = 1 + round(200 * scale / n)
+        began = time.thread_time()
+        for _ in range(times):
+            cycle()
+        return (time.thread_time() - began) / times / n
 
 
 def _cycle(n: int) -> Callable[[], None]:

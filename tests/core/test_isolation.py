@@ -15,7 +15,7 @@ from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.core.events import BatchFinished, Event, RequestSettled
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.isolation import MEMORY, Offenders
-from reflex_runtime.core.request import Ticket, TicketState
+from reflex_runtime.core.request import Request, Ticket, TicketState
 from reflex_runtime.core.scheduler import Scheduler
 
 from .helpers import ask, outcome_of, scheduler_of, take, trained
@@ -276,12 +276,12 @@ def test_the_share_of_guilty_bounds_how_many_share_a_call() -> None:
     assert offenders.limit == float("inf")
     for i in range(1000):
         for j in range(4):
-            offenders.answered(f"good {j}")
+            offenders.answered([Ticket(Request(client=f"good {j}"), 0, 0.0)])
         offenders.failed(f"bad {i}")
     assert offenders.share == pytest.approx(0.2, abs=1 / MEMORY)
     assert 2 <= offenders.limit <= int(log(2) / 0.15)
     for _ in range(400):
-        offenders.answered("good")
+        offenders.answered([Ticket(Request(client="good"), 0, 0.0)])
     assert offenders.limit == float("inf")
 
 

@@ -171,18 +171,25 @@ def test_the_oldest_waiting_ticket_is_known_whoever_comes_back_and_leaves() -> N
     line = ByArrival()
     tickets = [Ticket(Request(), i, 0.0) for i in range(600)]
     here: set[int] = set()
+
+    def leave(number: int) -> None:
+        here.discard(number)
+        tickets[number].line = None
+        line.waiting -= 1
+
     for i in range(600):
         for again in {i, random.randrange(i + 1)} - here:  # somebody new, and often somebody who was here before
             line.push(tickets[again])
             here.add(again)
         for gone in random.sample(sorted(here), min(len(here), random.randrange(4))):
-            line.discard(tickets[gone])
-            here.discard(gone)
+            leave(gone)
+        line.tidy()
         assert line.waiting == len(here)
         assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting
         assert i % 3 or line.first() == ((min(here), tickets[min(here)]) if here else None)
     while here:
-        line.discard(tickets[here.pop()])
+        leave(next(iter(here)))
+        line.tidy()
         assert len(line._line) + len(line._returned) <= 64 + 2 * line.waiting  # and nobody asks meanwhile
 
 

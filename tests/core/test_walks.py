@@ -98,7 +98,7 @@ class Robots:
         rng, scheduler = self.random, self.scheduler
         client = rng.randrange(60)
         odd = rng.random() < self.odd
-        if scheduler._groups["default"].clients.unsettled(client) and not odd:
+        if scheduler._groups["default"].unsettled_of(client) and not odd:
             return
         request = Request(
             client=client,

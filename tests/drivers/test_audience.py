@@ -8,9 +8,18 @@ from collections.abc import Callable
 import pytest
 
 from drivers.helpers import PATIENCE
+from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import QueueFull
-from reflex_runtime.core.events import Event, RequestRejected
+from reflex_runtime.core.events import (
+    BatchFinished,
+    BatchScheduled,
+    Event,
+    RequestQueued,
+    RequestRejected,
+    RequestSettled,
+)
 from reflex_runtime.core.request import Request
+from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.audience import Audience, Delivery
 from reflex_runtime.drivers.slices import TURN
 
@@ -140,3 +149,30 @@ def test_whatever_an_event_takes_each_turn_tells_one_and_a_close_tells_all() -> 
     assert told == [0.0]
     assert not audience.tell([], all=True)
     assert told == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_events_that_no_sink_takes_are_not_made_and_a_sink_that_comes_later_gets_them() -> None:
+    audience = Audience([lambda event: None])
+    assert not audience.unheard  # a sink without `events` takes all
+    audience = Audience()
+    scheduler = Scheduler()
+    scheduler.unheard = audience.unheard
+
+    def ask(now: float) -> list[type]:
+        scheduler.submit(Request(), now)
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        scheduler.complete(batch, [Done()], 0.1, now + 0.1)
+        return [type(event) for event in scheduler.take_events()]
+
+    def finished(event: Event) -> None:
+        pass
+
+    finished.events = {BatchFinished}  # type: ignore[attr-defined]
+    assert ask(0.0) == [RequestSettled]  # this one answers the request
+    audience.add(finished)
+    assert ask(1.0) == [BatchFinished, RequestSettled]
+    audience.remove(finished)
+    assert ask(2.0) == [RequestSettled]
+    audience.add(lambda event: None)
+    assert ask(3.0) == [RequestQueued, BatchScheduled, BatchFinished, RequestSettled]

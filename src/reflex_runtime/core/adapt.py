@@ -59,7 +59,7 @@ class Planner:
         self._weights: dict[_Key, float] = {}
         self._since = self._planned = -inf
         self._demand: dict[tuple[Priority, float], _Demand] = {}
-        self._budgets: dict[Hashable, float] = {}  # planned now, by partition
+        self._policies: dict[Hashable, FlushPolicy] = {}  # planned now, by partition
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         request = ticket.request
@@ -79,11 +79,13 @@ class Planner:
             return base
         if now >= self._planned + self.PERIOD:
             self._demand = self._demands(now)
-            self._budgets.clear()
-        budget = self._budgets.get(partition)
-        if budget is None:
-            budget = self._budgets[partition] = self._plan(base, *affine())
-        return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
+            self._policies.clear()
+        planned = self._policies.get(partition)
+        if planned is None:
+            budget = self._plan(base, *affine())
+            planned = base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
+            self._policies[partition] = planned
+        return planned
 
     def _plan(self, base: FlushPolicy, a: float, b: float, sigma: float) -> float:
         demands = self._demand

@@ -41,20 +41,20 @@ def admit(
         )
     if config.resources is not None and not config.resources.fits(request):
         raise TooLarge("the request needs more than this server has")
-    in_time(group, ticket, now)
+    if ticket.deadline < inf:
+        in_time(group, ticket, now)
 
 
 def in_time(group: Group, ticket: Ticket, now: float) -> None:
     """Raise when the estimate says that its deadline cannot be met."""
-    if ticket.deadline < inf:
-        needed = group.cost.remaining(ticket)
-        if now + needed > ticket.deadline and group.evidence.refuses(ticket, now):
-            left = ticket.deadline - now
-            raise TooLate(
-                f"needs about {needed * 1e3:.1f} ms, the deadline allows {left * 1e3:.1f} ms",
-                needed_ms=round(needed * 1e3, 3),
-                deadline_ms=round(left * 1e3, 3),
-            )
+    needed = group.cost.remaining(ticket)
+    if now + needed > ticket.deadline and group.evidence.refuses(ticket, now):
+        left = ticket.deadline - now
+        raise TooLate(
+            f"needs about {needed * 1e3:.1f} ms, the deadline allows {left * 1e3:.1f} ms",
+            needed_ms=round(needed * 1e3, 3),
+            deadline_ms=round(left * 1e3, 3),
+        )
 
 
 def _seconds_fit(group: Group, ticket: Ticket, leaving: Sequence[Ticket]) -> None:

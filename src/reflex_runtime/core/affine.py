@@ -32,6 +32,11 @@ Counts = Mapping[Hashable, float]
 def solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
     """Solve a small symmetric positive definite system by Gaussian elimination, which needs no pivots then."""
     n = len(vector)
+    if n == 2:  # nearly always, and after every batch
+        (a, b), (c, d) = matrix
+        factor = c / a
+        last = (vector[1] - factor * vector[0]) / (d - factor * b)
+        return [(vector[0] - b * last) / a, last]
     rows = [[*row, right] for row, right in zip(matrix, vector, strict=True)]
     for i, top in enumerate(rows):
         for r in range(i + 1, n):
@@ -201,24 +206,22 @@ class AffineFit:
 
     def _learn(self, x: list[float], seconds: float, weight: float, scale: float) -> None:
         """One step of the decayed least squares. scale: the predicted time."""
-        n = len(x)
-        gram, moment = self._gram, self._moment
-        for i in range(n):
-            moment[i] = _FORGET * moment[i] + weight * x[i] * seconds
-            row = gram[i]
-            for j in range(n):
-                row[j] = _FORGET * row[j] + weight * x[i] * x[j]
+        gram, moment, anchor = self._gram, self._moment, self._anchor
         least = _SHARE * scale / max(1.0, sum(x[1:]))
-        ridge = [_RIDGE / scale**2, *[_RIDGE / max(least, t) ** 2 for t in self._theta[1:]]]
-        left = [row.copy() for row in gram]
-        for i, more in enumerate(ridge):
-            left[i][i] += more
-        right = [moment[i] + ridge[i] * self._anchor[i] for i in range(n)]
+        left, right = [], []
+        for i, (one, t) in enumerate(zip(x, self._theta, strict=True)):
+            ridge = _RIDGE / (max(least, t) if i else scale) ** 2
+            weighted = weight * one
+            row = gram[i] = [_FORGET * g + weighted * other for g, other in zip(gram[i], x, strict=True)]
+            moment[i] = _FORGET * moment[i] + weighted * seconds
+            left.append(row.copy())
+            left[i][i] += ridge
+            right.append(moment[i] + ridge * anchor[i])
         theta = solve(left, right)
         if theta[0] < 0.0:  # a batch cannot cost less than nothing: the slopes alone explain it
             theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
         floor = 1e-3 * scale
         self._theta = [theta[0], *[t if t > floor else floor for t in theta[1:]]]
-        for i, (a, t) in enumerate(zip(self._anchor, self._theta, strict=True)):
+        for i, t in enumerate(self._theta):
             guessed = i > 0 and self._seen[i] <= _WARM_SAMPLES  # a guess is no anchor
-            self._anchor[i] = t if guessed else 0.9 * a + 0.1 * t
+            anchor[i] = t if guessed else 0.9 * anchor[i] + 0.1 * t

@@ -26,12 +26,13 @@ MAX_KEYS = 1024  # shapes and classes kept; a forgotten one counts as renewed wh
 class Evidence:
     """The latest batches of one group, which renew its estimates."""
 
-    __slots__ = ("_flying", "_renewed", "pending")
+    __slots__ = ("_flying", "_keys", "_renewed", "pending")
 
     def __init__(self) -> None:
         self._renewed: dict[
             Hashable, tuple[float, float]
         ] = {}  # when, and the seconds its batch took; by shape and key
+        self._keys: dict[Batch, set[Hashable]] = {}  # of the batches in flight
         self._flying: dict[Hashable, int] = {}  # batches that are about to renew it, by shape and key
         self.pending: dict[Hashable, Ticket] = {}  # probes that have not settled, by key
 
@@ -56,12 +57,13 @@ class Evidence:
         return bool(self.pending) and self.pending.get(_key(ticket)) is ticket
 
     def scheduled(self, batch: Batch) -> None:
-        for key in _keys(batch):
+        keys = self._keys[batch] = _keys(batch)
+        for key in keys:
             self._flying[key] = self._flying.get(key, 0) + 1
 
     def returned(self, batch: Batch, elapsed: float, now: float, clean: bool) -> None:
         """The batch came back. clean: without a fault."""
-        for key in _keys(batch):
+        for key in self._keys.pop(batch):
             self._flying[key] -= 1
             if not self._flying[key]:
                 del self._flying[key]
@@ -93,12 +95,8 @@ class Evidence:
 
 def _keys(batch: Batch) -> set[Hashable]:
     """The shapes of its members, and what has an estimate of its own."""
-    keys: set[Hashable] = set()
-    for ticket in batch.grants:
-        request = ticket.request
-        keys.add(request.shape)
-        keys.add((request.shape, request.cost_class))
-    return keys
+    kinds = {(request.shape, request.cost_class) for ticket in batch.grants if (request := ticket.request)}
+    return kinds.union([shape for shape, _ in kinds])
 
 
 def _key(ticket: Ticket) -> Hashable:

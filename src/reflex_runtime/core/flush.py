@@ -120,9 +120,9 @@ class FlushPolicy:
         return self.hold_max != _NONE or self.hold_min != _NONE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Fill:
-    """The facts of a filled batch from which its cause follows."""
+    """The facts of a filled batch from which its cause follows; not frozen, because that takes as long again."""
 
     cost: float
     dearest: float

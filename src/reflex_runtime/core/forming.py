@@ -250,7 +250,7 @@ class Former:
 
     def _overtaken(self, chosen: Filled) -> list[Ticket]:
         """Per-client FIFO: waiting tickets with a deadline whose client has a younger one in this batch."""
-        last = {self.partition.queue_of(ticket): ticket for ticket in chosen.grants}
+        last = {ticket.queue: ticket for ticket in chosen.grants}
         return [
             elder
             for queue, youngest in last.items()

@@ -172,7 +172,7 @@ class Group:
             partition = self.active[request.partition] = self.partition(request.partition)
             self._idle.pop(partition, None)
             self.turns.shares.enter(partition)
-        self.turns.touch(partition)
+        self.turns.touched[partition] = None
         self.think_times.enters(ticket, now)
         partition.enter(ticket, self.clients.enter(request.client))
         if ticket.deadline < inf:
@@ -211,7 +211,8 @@ class Group:
 
     def unsettled_of(self, client: Hashable) -> int:
         """The client's tickets that have not ended."""
-        return self.clients.unsettled(client) + len(self.preparing.get(client, ()))
+        known = self.clients.get(client)
+        return (0 if known is None else known.unsettled) + len(self.preparing.get(client, ()))
 
     def to_displace(self, request: Request, now: float) -> Ticket | None:
         """In a full queue: the waiting ticket that this request replaces, if any."""
@@ -251,7 +252,7 @@ class Group:
 
     def began(self, batch: Batch) -> float:
         """The batch was started: charge its clients. Returns its predicted cost."""
-        model, evidence, shares, n = self.cost, self.evidence, self.clients.shares, len(batch)
+        model, evidence, n = self.cost, self.evidence, len(batch)
         expected, marginal = model.fixed(next(iter(batch.grants))), 0.0
         kind: object = None  # of the ticket before: usually all are of one
         price: float | None = None
@@ -266,7 +267,7 @@ class Group:
                 continue
             if price is None:
                 price = self.price(ticket, units, marginal, n, batch.cause)
-            shares.charge(ticket.queue.client, price / request.weight)
+            ticket.queue.client.counter += price / request.weight
         self.usual_size += (n - self.usual_size) * (USUAL if self.usual_size else 1.0)
         return expected
 
@@ -296,7 +297,7 @@ class Group:
 
     def settled(self, partition: Partition) -> None:
         """Tickets of the partition have left."""
-        self.turns.touch(partition)
+        self.turns.touched[partition] = None
         if partition.unsettled:
             partition.forget_settled()
             return
@@ -309,7 +310,7 @@ class Group:
         """A resident was preempted: it waits again, first of its client."""
         partition = self.active[ticket.request.partition]
         partition.requeue(ticket)
-        self.turns.touch(partition)
+        self.turns.touched[partition] = None
         if ticket.tier is BACKGROUND:
             self._age(ticket, partition)
         self._count(ticket)
@@ -317,12 +318,11 @@ class Group:
     def _count(self, ticket: Ticket) -> None:
         self.queued += 1
         self.queued_units += ticket.wants
-        self.backlog.add(ticket, self.seconds_of(ticket))
+        if self.config.max_queued_seconds < inf:
+            self.backlog.add(ticket, self.seconds_of(ticket))
 
     def seconds_of(self, ticket: Ticket) -> float:
         """Device seconds that a waiting ticket counts for in the backlog: its share of a full batch of its kind."""
-        if self.config.max_queued_seconds == inf:
-            return 0.0
         return self.cost.share(ticket, self.budget, self.config.flush.max_batch_size)
 
     def dequeue(self, count: int, units: float) -> None:
@@ -357,7 +357,7 @@ class Group:
         self.device_time += virtual
         self.tenant.device_time += virtual
         self.turns.shares.charge(partition, seconds)
-        self.turns.touch(partition)
+        self.turns.touched[partition] = None
 
     def ran(self, seconds: float) -> None:
         """Learn from requests that ended: the device seconds of each, all steps together."""

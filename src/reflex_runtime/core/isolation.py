@@ -11,7 +11,7 @@ request among n this takes at most 2·⌈log₂ n⌉ more calls, for g of them 2
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from math import inf, log
 
 from reflex_runtime.core.request import RESIDENT, Ticket
@@ -129,10 +129,13 @@ class Offenders:
         if len(self._failed) > OFFENDERS:
             self._failed.popitem(last=False)
 
-    def answered(self, client: Hashable) -> None:
-        """A request of the client was answered: it may share batches again."""
-        self._answered += 1
-        if self._failed.pop(client, None) is None and self.share:
-            self.share -= self.share / MEMORY
-            if self.share < FORGOTTEN:
-                self.share = 0.0
+    def answered(self, tickets: Sequence[Ticket]) -> None:
+        """These were answered: their clients may share batches again."""
+        self._answered += len(tickets)
+        if not self._failed and not self.share:
+            return
+        for ticket in tickets:
+            if self._failed.pop(ticket.request.client, None) is None and self.share:
+                self.share -= self.share / MEMORY
+                if self.share < FORGOTTEN:
+                    self.share = 0.0

@@ -17,7 +17,7 @@ from reflex_runtime.core.heap import FEW, LazyHeap
 from reflex_runtime.core.isolation import Suspects
 from reflex_runtime.core.rate import Rate
 from reflex_runtime.core.request import BACKGROUND, DEFAULT, RUNNING, SETTLED, Priority, Ticket
-from reflex_runtime.core.shares import Shares
+from reflex_runtime.core.shares import Shares, Standing
 
 IDLE_CLIENTS = 4096  # counters kept of clients without tickets
 MAX_PASSED_OVER = 16  # tickets that did not fit and were passed over, per fill
@@ -27,16 +27,17 @@ LINED_UP = 256  # most waiting tickets that are sorted for one batch
 class ClientShare:
     """A client in a group. counter: virtual time in cost units over weight. unsettled: number of its tickets.
 
-    queues: those of its tickets that wait, in any partition, by tier and priority.
+    queues: those of its tickets that wait, in any partition, by tier and priority. standing: for `Shares`.
     """
 
-    __slots__ = ("counter", "key", "queues", "unsettled")
+    __slots__ = ("counter", "key", "queues", "standing", "unsettled")
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.counter = 0.0
         self.unsettled = 0
         self.queues: dict[tuple[Tier, Priority], ClientQueue] = {}
+        self.standing: Standing | None = None
 
     def waiting(self) -> list[Ticket]:
         """Its tickets that wait, in no particular order."""
@@ -59,18 +60,14 @@ class Clients:
         """The client, if it is known."""
         return self._known.get(key)
 
-    def unsettled(self, key: Hashable) -> int:
-        """Tickets the client has in the system."""
-        client = self._known.get(key)
-        return 0 if client is None else client.unsettled
-
     def enter(self, key: Hashable) -> ClientShare:
         """One more ticket of the client."""
         client = self._known.get(key)
         if client is None:
             client = self._known[key] = ClientShare(key)
-        if client.unsettled == 0:
-            self._idle.pop(key, None)
+            self.shares.enter(client)
+        elif client.unsettled == 0:
+            del self._idle[key]
             self.shares.enter(client)
         client.unsettled += 1
         return client
@@ -84,26 +81,24 @@ class Clients:
             if len(self._idle) > IDLE_CLIENTS:
                 del self._known[self._idle.popitem(last=False)[0]]
 
-    def floor(self) -> float:
-        """The smallest counter of an active client; when there is none, the largest of those that left."""
-        return self.shares.floor()
-
 
 class ClientQueue:
     """One client's tickets of one priority in one tier of one partition, in order of arrival.
 
     The tickets are linked by their `elder` and `younger`: most clients wait with one, and need no container for it.
+    head, last: that leaves next, and that came last; None once all have left.
     entry: its valid entry in the tier's heap, (counter, seq of the head, queue), or None; other entries are garbage.
     """
 
-    __slots__ = ("_last", "client", "entry", "head", "waiting")
+    __slots__ = ("client", "entry", "head", "last", "waiting")
 
-    def __init__(self, client: ClientShare) -> None:
+    def __init__(self, client: ClientShare, ticket: Ticket) -> None:
         self.client = client
         self.entry: Entry | None = None
-        self.head: Ticket | None = None  # that leaves next
-        self._last: Ticket | None = None
-        self.waiting = 0  # tickets
+        self.head: Ticket | None = ticket
+        self.last: Ticket | None = ticket
+        self.waiting = 1  # tickets
+        ticket.queue = self
 
     def __lt__(self, other: ClientQueue) -> bool:
         return False  # entries that agree up to here are of one ticket, and all but one of them garbage
@@ -117,17 +112,16 @@ class ClientQueue:
     @property
     def newest(self) -> Ticket:
         """The ticket that came last."""
-        assert self._last is not None
-        return self._last
+        assert self.last is not None
+        return self.last
 
     def insert(self, ticket: Ticket) -> None:
-        """Add the ticket behind those that came before it: at the end, unless it was preempted."""
-        last = self._last
-        if last is None:
-            self.head = self._last = ticket
-        elif last.seq < ticket.seq:
+        """Add one more ticket behind those that came before it: at the end, unless it was preempted."""
+        last = self.last
+        assert last is not None
+        if last.seq < ticket.seq:
             last.younger, ticket.elder = ticket, last
-            self._last = ticket
+            self.last = ticket
         else:
             younger = next(t for t in self if t.seq > ticket.seq)
             self._link(younger.elder, ticket)
@@ -147,7 +141,7 @@ class ClientQueue:
         else:
             elder.younger = younger
         if younger is None:
-            self._last = elder
+            self.last = elder
         else:
             younger.elder = elder
 
@@ -177,10 +171,8 @@ class ByArrival:
         else:
             heappush(self._returned, (ticket.seq, ticket))
 
-    def discard(self, ticket: Ticket) -> None:
-        """The ticket waits no longer."""
-        ticket.line = None
-        self.waiting -= 1
+    def tidy(self) -> None:
+        """Forget those that left the line: a ticket leaves it with `line` None, and one less in `waiting`."""
         line, returned = self._line, self._returned
         while line and line[0].line is not self:
             line.popleft()
@@ -213,23 +205,27 @@ class Tier:
         """Queue a ticket among its client's others of the same priority, in order of arrival."""
         key = (self, ticket.request.priority)
         queue = client.queues.get(key)
-        if queue is None:
-            queue = client.queues[key] = ClientQueue(client)
-            self._open += 1
-        queue.insert(ticket)
         self.oldest.push(ticket)
-        if queue.head is ticket:
+        if queue is None:
+            queue = client.queues[key] = ClientQueue(client, ticket)
+            self._open += 1
             self.open(queue)
+        else:
+            queue.insert(ticket)
+            if queue.head is ticket:
+                self.open(queue)
 
     def remove(self, ticket: Ticket) -> None:
-        """Remove a ticket from any place."""
+        """Remove a ticket from any place; `tidy` of `oldest` follows, once for many."""
         queue: ClientQueue = ticket.queue
-        queue.remove(ticket)
-        self.oldest.discard(ticket)
-        if queue.head is None:
-            queue.entry = None
-            self._open -= 1
-            del queue.client.queues[(self, ticket.request.priority)]
+        ticket.line = None
+        self.oldest.waiting -= 1
+        if queue.waiting > 1:
+            queue.remove(ticket)
+            return
+        queue.head = queue.last = queue.entry = None
+        self._open -= 1
+        del queue.client.queues[(self, ticket.request.priority)]
 
     def queues(self) -> Iterator[ClientQueue]:
         """The queues that hold tickets, at most one per client and priority, in no particular order."""
@@ -384,6 +380,7 @@ class Partition:
         "promotions",
         "residents",
         "room",
+        "standing",
         "suspects",
         "tiers",
         "unsettled",
@@ -393,6 +390,7 @@ class Partition:
     def __init__(self, key: Hashable) -> None:
         self.key = key
         self.counter = 0.0  # virtual: its device time in seconds
+        self.standing: Standing | None = None  # for `Shares`
         self.tiers = [_EMPTY, _EMPTY, _EMPTY]
         self.residents: dict[Ticket, None] = {}
         self.suspects = Suspects()
@@ -465,10 +463,16 @@ class Partition:
         self._append(ticket, ticket.queue.client)
 
     def take(self, ticket: Ticket) -> None:
-        """A waiting ticket stops waiting."""
+        """A waiting ticket stops waiting; `tidy` follows, once for many."""
         self.tiers[ticket.tier].remove(ticket)
         if ticket.tier is BACKGROUND:
             self.promotions.discard(ticket)
+
+    def tidy(self) -> None:
+        """Forget the tickets that were taken."""
+        for tier in self.tiers:
+            if tier is not _EMPTY:
+                tier.oldest.tidy()
 
     def promote(self, now: float) -> int:
         """Count background tickets that waited long enough as default, with their client's older ones. Returns how
@@ -476,19 +480,15 @@ class Partition:
         moved = 0
         while (top := self.promotions.first()) is not None and top[0] <= now:
             due = top[1]
-            for ticket in list(self.queue_of(due)):
+            for ticket in list(due.queue):
                 self.take(ticket)
                 ticket.tier = DEFAULT
                 self._append(ticket, ticket.queue.client)
                 moved += 1
                 if ticket is due:
                     break
+            self.tidy()
         return moved
-
-    def queue_of(self, ticket: Ticket) -> ClientQueue:
-        """The queue a waiting ticket stands in."""
-        queue: ClientQueue = ticket.queue
-        return queue
 
     def clear(self) -> None:
         """Drop all entries of an empty partition's queues."""

@@ -18,8 +18,10 @@ class Rate:
     def arrive(self, now: float) -> None:
         if self._since is None:
             self._since = self.last = now
-        self._count = self._count * exp((self.last - now) / self._tau) + 1.0
-        self.last = now
+        if now > self.last:  # many come at one time
+            self._count *= exp((self.last - now) / self._tau)
+            self.last = now
+        self._count += 1.0
 
     def falls_to(self, rate: float) -> float:
         """The time at which it falls to `rate` (> 0) without further arrivals; -inf if it is not above."""

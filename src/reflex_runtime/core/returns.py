@@ -58,25 +58,23 @@ _Due = tuple[float, float, float, bool, bool]
 
 
 class _Habit:
-    """How long something took, the last HISTORY times."""
+    """How long something took, the last HISTORY times. spread: interquartile range; inf without values."""
 
-    __slots__ = ("_latest", "ordered")
+    __slots__ = ("_latest", "ordered", "spread")
 
     def __init__(self) -> None:
         self._latest: list[float] = []  # a deque would take half a kilobyte for each client
         self.ordered: list[float] = []
+        self.spread = inf
 
     def add(self, seconds: float) -> None:
-        if len(self._latest) == HISTORY:
-            del self.ordered[bisect_left(self.ordered, self._latest.pop(0))]
-        self._latest.append(seconds)
-        insort(self.ordered, seconds)
-
-    @property
-    def spread(self) -> float:
-        """Interquartile range; inf without values."""
-        n = len(self.ordered)
-        return self.ordered[3 * n // 4] - self.ordered[n // 4] if n else inf
+        latest, ordered = self._latest, self.ordered
+        if len(latest) == HISTORY:
+            del ordered[bisect_left(ordered, latest.pop(0))]
+        latest.append(seconds)
+        insort(ordered, seconds)
+        n = len(ordered)
+        self.spread = ordered[3 * n // 4] - ordered[n // 4]
 
 
 class _Client:
@@ -93,13 +91,6 @@ class _Client:
         self.since = 0.0
         self.ordered: list[float] = []
 
-    def ask(self, partition: Hashable, now: float) -> None:
-        if self.asked is not None:
-            self.gaps.add(now - self.asked)
-        if self.answered is not None:
-            self.thinks.add(now - self.answered)
-        self.partition, self.asked, self.answered = partition, now, None
-
     def answer(self, now: float) -> None:
         assert self.asked is not None
         self.answered = now
@@ -108,11 +99,6 @@ class _Client:
             self.since, self.ordered = self.asked, gaps.ordered
         else:
             self.since, self.ordered = now, thinks.ordered
-
-    @property
-    def was_answered(self) -> bool:
-        """Whether it ever was."""
-        return self.answered is not None or bool(self.thinks.ordered)
 
     def due(self, now: float, longest: float, soon: float, found: list[_Due]) -> None:
         """Add its possible times within `longest`, given that it has not come yet. Callers are gathered for a client
@@ -177,7 +163,11 @@ class ThinkTimes:
             known = self._clients[client] = _Client()
             if len(self._clients) > REMEMBERED:
                 self._absent.pop(self._clients.popitem(last=False)[0], None)
-        known.ask(partition, now)
+        if known.asked is not None:
+            known.gaps.add(now - known.asked)
+        if known.answered is not None:
+            known.thinks.add(now - known.answered)
+        known.partition, known.asked, known.answered = partition, now, None
         self._absent.pop(client, None)
         return known
 
@@ -202,7 +192,7 @@ class ThinkTimes:
         if seconds <= 0.0:
             return inf
         share = longest = 0.0
-        known = (client for client in reversed(self._clients.values()) if client.was_answered)
+        known = (c for c in reversed(self._clients.values()) if c.answered is not None or c.thinks.ordered)
         for count, client in enumerate(known):
             ordered = client.thinks.ordered
             longest = max(longest, ordered[-1] if ordered else 0.0)

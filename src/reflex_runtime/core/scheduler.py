@@ -30,7 +30,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
  8. New requests enter a running batch with stages only if they gain more than the residents lose
     (`Former._enters`, `joining`).
  9. A group with `gap_chance` runs only if a gap is likely to be long enough (`Holding.gap_at`).
-10. Shed and preempted tickets leave, the members move to RUNNING, their clients are charged (`_apply`, `_schedule`).
+10. Shed and preempted tickets leave, the members move to RUNNING, clients are charged (`_apply`, `_take`, `_begin`).
 
 `complete` then teaches the cost model the batch's time (`_ended`), and settles, keeps or requeues its members.
 """
@@ -38,7 +38,7 @@ Theory of operation. `next_batch` decides in this order; the first step that yie
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -117,6 +117,7 @@ class Scheduler:
         self._ahead = Ahead()
         self._leaving = Leaving(self._groups)
         self._events: list[Event] = []
+        self.unheard: Collection[type[Any]] = ()  # RequestQueued, BatchScheduled, BatchFinished are not made if in here
         self._now = -inf
         self._idle_polls: deque[float] = deque(maxlen=IDLE_POLLS)
         self._tickets = self._batches = 0
@@ -158,7 +159,8 @@ class Scheduler:
             group.prepare(ticket)
             if ticket.deadline < inf:
                 self._leaving.unready.push(ticket.deadline, ticket)
-        self._events.append(_event(RequestQueued, (now, ticket)))
+        if RequestQueued not in self.unheard:
+            self._events.append(_event(RequestQueued, (now, ticket)))
         if displaced is None and not replaced:
             self._holding.arrived(group, ticket, now)
         return ticket
@@ -237,7 +239,7 @@ class Scheduler:
         target = self._groups[group] if partition is None else self._groups[group].partition(partition)
         target.paused_until = until if until > now else -inf
         if isinstance(target, Partition):
-            turns.touch(target)
+            turns.touched[target] = None
         self._events.append(SchedulerPaused(now, group, partition, until))
 
     def close(self, now: float, drain: bool = True) -> bool:
@@ -273,7 +275,8 @@ class Scheduler:
             resources.rollback(batch) if failed == len(outcomes) else resources.commit(batch)
         partition.in_flight -= 1
         crashed = not apart and group.crashed(partition, batch, failed)
-        self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
+        if BatchFinished not in self.unheard:
+            self._events.append(BatchFinished(now, batch, elapsed, crashed, apart))
         if apart:
             self._settle(group, partition, self._apart(partition, batch))
         else:
@@ -344,12 +347,10 @@ class Scheduler:
 
         Exact once `next_batch` returned None; straight after an input to a free device it is the time of that input.
         """
-        times = [self._now if self._leaving.behind else self.expires_at()]
-        times += [g.paused_until for g in self._groups.values() if g.paused_until > -inf]
-        times += [g.turns.resumes_at() for g in self._groups.values()]
-        if len(self._in_flight) < self._max_batches:
-            times.append(self._holding.ends_at(self._now))
-        return min(times, default=inf)
+        at = self._now if self._leaving.behind else self.expires_at()
+        for group in self._groups.values():
+            at = min(at, group.turns.resumes_at(), inf if group.paused_until == -inf else group.paused_until)
+        return at if len(self._in_flight) >= self._max_batches else min(at, self._holding.ends_at(self._now))
 
     @property
     def behind(self) -> bool:
@@ -372,8 +373,8 @@ class Scheduler:
 
     def take_left(self, group: str) -> tuple[Ticket, ...]:
         """Residents gone since the group's last batch, for a driver that will have no next batch to pass them on."""
-        left = tuple(self._groups[group].left)
-        self._groups[group].left.clear()
+        of = self._groups[group]
+        left, of.left = tuple(of.left), []
         return left
 
     def snapshot(self) -> dict[str, Any]:
@@ -382,11 +383,8 @@ class Scheduler:
             "admitted": self._tickets,
             "batches": self._batches,
             "closed": self._closed,
-            "groups": {name: self._describe(group) for name, group in self._groups.items()},
+            "groups": {n: g.describe(self._now) | {"queued": self.queued(n)} for n, g in self._groups.items()},
         }
-
-    def _describe(self, group: Group) -> dict[str, Any]:
-        return group.describe(self._now) | {"queued": self.queued(group.name)}
 
     def queued(self, group: str) -> int:
         """Waiting tickets of the group, those of a batch formed ahead included."""
@@ -431,7 +429,7 @@ class Scheduler:
             self._take_back()
         self._settle_leaving(forming)
         for group in self._groups.values():
-            if -inf < group.paused_until <= self._now:
+            if group.paused_until <= self._now:
                 group.paused_until = -inf
             group.turns.resume(self._now)
         return forming and not self._leaving.holds_up
@@ -463,7 +461,7 @@ class Scheduler:
                 if formed.more_late:
                     self._leaving.shed(group, partition, formed.after)
                 if formed.grants:
-                    return self._schedule(group, partition, formed)
+                    return self._begin(group, partition, self._take(group, partition, formed))
                 if formed.more_late:
                     return None  # the rest of them first: `wake_at` is now
         return None
@@ -475,32 +473,30 @@ class Scheduler:
         for ticket in formed.preempted:
             self._preempt(group, ticket)
 
-    def _schedule(self, group: Group, partition: Partition, formed: Formed) -> Batch:
-        batch = self._take(group, partition, formed)
-        self._begin(group, partition, batch)
-        return batch
-
     def _take(self, group: Group, partition: Partition, formed: Formed) -> Batch:
         """Move the members of a batch out of the queue."""
         self._batches += 1
         queued_units = sum(formed.cached.values())  # `wants` is without these already
-        cause = formed.cause
+        cause, bounded = formed.cause, group.config.max_queued_seconds < inf
         admission = AdmittedBatch(self._batches, len(formed.newcomers), *cause.names, formed.cost)
         for ticket, units in formed.grants.items():
             state = ticket.state
             if state is WAITING:
                 partition.take(ticket)
-                group.backlog.remove(ticket)
+                if bounded:
+                    group.backlog.remove(ticket)
                 queued_units += ticket.wants
                 ticket.admission = admission
                 if ticket.started is None:
                     ticket.started = self._now
-            assert RUNNING in TRANSITIONS[state], ticket
+            else:
+                assert state is RESIDENT, ticket
             ticket.state = RUNNING
             if ticket.deadline < inf:  # running tickets do not expire; checked at the boundary
                 partition.deadlines.discard(ticket)
             ticket.granted += units
             ticket.batches += 1
+        partition.tidy()
         group.dequeue(len(formed.newcomers), queued_units)
         group.scheduled(partition, len(formed.newcomers))
         self._holding.sent(partition)
@@ -525,16 +521,18 @@ class Scheduler:
         self._in_flight[batch] = None
         return batch
 
-    def _begin(self, group: Group, partition: Partition, batch: Batch) -> None:
+    def _begin(self, group: Group, partition: Partition, batch: Batch) -> Batch:
         """The batch is started: charge its clients, and publish it."""
         expected = group.began(batch)
         if group.cost.unit == "seconds":
             batch.expected = expected
             group.evidence.scheduled(batch)
         group.charge(partition, batch.expected)
-        idle_polls = tuple(self._idle_polls)
+        if BatchScheduled not in self.unheard:
+            idle_polls = tuple(self._idle_polls)
+            self._events.append(BatchScheduled(batch.scheduled_at, batch, group.queued, idle_polls))
         self._idle_polls.clear()
-        self._events.append(BatchScheduled(batch.scheduled_at, batch, group.queued, idle_polls))
+        return batch
 
     def _take_back(self) -> None:
         """Undo the batch formed ahead, if there is one: something changes what runs next."""
@@ -550,7 +548,8 @@ class Scheduler:
         self, group: Group, partition: Partition, batch: Batch, outcomes: Sequence[Outcome], share: float
     ) -> Iterator[tuple[Ticket, Done | Failed]]:
         """Move the tickets of a batch to their next state, and publish those that end."""
-        settled, evidence, done, took = group.cost.settled, group.evidence, 0, 0.0
+        settled, evidence, took = group.cost.settled, group.evidence, 0.0
+        done: list[Ticket] = []
         for (ticket, units), outcome in zip(batch.grants.items(), outcomes, strict=True):
             ticket.shared += share
             if evidence.pending and evidence.probes(ticket):
@@ -558,9 +557,8 @@ class Scheduler:
             if isinstance(outcome, Done):
                 ticket.computed += units
                 settled(ticket)
-                done += 1
+                done.append(ticket)
                 took += ticket.shared
-                group.offenders.answered(ticket.request.client)
                 yield ticket, outcome
             elif isinstance(outcome, More):
                 error = self._stay(partition, ticket, units, outcome)
@@ -572,7 +570,8 @@ class Scheduler:
                     group.offenders.failed(ticket.request.client)
                 yield ticket, outcome
         if done:
-            group.ran(took / done)
+            group.ran(took / len(done))
+            group.offenders.answered(done)
 
     def _apart(self, partition: Partition, batch: Batch) -> Iterator[tuple[Ticket, Failed]]:
         """Queue the members of a call that failed as a whole again, in halves; settle those that leave now."""
@@ -659,13 +658,14 @@ class Scheduler:
                 outcome = Failed(Cancelled("cancelled by the caller"))
             if state is WAITING:
                 partition.take(ticket)
+                partition.tidy()
                 group.backlog.remove(ticket)
                 group.dequeue(1, ticket.wants)
             elif residents and (state is RESIDENT or (isinstance(outcome, Failed) and ticket in residents)):
                 group.left.append(ticket)
             if resources is not None and state is not WAITING:
                 resources.release(ticket)
-            assert SETTLED in TRANSITIONS[state], ticket
+            assert state is not SETTLED, ticket
             ticket.state = SETTLED
             ticket.outcome = outcome
             self.settled += 1
@@ -690,5 +690,5 @@ class Scheduler:
         if self._holding.gaps:
             self._holding.asks(group, now)
         group.enter(ticket, now)
-        if self._ahead.gives_way(ticket, group):
+        if self._ahead.batch is not None and self._ahead.gives_way(ticket, group):
             self._take_back()

@@ -4,13 +4,14 @@ Each member has a counter: the device time or cost it was charged, over its weig
 member that becomes active starts at the smallest active counter, so idle time earns no credit. If the device was idle,
 it starts at the largest counter of those that left, so using an idle device costs nothing.
 
-Only the number of members at each counter is kept: many enter at the same one, and the smallest is found without them.
+Counters grow, so a stale entry of the heap is too small, surfaces early and is put right when it does: most charges
+touch no heap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Protocol
 
 from reflex_runtime.core.heap import FEW
@@ -20,66 +21,76 @@ KINDS = 1024  # whose prices are kept
 
 
 class ShareHolder(Protocol):
-    """A member of a fair share: a client or a partition."""
+    """A member of a fair share: a client or a partition.
+
+    standing: its valid entry in the heap, None while it is not active; other entries are garbage.
+    """
 
     counter: float
+    standing: Standing | None
+
+
+Standing = tuple[float, int, ShareHolder]
 
 
 class Shares:
-    """The active members. Only `charge` may change the counter of one. Its methods are amortised O(log active)."""
+    """The active members. Amortised O(log active).
 
-    __slots__ = ("_active", "_counters", "_members", "_rest")
+    The counter of a member may grow at any time. Only `charge` may make it smaller.
+    """
+
+    __slots__ = ("_active", "_heap", "_rest", "_serial")
 
     def __init__(self) -> None:
         self._active = 0
-        self._members: dict[float, int] = {}  # active members by counter
-        self._counters: list[float] = []  # a heap of those counters, and of some that no member has any more
+        self._heap: list[Standing] = []  # (a counter that a member has or had, a number that no other has, the member)
+        self._serial = 0
         self._rest = 0.0
 
     def __len__(self) -> int:
         return self._active
 
     def enter(self, member: ShareHolder) -> None:
-        member.counter = max(member.counter, self.floor())
+        floor = self.floor()
+        if member.counter < floor:
+            member.counter = floor
         self._active += 1
-        self._add(member.counter)
+        self._push(member)
 
     def leave(self, member: ShareHolder) -> None:
         self._active -= 1
-        self._remove(member.counter)
-        self._rest = max(self._rest, member.counter)
+        member.standing = None
+        if member.counter > self._rest:
+            self._rest = member.counter
 
     def charge(self, member: ShareHolder, amount: float) -> None:
         """Add to an active member's counter. Negative amounts correct an earlier charge."""
-        self._remove(member.counter)
         member.counter += amount
-        self._add(member.counter)
+        if amount < 0.0:
+            self._push(member)
 
     def floor(self) -> float:
         """The smallest active counter; when there is none, the largest of those that left."""
-        counters, members = self._counters, self._members
-        while counters:
-            if counters[0] in members:
-                return counters[0]
-            heappop(counters)
+        heap = self._heap
+        while heap:
+            entry = heap[0]
+            counter, serial, member = entry
+            if member.standing is not entry:
+                heappop(heap)
+            elif member.counter == counter:
+                return counter
+            else:
+                member.standing = (member.counter, serial, member)
+                heapreplace(heap, member.standing)
         return self._rest
 
-    def _add(self, counter: float) -> None:
-        members = self._members
-        count = members[counter] = members.get(counter, 0) + 1
-        if count == 1:
-            heappush(self._counters, counter)
-            if len(self._counters) > FEW + 2 * len(members):
-                self._counters = list(members)
-                heapify(self._counters)
-
-    def _remove(self, counter: float) -> None:
-        members = self._members
-        count = members[counter]
-        if count == 1:
-            del members[counter]
-        else:
-            members[counter] = count - 1
+    def _push(self, member: ShareHolder) -> None:
+        self._serial += 1
+        member.standing = (member.counter, self._serial, member)
+        heappush(self._heap, member.standing)
+        if len(self._heap) > FEW + 2 * self._active:
+            self._heap = [entry for entry in self._heap if entry[2].standing is entry]
+            heapify(self._heap)
 
 
 class Prices:

@@ -6,10 +6,10 @@ Two tallies, because one-shot batches are the hot path: `_OneShotTally` adds a s
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from math import inf
-from statistics import median
 from typing import Any
 
 from reflex_runtime.core.affine import DEFAULT_COST, AffineFit
@@ -25,30 +25,32 @@ _SLACK = 1.0 + 1e-9  # sums of floats: 0.05 + 0.05 + … must reach a budget wri
 class RollingMedian:
     """The documented estimate of one (shape, class): 50 ms until 3 measurements, then the median of the last 100."""
 
-    __slots__ = ("_median", "_values", "samples")
+    __slots__ = ("_ordered", "_values", "samples")
 
     WINDOW, WARM = 100, 3
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=self.WINDOW)
-        self._median: float | None = DEFAULT_COST  # None until it is read: few are
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
         self.samples = 0
 
     @property
     def value(self) -> float:
         """The estimate, in seconds."""
-        if self._median is None:
-            self._median = median(self._values)
-        return self._median
+        ordered, middle = self._ordered, len(self._ordered) // 2
+        if self.samples < self.WARM:
+            return DEFAULT_COST
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def observe(self, seconds: float) -> None:
         """Add wall ÷ size of one batch. Samples that are not finite or not above zero are ignored."""
         if not (0.0 < seconds < inf):
             return
+        if len(self._values) == self.WINDOW:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
         self._values.append(seconds)
+        insort(self._ordered, seconds)
         self.samples += 1
-        if self.samples >= self.WARM:
-            self._median = None
 
 
 class _Probe:
@@ -75,8 +77,8 @@ class _Probe:
 class _KindCost:
     """What requests of one shape, stage and class cost by what is known now.
 
-    estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured. fit, slope, measured: what a
-    tally of one-shot work begins with.
+    estimate, fixed, marginal: see `CostModel`; marginal is None until it was measured, and only then the estimate is
+    needed. fit, slope, measured: what a tally of one-shot work begins with.
     remaining: by the units wanted. shares: by those, budget and size.
     """
 
@@ -85,12 +87,12 @@ class _KindCost:
     def __init__(self, model: TimeCost, ticket: Ticket) -> None:
         shape = ticket.request.shape
         fits, stage = model.fits(shape), model.fit(shape, ticket.stage)
-        self.estimate = model.estimate(ticket)
         self.marginal = None if stage is None else stage.slope(model.class_of(ticket))
+        self.estimate = model.estimate(ticket) if self.marginal is None else 0.0
         self.fixed = 0.0 if stage is None else stage.fixed
         self.fit = fits[0] if fits else None
         self.slope = model.slope(self.fit, ticket)
-        self.measured = model.measured(ticket)
+        self.measured = fits is not None or model.measured(ticket)
         self.remaining: dict[float, float] = {}
         self.shares: dict[tuple[float, float, int], float] = {}
 

@@ -11,7 +11,7 @@ A deadline is at risk if another partition's batch could make it late. A partiti
 above the least device time of an active one. So deadlines come first within a share, and no partition waits longer than
 its share explains.
 
-All orders are heaps that change only with a partition's own tickets: `touch` notes the partition, and the next question
+All orders are heaps that change only with a partition's own tickets: `touched` has the partition, and the next question
 updates the heaps. A turn costs O(log partitions), however many wait.
 """
 
@@ -38,12 +38,13 @@ class Turns:
     """The active partitions of one group.
 
     budget: cost of the longest batch another partition may run, in the cost model's unit. patience: seconds.
+    touched: partitions whose tickets, device time or pause have changed.
     """
 
     def __init__(self, cost: CostModel, budget: float, patience: float) -> None:
         self._cost, self._budget, self._patience = cost, budget, patience
         self.shares = Shares()
-        self._touched: dict[Partition, None] = {}
+        self.touched: dict[Partition, None] = {}
         # Those that could take a turn, and of them those where an urgent ticket waits.
         self._by_share: LazyHeap[Partition, tuple[float, int]] = LazyHeap()
         self._urgent: LazyHeap[Partition, float] = LazyHeap()
@@ -51,13 +52,10 @@ class Turns:
         self._promotions: LazyHeap[Partition, float] = LazyHeap()
         self._pauses: LazyHeap[Partition, float] = LazyHeap()
 
-    def touch(self, partition: Partition) -> None:
-        """Note that the partition's tickets, device time or pause have changed."""
-        self._touched[partition] = None
-
     def expires_at(self) -> float:
         """The earliest deadline of a waiting or resident ticket; inf when none has one."""
-        self._refresh()
+        if self.touched:
+            self._refresh()
         return top[0] if (top := self._deadlines.first()) is not None else inf
 
     def first_to_expire(self) -> Ticket:
@@ -73,7 +71,7 @@ class Turns:
         self._refresh()
         while (top := self._pauses.first()) is not None and top[0] <= now:
             top[1].paused_until = -inf
-            self.touch(top[1])
+            self.touched[top[1]] = None
             self._refresh()
 
     def promote(self, now: float) -> int:
@@ -82,7 +80,7 @@ class Turns:
         moved = 0
         while (top := self._promotions.first()) is not None and top[0] <= now:
             moved += top[1].promote(now)
-            self.touch(top[1])
+            self.touched[top[1]] = None
             self._refresh()
         return moved
 
@@ -121,7 +119,7 @@ class Turns:
         return [partition for _, _, partition in sorted(found)]
 
     def _refresh(self) -> None:
-        touched = self._touched
+        touched = self.touched
         while touched:
             partition, _ = touched.popitem()
             oldest = partition.oldest() if partition.paused_until == -inf else None

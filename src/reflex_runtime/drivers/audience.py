@@ -7,11 +7,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
-from reflex_runtime.core.events import Event, RequestSettled
+from reflex_runtime.core.events import BatchFinished, BatchScheduled, Event, RequestQueued, RequestSettled
 from reflex_runtime.core.request import Ticket
 from reflex_runtime.drivers.slices import SLICE, TURN
 
@@ -27,26 +27,34 @@ class Audience:
     sinks: one with an attribute `events` (a set of event types) gets those only. One that raises is logged and called
         again with the next event. No sink may depend on the order of sinks, and none publishes an event itself.
     name: begins its log lines.
+    unheard: of the events of every request and batch those that no sink takes, for `Scheduler.unheard`.
     """
 
     def __init__(
         self, sinks: Iterable[Sink] = (), name: str = "", clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._sinks: list[Sink] = list(sinks)
+        self.unheard: set[type[Any]] = set()
         self._sinks_of: dict[type[Any], list[Sink]] = {}
         self._untold: deque[Event] = deque()
         self._prefix = f"{name}: " if name else ""
         self._clock = clock
+        self._changed()
 
     def add(self, sink: Sink) -> None:
         """Add a sink for the events from now on."""
         self._sinks.append(sink)
-        self._sinks_of.clear()
+        self._changed()
 
     def remove(self, sink: Sink) -> None:
         """It gets no more events. ValueError if it is none of the sinks."""
         self._sinks.remove(sink)
+        self._changed()
+
+    def _changed(self) -> None:
         self._sinks_of.clear()
+        for kind in (RequestQueued, BatchScheduled, BatchFinished):
+            (self.unheard.discard if self._listening(kind) else self.unheard.add)(kind)
 
     def tell(self, events: Iterable[Event], all: bool = False) -> bool:
         """Call the sinks and resolve `ticket.waiter`: a future, or a function of the settled ticket.
@@ -56,20 +64,24 @@ class Audience:
         """
         self._untold.extend(events)
         while self._untold:
-            for event in self._slice():
-                self.publish(event)
+            self._tell_some()
             if not all:
                 break
         return bool(self._untold)
 
-    def _slice(self) -> Iterator[Event]:
+    def _tell_some(self) -> None:
         """The next events of one turn, by count and by time: answers cost much more than others, large ones most."""
-        answers, end = 0, self._clock() + TURN
+        untold, sinks_of, clock = self._untold, self._sinks_of, self._clock
+        answers, end = 0, clock() + TURN
         for _ in range(16 * SLICE):
-            event = self._untold.popleft()
-            answers += isinstance(event, RequestSettled)
-            yield event
-            if not self._untold or answers == SLICE or self._clock() >= end:
+            event = untold.popleft()
+            kind = type(event)
+            if sinks_of.get(kind, True):
+                self.publish(event)
+            elif isinstance(event, RequestSettled):
+                resolve(event.ticket)
+            answers += kind is RequestSettled
+            if not untold or answers == SLICE or clock() >= end:
                 return
 
     def publish(self, event: Event) -> None:

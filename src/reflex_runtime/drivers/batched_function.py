@@ -137,7 +137,9 @@ class _Driver:
         self.watchdog = watchdog or inf
         self.audience = Audience()
         self.delivery = Delivery(lambda: self.device.take_events(), self.audience)
-        self.device = Device(Scheduler([config]), processors, self.deliver, name=name)
+        scheduler = Scheduler([config])
+        scheduler.unheard = self.audience.unheard
+        self.device = Device(scheduler, processors, self.deliver, name=name)
         self._inboxes: dict[asyncio.AbstractEventLoop, _Inbox] = {}
         self.relay = Relay(self.device.clock, self.device.wake)
         self._starting = threading.Lock()

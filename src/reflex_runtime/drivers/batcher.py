@@ -79,6 +79,7 @@ class Batcher(Generic[V]):
             expendable=expendable, one_thread=one_thread, brief=brief, on_stuck=on_stuck, look_every=watchdog or inf,
         )  # fmt: skip
         self._audience = sinks if isinstance(sinks, Audience) else Audience(sinks)
+        self.scheduler.unheard = self._audience.unheard
         self._watchdog = watchdog
         self._soon = min(watchdog, LoopDevice.EXPENDABLE_S) if expendable else watchdog  # a batch may start meanwhile
         self._clock = clock
@@ -148,7 +149,7 @@ class Batcher(Generic[V]):
             raise
         if self._replaces:  # a replaced request is answered at once
             self._pump_soon()
-        if ready or ticket.deadline < inf:  # the device thread sleeps until the deadlines it knows
+        if not self._wake_due and (ready or ticket.deadline < inf):  # the device thread sleeps until deadlines it knows
             self._wake_soon(loop)
         if ticket.deadline < self._timer_at:
             self._arm(ticket.deadline)

@@ -54,6 +54,7 @@ class Dispatcher:
         self.scheduler = Scheduler(groups, max_batches)
         self._send = send
         self._audience = Audience(sinks)
+        self.scheduler.unheard = self._audience.unheard
         self._cancels = Cancels(self.input)
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -49,6 +49,10 @@ class Processor(Protocol[V_co]):
         """Called once after the last batch."""
 
 
+_SPECIAL = (Done, More, Failed, BaseException)
+_outcome = tuple.__new__  # once a request: a NamedTuple's own constructor is a Python function around this
+
+
 def may_run_anywhere(processor: Any) -> bool:
     """Whether a processor says that its batches may run on any thread, one at a time."""
     return bool(getattr(processor, "any_thread", False))
@@ -72,7 +76,9 @@ def outcomes_of(results: Sequence[Any], batch: Batch) -> list[Outcome]:
     if len(results) != len(batch.grants):
         wrong = f"the processor returned {len(results)} results for {len(batch.grants)} requests"
         return [Failed(ResultCountMismatch(wrong))] * len(batch)
-    return [_outcome(result) for result in results]
+    return [
+        _outcome(Done, (result,)) if not isinstance(result, _SPECIAL) else _special(result) for result in results
+    ]
 
 
 def failure_of(error: Exception, batch: Batch, repeatable: bool) -> list[Outcome]:
@@ -89,14 +95,10 @@ def _wrapped(error: BaseException) -> ProcessorError:
     return wrapped
 
 
-def _outcome(result: Any) -> Outcome:
-    if isinstance(result, (Done, More, Failed)):
+def _special(result: Done | More | Failed | BaseException) -> Outcome:
+    if not isinstance(result, BaseException):
         return result
-    if isinstance(result, ReflexError):
-        return Failed(result)
-    if isinstance(result, BaseException):
-        return Failed(_wrapped(result))
-    return Done(result)
+    return Failed(result if isinstance(result, ReflexError) else _wrapped(result))
 
 
 class BaseProcessor:
