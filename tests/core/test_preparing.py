@@ -52,6 +52,20 @@ def test_b13_a_place_is_taken_before_it_is_prepared() -> None:
     assert (scheduler.queued("default"), scheduler.idle) == (0, True)
 
 
+def test_one_whose_client_is_forgotten_while_it_is_prepared_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After so many others that have come meanwhile nothing is known of its habits."""
+    monkeypatch.setattr("reflex_runtime.core.returns.REMEMBERED", 2)
+    scheduler = scheduler_of(cost=lambda: trained(0.020, 0.002))
+    unready = reserve(scheduler, client="one")
+    for client in ("others", "that", "came"):
+        ask(scheduler, client=client)
+    finish(scheduler, take(scheduler, 1.0), 1.1)
+    scheduler.prepared(unready, unready.request, 1.2)
+    finish(scheduler, take(scheduler, 2.0), 2.1)
+    assert isinstance(unready.outcome, Done)
+    assert scheduler.idle
+
+
 def test_b21_the_cap_counts_what_is_prepared() -> None:
     scheduler = scheduler_of(flush=GREEDY, max_in_flight_per_client=1)
     first = reserve(scheduler, client="robot")

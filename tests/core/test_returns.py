@@ -311,6 +311,14 @@ def test_a_picture_that_is_decoded_no_more_is_not_due() -> None:
     assert hold(returns, 0.001, 0.050, 1, 0.020) == 0.0
 
 
+def test_a_client_may_be_forgotten_while_its_picture_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reflex_runtime.core.returns.REMEMBERED", 2)
+    returns, now = decoding(1)
+    for client in ("others", "that", "came"):
+        returns.arrived(client, HERE, now)
+    assert hold(returns, now, 0.050, 1, 0.020) == pytest.approx(0.001 + JUST_LATE), "its picture is still due"
+
+
 def test_memory_is_bounded() -> None:
     returns = ThinkTimes()
     for client in range(3 * REMEMBERED):

@@ -126,9 +126,10 @@ class ThinkTimes:
     def __init__(self) -> None:
         self._clients: OrderedDict[Hashable, _Client] = OrderedDict()
         self._absent: OrderedDict[Hashable, _Client] = OrderedDict()  # answered and not back, most recent last
-        self._preparing: dict[Ticket, None] = {}  # admitted and soon ready, in that order
+        # Admitted and soon ready, in that order. Their clients may be forgotten meanwhile, when many others come.
+        self._preparing: dict[Ticket, _Client] = {}
         self._pace = 0.0  # seconds from one that is ready to the next, or from its admission
-        self._ready: Ticket | None = None  # the last one, until it enters
+        self._ready: tuple[Ticket, _Client] | None = None  # the last one, until it enters
         self._ready_at = -inf
 
     def worth(self, n: int, places: int, fixed: float) -> float:
@@ -138,24 +139,24 @@ class ThinkTimes:
 
     def enters(self, ticket: Ticket, now: float) -> None:
         """The ticket waits from now on: it has just been admitted, or `prepared`."""
-        client = ticket.request.client
-        if self._ready is ticket:
+        request, ready = ticket.request, self._ready
+        if ready is not None and ready[0] is ticket:
             self._ready = None
-            self._clients[client].partition = ticket.request.partition
+            ready[1].partition = request.partition
         else:
-            self.arrived(client, ticket.request.partition, now).prepares = False
+            self.arrived(request.client, request.partition, now).prepares = False
 
     def prepares(self, ticket: Ticket, now: float) -> None:
         """The ticket was admitted, and is prepared now."""
-        self.arrived(ticket.request.client, ticket.request.partition, now).prepares = True
-        self._preparing[ticket] = None
+        client = self._preparing[ticket] = self.arrived(ticket.request.client, ticket.request.partition, now)
+        client.prepares = True
 
     def prepared(self, ticket: Ticket, now: float) -> None:
         """The ticket is not prepared any more."""
-        del self._preparing[ticket]
+        client = self._preparing.pop(ticket)
         took = now - max(self._ready_at, ticket.admitted)
         self._pace += (took - self._pace) * (PACE if self._pace else 1.0)
-        self._ready, self._ready_at = ticket, now
+        self._ready, self._ready_at = (ticket, client), now
 
     def arrived(self, client: Hashable, partition: Hashable, now: float) -> _Client:
         known = self._clients.get(client)
@@ -280,10 +281,10 @@ class ThinkTimes:
 
     def _once_prepared(self, partition: Hashable, now: float, longest: float, found: list[_Due]) -> list[_Due]:
         """The same when they are ready. They are prepared one by one, those first that have come."""
-        pace, clients, ready = self._pace, self._clients, 0.0
+        pace, ready = self._pace, 0.0
         made: list[_Due] = []
-        for ticket in self._preparing:
-            if clients[ticket.request.client].partition == partition:
+        for client in self._preparing.values():
+            if client.partition == partition:
                 ready += pace
                 made.append((ready, 1.0, ready, True, True))
         for wait, share, mean, gathers, prepares in sorted(found):
