@@ -23,6 +23,7 @@ from reflex_runtime.processors.fake import FakeProcessor
 
 REQUESTS, CALLERS, STEPS = 1_000_000, 64, 10
 LIMIT = 300.0  # seconds
+QUIET = 2.0  # seconds in which nobody asks
 
 
 def soak(scale: float) -> list[Row]:
@@ -87,6 +88,8 @@ def mixed(root: Path, minutes: float) -> list[Row]:
             turn += 1
             seen.append(_resident(server))
             say(f"  mixed soak: turn {turn}, {seen[-1]:.1f} MB, {answers:,} answers")
+        time.sleep(QUIET)
+        idle = _resident(server)
     finally:
         server.stop()
     case = f"mixed soak, {minutes:g} min, {answers:,} answers in {turn} turns"
@@ -95,6 +98,7 @@ def mixed(root: Path, minutes: float) -> list[Row]:
         row(case, "resident memory after the first tenth", [seen[after - 1]], "MB"),
         row(case, "growth from the first tenth to the last turn", [seen[-1] - seen[after - 1]], "MB", most=8.0),
         row(case, "largest over the first tenth's", [max(seen) - seen[after - 1]], "MB", most=32.0),
+        row(case, f"resident memory {QUIET:g} s after the last turn", [idle], "MB"),
         row(case, "/health p99 throughout", [quantile(probes, 0.99) * 1e3], "ms"),
     ]
 

@@ -1,5 +1,6 @@
 """What a serving process keeps of the memory that was freed."""
 
+import asyncio
 import gc
 import os
 import platform
@@ -9,7 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from reflex_runtime.drivers.process_memory import KEPT, LARGE, freeze_loaded, prepare_memory
+from reflex_runtime.drivers.process_memory import (
+    KEPT,
+    LARGE,
+    FreedMemory,
+    freed_memory,
+    freeze_loaded,
+    give_back_when_idle,
+    prepare_memory,
+)
 
 MB = 2**20
 ON_FOUR_THREADS = f"""
@@ -95,3 +104,71 @@ def test_loaded_objects_are_frozen() -> None:
     freeze_loaded()
     assert gc.get_freeze_count() > 0
     assert all(item is not loaded for item in gc.get_objects())
+
+
+class Resident:
+    """Memory of a process, of which `free` bytes are free and kept."""
+
+    def __init__(self) -> None:
+        self.used, self.free, self.trims = 100 * MB, 0, 0
+
+    def __call__(self) -> int:
+        return self.used + self.free
+
+    def trim(self, pad: int) -> None:
+        self.free, self.trims = 0, self.trims + 1
+
+
+def test_freed_memory_goes_back_once_the_process_has_become_much_larger() -> None:
+    memory = Resident()
+    freed = FreedMemory(memory, memory.trim)
+    memory.free = LARGE
+    freed.give_back()
+    assert memory.trims == 0
+    memory.free += MB
+    freed.give_back()
+    assert (memory.trims, memory.free) == (1, 0)
+    memory.used += 3 * LARGE  # another model: it cannot go back, and is not tried again and again
+    for _ in range(3):
+        freed.give_back()
+    assert memory.trims == 2
+    memory.used -= 3 * LARGE
+    freed.give_back()
+    memory.free = LARGE + MB
+    freed.give_back()
+    assert memory.trims == 3
+
+
+def test_freed_memory_goes_back_while_nobody_asks() -> None:
+    memory, asked, looks = Resident(), 0, 0
+
+    def count() -> int:
+        nonlocal asked, looks
+        looks += 1
+        asked += looks < 5  # each time another one, until the fifth
+        return asked
+
+    async def wait() -> None:
+        given = asyncio.Event()
+
+        def trim(pad: int) -> None:
+            memory.trim(pad)
+            given.set()
+
+        freed = FreedMemory(memory, trim)
+        memory.free = 4 * LARGE
+        task = asyncio.create_task(give_back_when_idle(count, freed, 0.0))
+        await given.wait()
+        task.cancel()
+
+    asyncio.run(wait())
+    assert (looks, memory.free) == (5, 0)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc gives it back")
+def test_this_process_can_give_back_and_another_c_library_cannot() -> None:
+    freed = freed_memory()
+    assert freed is not None
+    assert freed._resident() > MB
+    freed._trim(0)
+    assert freed_memory(lambda name: object()) is None

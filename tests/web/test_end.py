@@ -64,6 +64,21 @@ def test_h6_while_loading_health_tells_it_and_requests_are_told_to_come_back(
         assert server.act().status == 200
 
 
+GIVES_BACK = """
+import sys, reflex_runtime.web.serve as serve
+class Freed:
+    def give_back(self):
+        print("given back", file=sys.stderr, flush=True)
+serve.freed_memory = Freed
+"""
+
+
+def test_an_idle_server_gives_back_what_it_has_freed(tiny: Path) -> None:
+    with Server(tiny, before=GIVES_BACK) as server:
+        server.wait_log("given back")
+        assert server.stop() == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_b20_a_signal_while_loading_ends_it_at_once(tiny: Path, tmp_path: Path, number: int) -> None:
     with gated(tiny, tmp_path, "_load") as (server, _):

@@ -7,16 +7,19 @@ the other for ten minutes: a server of 245 MB used 120 MB of them for nothing.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 LARGE: Final = 16 * 2**20
 """Bytes: a larger array has memory of its own, which goes back when it is freed. Its fresh pages cost 1 ms per 20 MB;
 for batches of 32 pictures they would cost more than the copying."""
 KEPT: Final = 2 * LARGE  # bytes at the end of the pool that may stay unused
+IDLE: Final = 0.25  # seconds without a new request after which freed memory may go back
 
 _MALLOC: Final = ((-8, 1), (-3, LARGE), (-1, KEPT))  # M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD of malloc.h
 
@@ -39,3 +42,45 @@ def freeze_loaded() -> None:
     """Collect now, and never look again at the objects that are there: what is loaded stays."""
     gc.collect()
     gc.freeze()
+
+
+class FreedMemory:
+    """What this process has freed and its allocator has kept.
+
+    resident: bytes of memory that the process has. trim: gives back what is free, also between what is used.
+    """
+
+    def __init__(self, resident: Callable[[], int], trim: Callable[[int], object]) -> None:
+        self._resident, self._trim = resident, trim
+        self._least = resident()  # since it was last given back
+
+    def give_back(self) -> None:
+        """Give it back, if the process has become LARGE larger: it takes some milliseconds."""
+        resident = self._resident()
+        if resident > self._least + LARGE:
+            self._trim(0)
+            resident = self._least = self._resident()
+        self._least = min(self._least, resident)
+
+
+def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | None:
+    """That of this process; None without Linux and glibc."""
+    trim = getattr(load(None), "malloc_trim", None)
+    return FreedMemory(_resident, trim) if trim is not None and _STATM.exists() else None
+
+
+_STATM: Final = Path("/proc/self/statm")
+
+
+def _resident() -> int:
+    return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle: float = IDLE) -> None:
+    """Run until it is cancelled. asked: the number of requests so far."""
+    before = -1
+    while True:
+        await asyncio.sleep(idle)
+        if (now := asked()) == before:
+            freed.give_back()
+        before = now

@@ -11,14 +11,14 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final, Protocol
 
 from prometheus_client import disable_created_metrics
 
 from reflex_runtime.drivers.loop import loop_factory
-from reflex_runtime.drivers.process_memory import freeze_loaded, prepare_memory
+from reflex_runtime.drivers.process_memory import freed_memory, freeze_loaded, give_back_when_idle, prepare_memory
 from reflex_runtime.web.app import App
 from reflex_runtime.web.connection import HttpConnection
 from reflex_runtime.web.listen import BACKLOG
@@ -167,7 +167,8 @@ async def serving(
         if on_ready is not None:
             on_ready(host)
         if not host.unusable:
-            await stopping
+            with _giving_back(app):
+                await stopping
     stopping.cancel()
     clean = await drain(app, host, loop.time() + drain_s)
     if parent is not None:
@@ -179,6 +180,20 @@ async def serving(
     if host.unusable:
         return EXIT_UNUSABLE, clean
     return EXIT_FAILED if lost or host.error else EXIT_OK, clean
+
+
+@contextlib.contextmanager
+def _giving_back(app: App) -> Iterator[None]:
+    """Freed memory goes back while nobody asks."""
+    freed = freed_memory()
+    if freed is None:
+        yield
+        return
+    task = asyncio.create_task(give_back_when_idle(lambda: app.asked, freed))
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 async def _started(host: Host, stopping: asyncio.Task[Any]) -> bool:
