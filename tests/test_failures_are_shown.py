@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,14 @@ def test_second() -> None:
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", ["0", "1"])
 def test_a_failure_is_shown_before_the_next_test_runs(tmp_path: Path, processes: str) -> None:
     (tmp_path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (tmp_path / "test_two.py").write_text(TESTS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", processes, "--dist", "loadfile"],
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "xdist", "-n", processes],
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     assert done.returncode == 1
     shown = done.stdout.index("the first one")

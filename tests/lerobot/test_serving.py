@@ -523,7 +523,7 @@ def test_p13_a_stock_openpi_client_gets_batched_answers_from_a_checkpoint(checkp
     fields = asked(policy.spec, 3)
     (expected,) = policy.answers([policy.request(policy.prepare(**fields))])
     env = {name: os.environ[name] for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE")}
-    with Server(f"lerobot:{checkpoints['smolvla']}", env=env, supervised=True) as server:
+    with Server(f"lerobot:{checkpoints['smolvla']}", env=env, supervised=True, cold=True) as server:
         robot = client.WebsocketClientPolicy("127.0.0.1", server.port)
         observation = {
             "observation/images/top": fields["images"]["top"],

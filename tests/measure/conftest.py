@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from reflex_runtime.bench.load import LoadJob, LoadRound, play
 from serving.exports import write_tiny
 from serving.fixtures import tiny
 from serving.harness import Server
@@ -19,6 +21,16 @@ __all__ = ["tiny"]
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of two cameras and a state, whose openpi clients are those of LIBERO."""
     return write_tiny(tmp_path_factory.mktemp("seeing") / "e", cameras=("image", "image_wrist"), wires="openpi/libero")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The load generator is in this process: half a second of CPU time less for each run of `reflex bench`."""
+
+    def played(job: LoadJob) -> list[LoadRound]:
+        return asyncio.run(play(job, lambda told: None))
+
+    monkeypatch.setattr("reflex_runtime.cli.bench._played", played)
 
 
 @pytest.fixture(autouse=True)

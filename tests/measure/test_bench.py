@@ -41,6 +41,7 @@ def measured(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Any]
     return status, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("wire", CALLERS)
 def test_x5_every_wire_is_measured(server: Server, wire: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, found = measured(capsys, url(server), "--wire", wire, "--robots", "3", *QUICK)
@@ -57,6 +58,7 @@ def test_x5_every_wire_is_measured(server: Server, wire: str, capsys: pytest.Cap
         assert 1.0 <= batches["mean_of_answers"] <= 3.0
 
 
+@pytest.mark.usefixtures("here")
 def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     words = url(server), "--beside-wire", "openpi", "--rounds", "3", "--round-s", "0.2", "--warmup-s", "0.1"
     status, found = measured(capsys, *words)
@@ -71,6 +73,7 @@ def test_x5_a_second_one_is_measured_in_turns(server: Server, capsys: pytest.Cap
     assert [r.at for r in rounds] == sorted(r.at for r in rounds)
 
 
+@pytest.mark.usefixtures("here")
 def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One robot, 20 requests a second, and a server that takes 0.1 s for each: the last waits for all before it."""
     with Server(tiny, "--inject-latency-ms", "100", "--max-queue-s", "0") as server:
@@ -90,6 +93,7 @@ def test_x5_what_a_stall_keeps_back_is_not_omitted(tiny: Path, capsys: pytest.Ca
         assert found["servers"][0]["latency_ms"]["max"] > 1_000.0
 
 
+@pytest.mark.usefixtures("here")
 def test_x5_missed_deadlines_and_errors_are_counted_by_kind(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     frees = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     one, two = (f"127.0.0.1:{free.getsockname()[1]}" for free in frees)
@@ -165,6 +169,7 @@ def test_a_wrong_command_is_one_line(words: list[str], told: str, capsys: pytest
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("here")
 def test_a_key_is_sent_on_every_wire(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
         for wire in MAIN:

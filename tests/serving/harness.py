@@ -115,13 +115,14 @@ class Server:
         held: bool = False,
         takes: str = "",
         supervised: bool = False,
+        cold: bool = False,
     ) -> None:
         """until: the line of its log to wait for. before: Python to run in its process first (a drill from inside).
 
         held: the batch with the request `plug` runs when the test calls `release`, so that a queue can be arranged
         behind it without a race. takes: seconds that a `batch` is taken to have taken, as Python, however long it did.
-        supervised: whether it runs below a supervisor; otherwise `process` is the server itself, and that of a policy
-        has its imports behind it (see `Forked`).
+        supervised: whether it runs below a supervisor; otherwise `process` is the server itself. cold: in a new Python,
+        as it is for a user; otherwise the server of a policy has its imports behind it (see `Forked`).
         """
         self._folder = tempfile.TemporaryDirectory()
         self._gate = -1
@@ -138,7 +139,7 @@ class Server:
         run = f"{before}\nimport sys; from reflex_runtime.cli import main; sys.exit(main({arguments!r}))"
         clean = {name: value for name, value in os.environ.items() if not name.startswith("REFLEX_")}
         clean |= env or {}
-        warm = not supervised and not names_model([str(export)])
+        warm = not cold and not names_model([str(export)])
         self.process: Forked | subprocess.Popen[bytes] = Forked(run, env=clean) if warm else _cold(run, clean)
         self.log: list[str] = []
         self.told = threading.Condition()

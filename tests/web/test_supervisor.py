@@ -57,7 +57,7 @@ def latch(tmp_path: Path) -> Iterator[Latch]:
 
 def test_b19_a_crash_in_native_code_is_told_at_once_and_the_server_comes_back(tiny: Path, latch: Latch) -> None:
     with (
-        Server(tiny, "--inject-latency-ms", "60000", before=held(latch), supervised=True) as server,
+        Server(tiny, "--inject-latency-ms", "60000", before=held(latch), supervised=True, cold=True) as server,
         server.connect() as waiting,
     ):
         assert server.get("/health").json["restarts"] == 0
@@ -231,7 +231,7 @@ def test_without_a_supervisor_the_process_is_the_server(tiny: Path) -> None:
 
 
 def test_the_supervisor_imports_little(tiny: Path) -> None:
-    with Server(tiny, supervised=True) as server:
+    with Server(tiny, supervised=True, cold=True) as server:
         maps = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "onnxruntime" not in maps
         assert "onnxruntime" in Path(f"/proc/{below(server).pid}/maps").read_text()
