@@ -38,6 +38,14 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         _few(body, name, 8191, 3)
         if "messages" in body and body.get(name) is None:
             body[name] = 3
+    if isinstance(body.get("min_tokens"), int | float) and body["min_tokens"] <= 8191:
+        body["min_tokens"] = min(1, body["min_tokens"])
+    if body.get("echo") is True and "prompt" in body:
+        body["logprobs"] = None
+    for name in {"response_format", "structured_outputs"} & body.keys():
+        body[name] = _form(body[name])
+    if body.get("structured_outputs") is not None and body.get("response_format") is not None:
+        body["response_format"] = None
     if isinstance(messages := body.get("messages"), list) and 100 < len(messages) <= 10_000:
         body["messages"] = messages[:3]  # all of them are more than the model's context holds
     if isinstance(body.get("prompt"), list):
@@ -48,6 +56,17 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["stream"] = True
     if isinstance(body.get("top_logprobs"), int) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
+
+
+def _form(said: Any) -> Any:
+    """A schema, an expression or a grammar in place of one that is none; whatever is wrong besides stays."""
+    if isinstance(said, dict) and isinstance(said.get("json_schema"), dict):
+        schema = said["json_schema"]
+        return said | {"json_schema": schema | ({"schema": {}} if isinstance(schema.get("schema"), dict) else {})}
+    if not isinstance(said, dict):
+        return said
+    plain = {"json": (dict, {}), "regex": (str, "[a-z]+"), "grammar": (str, 'start: "yes"')}
+    return said | {name: to for name, (of, to) in plain.items() if isinstance(said.get(name), of) and said[name] != ""}
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -13,6 +13,19 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 16
 MOST_STOP_IDS = 256
 MOST_BIASED = 1024
+MOST_FORM = 200_000  # characters of a schema, expression or grammar
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The form that an output must have. text: a JSON Schema, a regular expression, a JSON list of texts of which it is
+    one, or a grammar in Lark's notation."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.text) <= MOST_FORM:
+            raise ConfigError(f"{self.kind}: has {len(self.text)} characters, must have 1 to {MOST_FORM}")
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -27,7 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     What changes the logits before a token is chosen: repetition_penalty divides those of tokens in the prompt or the
     output (multiplies, where negative); frequency_penalty is taken from those in the output once for each time,
-    presence_penalty once; logit_bias, pairs of (id, number), is added.
+    presence_penalty once; logit_bias, pairs of (id, number), is added. constraint: only tokens that fit remain.
     """
 
     max_tokens: int = 16
@@ -46,6 +59,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     include_stop: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "must be >= 1 token")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -33,6 +34,7 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.stepper import Stepper
 from reflex_runtime.ipc.sampling import SamplingParams
 from reflex_runtime.llm.blocks import BlockPool
+from reflex_runtime.llm.constraint import Constraints, Matcher
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.runner import Runner, Step
 from reflex_runtime.llm.sampler import sample
@@ -85,6 +87,8 @@ class LLMProcessor(BaseProcessor):
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
+        self.constraints = Constraints(tokenizer)
+        self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
 
     @property
     def limits(self) -> Limits:
@@ -114,15 +118,19 @@ class LLMProcessor(BaseProcessor):
         client: Hashable = "",
         time_limit: float | None = None,
         span: SpanContext | None = None,
+        matcher: Matcher | None = None,
     ) -> Request:
         """A request for this processor. time_limit: seconds until its first token. span: steps refer to it, if given.
+        matcher: of its constraint, where it is compiled already; it may be that of several requests.
 
         Raises TooLarge, with the limit, for a request that can never run here; ConfigError for an invalid prompt.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.limits.check(ids, params.max_tokens)
         self.limits.check_sampling(params)
-        sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids)
+        if params.constraint is not None:
+            matcher = self.constraints.compile(params.constraint) if matcher is None else matcher.copy()
+        sequence = Sequence(ids, params, self.tokenizer.stream(ids), self.tokenizer.eos_token_ids, matcher)
         sequence.span = span
         return Request(
             sequence,
@@ -139,14 +147,24 @@ class LLMProcessor(BaseProcessor):
         held = self.pool.num_blocks - self.pool.free_blocks
         batch.notes |= {"blocks_used": held, "num_blocks": self.pool.num_blocks}
         lanes = [(ticket.request.payload, int(units)) for ticket, units in batch.grants.items()]
-        logits = self.runner.forward(flatten(lanes))
         ends = [i for i, (s, n) in enumerate(lanes) if s.num_computed_tokens + n == s.num_tokens]
+        matchers = [s.shaping.matcher for s in (lanes[i][0] for i in ends) if s.shaping and s.shaping.matcher]
+        prepared = self._beside.submit(_prepare, matchers) if matchers else None
+        logits = self.runner.forward(flatten(lanes))
+        if prepared is not None:
+            prepared.result()
         rows = logits if len(ends) == len(lanes) else logits[ends]
         chosen = dict(zip(ends, sample(rows, [lanes[i][0] for i in ends]), strict=True)) if ends else {}
         return [_advance(sequence, n, chosen.get(i)) for i, (sequence, n) in enumerate(lanes)]
 
     def stop(self) -> None:
+        self._beside.shutdown()
         self.runner.close()
+
+
+def _prepare(matchers: Seq[Matcher]) -> None:
+    for matcher in matchers:
+        matcher.prepare()
 
 
 def flatten(lanes: Seq[tuple[Sequence, int]]) -> Step:
@@ -187,6 +205,8 @@ def _advance(sequence: Sequence, n: int, choice: Choice | ProcessorError | None)
     if choice is not None:
         try:
             output = sequence.append(choice)
+        except ProcessorError as error:
+            return Failed(error)
         except Exception as error:  # this token cannot be decoded to text; the other sequences go on
             return Failed(ProcessorError(f"token {choice.token_id} cannot be decoded: {error}"))
     sequence.num_computed_tokens += n

@@ -25,12 +25,13 @@ _COLDEST = 1e-30  # temperature; what is below may be nothing in float32, and th
 def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorError]:
     """The next token of each sequence from its row of logits [n, vocab_size].
 
-    A row without a finite best value fails that sequence alone: a ProcessorError takes the place of its token.
+    A row without a finite best value, or of which the request's own form leaves nothing, fails that sequence alone: a
+    ProcessorError takes the place of its token.
     """
     best = logits.argmax(axis=1)  # a NaN counts as the largest: it is found here too
     finite = np.isfinite(logits[np.arange(len(best)), best])
     shaped = [i for i, s in enumerate(sequences) if s.shaping is not None and finite[i]]
-    own = _shaped(logits[shaped], [sequences[i] for i in shaped]) if shaped else logits[:0]
+    own, failed = _shaped(logits[shaped], [sequences[i] for i in shaped]) if shaped else (logits[:0], {})
     if shaped:
         best[shaped] = own.argmax(axis=1)
     tokens = best.tolist()
@@ -43,8 +44,11 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
         for i, token in zip(drawing, _draw(rows, [sequences[i] for i in drawing]), strict=True):
             tokens[i] = token
     found: list[Choice | ProcessorError] = []
+    errors = {shaped[at]: error for at, error in failed.items()}
     for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
-        if not finite[i]:
+        if i in errors:
+            found.append(errors[i])
+        elif not finite[i]:
             found.append(ProcessorError(f"the model's logits are not finite after {sequence.num_tokens} tokens"))
         elif sequence.params.logprobs is None:
             found.append(Choice(token))
@@ -53,11 +57,16 @@ def sample(logits: Logits, sequences: Seq[Sequence]) -> list[Choice | ProcessorE
     return found
 
 
-def _shaped(rows: Logits, sequences: Seq[Sequence]) -> Logits:
-    for row, sequence in zip(rows, sequences, strict=True):
-        if sequence.shaping is not None:
-            sequence.shaping.shape(row)
-    return rows
+def _shaped(rows: Logits, sequences: Seq[Sequence]) -> tuple[Logits, dict[int, ProcessorError]]:
+    """The rows as their sequences change them, in place, and the errors of those that could not."""
+    errors: dict[int, ProcessorError] = {}
+    for at, (row, sequence) in enumerate(zip(rows, sequences, strict=True)):
+        try:
+            if sequence.shaping is not None:
+                sequence.shaping.shape(row)
+        except ProcessorError as error:
+            errors[at], row[:] = error, 0.0
+    return rows, errors
 
 
 def _draw(logits: Logits, sequences: Seq[Sequence]) -> list[int]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.shaping import shaping_of
 from reflex_runtime.telemetry.trace_context import SpanContext
 
@@ -66,8 +67,8 @@ class Sequence:
     """The payload of a request: its tokens, its blocks, its text.
 
     Between steps the scheduler's side changes it (`blocks.py`), during a step the processor (`engine.py`). The driver
-    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. span: of the request
-    that it belongs to, if that is recorded.
+    orders the two, so it needs no lock. stream: takes an id, returns the text completed by it. matcher: of the
+    constraint in its params. span: of the request that it belongs to, if that is recorded.
     """
 
     __slots__ = (
@@ -92,7 +93,12 @@ class Sequence:
     )
 
     def __init__(
-        self, prompt: Seq[int], params: SamplingParams, stream: Callable[[int], str], eos: frozenset[int] = frozenset()
+        self,
+        prompt: Seq[int],
+        params: SamplingParams,
+        stream: Callable[[int], str],
+        eos: frozenset[int] = frozenset(),
+        matcher: Matcher | None = None,
     ) -> None:
         self.tokens = list(prompt)
         self.num_prompt_tokens = len(self.tokens)
@@ -102,7 +108,7 @@ class Sequence:
         self.params = params
         self.eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos)
         self.seed = secrets.randbits(64) if params.seed is None else params.seed % (1 << 64)
-        self.shaping = shaping_of(params, self.tokens, self.eos)
+        self.shaping = shaping_of(params, self.tokens, self.eos, matcher)
         self.blocks: list[int] = []
         self.digests: list[bytes] = []  # of its full blocks, one chained to the other; grows with `tokens`
         self.published = 0  # blocks of `blocks` that the prefix cache knows
@@ -135,9 +141,9 @@ class Sequence:
     def append(self, choice: Choice) -> TokenOutput:
         """Add a sampled token; the sequence may end with it."""
         token, held = choice.token_id, len(self._held)
-        self.tokens.append(token)
         if self.shaping is not None:
             self.shaping.sampled(token)
+        self.tokens.append(token)
         if self.params.logprobs is not None:
             self.choices.append(choice)
         if token in self.eos:
@@ -147,7 +153,10 @@ class Sequence:
             shown = self._stream(token)
             if self.params.stop and self.num_output_tokens >= self.params.min_tokens:
                 shown = self._show(shown)
-            if len(self.tokens) >= self._longest and self.finish_reason is None:
+            if self.finish_reason is None and self.shaping is not None and self.shaping.complete:
+                self.finish_reason = STOP
+                shown, self._held = shown + self._held, ""
+            elif len(self.tokens) >= self._longest and self.finish_reason is None:
                 self.finish_reason = LENGTH
                 shown, self._held = shown + self._held, ""
         if shown:

@@ -1,4 +1,4 @@
-"""What a request changes about the model's logits before its next token is chosen: penalties, a bias, no end too soon.
+"""What a request changes about the logits before its next token is chosen: penalties, a bias, no early end, a form.
 
 A sequence has a `Shaping` only where its parameters ask for one; others pay nothing. It is read when a token is chosen
 and changed when that token is kept: a step that fails in between leaves no trace.
@@ -12,7 +12,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
+from reflex_runtime.core.errors import ProcessorError
 from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.llm.constraint import Matcher
 
 Row = npt.NDArray[np.float32]
 _ROOM = 64  # different tokens that are counted before the arrays grow
@@ -51,10 +53,12 @@ class _Counts:
 class Shaping:
     """What one sequence changes. Made by `shaping_of`."""
 
-    __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled")
+    __slots__ = ("_bias", "_biased", "_ends", "_known", "_output", "_params", "_sampled", "matcher")
 
-    def __init__(self, params: SamplingParams, prompt: Seq[int], ends: Collection[int]) -> None:
-        self._params = params
+    def __init__(
+        self, params: SamplingParams, prompt: Seq[int], ends: Collection[int], matcher: Matcher | None = None
+    ) -> None:
+        self._params, self.matcher = params, matcher
         self._biased = np.array([token for token, _ in params.logit_bias], np.int64)
         self._bias = np.array([by for _, by in params.logit_bias], np.float32)
         self._ends = np.array(sorted(ends), np.int64)
@@ -63,7 +67,7 @@ class Shaping:
         self._sampled = 0
 
     def shape(self, row: Row) -> None:
-        """Change the logits [vocab_size] of the next token, in place."""
+        """Change the logits [vocab_size] of the next token, in place. Raises ProcessorError when none is left."""
         params, known, output = self._params, self._known, self._output
         if known is not None:
             own, by = row[known.ids], params.repetition_penalty
@@ -74,22 +78,39 @@ class Shaping:
             row[self._biased] += self._bias
         if self._sampled < params.min_tokens:
             row[self._ends] = -np.inf
+        if self.matcher is not None:
+            allowed = self.matcher.allowed()
+            n = min(len(row), len(allowed))  # a model may have more rows than its tokenizer has tokens, or fewer
+            row[:n][~allowed[:n]] = -np.inf
+            row[n:] = -np.inf
+            if row.max() == -np.inf:
+                raise ProcessorError("no token is left: min_tokens forbids the end, the form of the output all others")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the output has its form, and nothing can follow."""
+        return self.matcher is not None and self.matcher.complete
 
     def sampled(self, token: int) -> None:
-        """The sequence has a new token."""
+        """The sequence has a new token. Raises ProcessorError for one that its form does not allow."""
         self._sampled += 1
+        if self.matcher is not None:
+            self.matcher.sampled(token)
         for counts in (self._known, self._output):
             if counts is not None:
                 counts.add(token)
 
 
-def shaping_of(params: SamplingParams, prompt: Seq[int], ends: Collection[int]) -> Shaping | None:
-    """What a sequence with this prompt changes; None: nothing. ends: tokens that end it."""
+def shaping_of(
+    params: SamplingParams, prompt: Seq[int], ends: Collection[int], matcher: Matcher | None = None
+) -> Shaping | None:
+    """What a sequence with this prompt changes; None: nothing. ends: tokens that end it. matcher: of its constraint."""
     asks = (
-        params.repetition_penalty != 1.0
+        matcher is not None
+        or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
         or params.logit_bias
         or (params.min_tokens and ends)
     )
-    return Shaping(params, prompt, ends) if asks else None
+    return Shaping(params, prompt, ends, matcher) if asks else None

@@ -50,6 +50,9 @@ class Tokenizer(Protocol):
     def token(self, id: int) -> str:
         """One token as text, special ones too."""
 
+    def vocabulary(self) -> Any:
+        """All tokens as an `llguidance.LLTokenizer`, for output of a given form. ConfigError when that cannot be."""
+
 
 class HFTokenizer:
     """The tokenizer of a Hugging Face model directory. One may serve many threads."""
@@ -126,6 +129,16 @@ class HFTokenizer:
             return str(raw.replace("▁", " "))
         text: str = self._core.decode([id], skip_special_tokens=False)
         return text
+
+    def vocabulary(self) -> Any:
+        import llguidance
+
+        if not self.eos_token_ids:
+            raise ConfigError(f"{self._file.parent}: has no end token, so it gives no output of a given form")
+        try:
+            return llguidance.LLTokenizer(self._core.to_str(), eos_token=sorted(self.eos_token_ids))
+        except ValueError as error:
+            raise ConfigError(f"{self._file}: is of a kind that gives no output of a given form: {error}") from error
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets

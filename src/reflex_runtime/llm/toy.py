@@ -24,10 +24,10 @@ _LETTERS = b"abcdefghiklmnoprstuvz"
 
 
 class ByteTokenizer:
-    """One token is one byte of UTF-8."""
+    """One token is one byte of UTF-8; the byte 0 ends a text."""
 
     vocab_size = 256
-    eos_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset({0})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -45,6 +45,21 @@ class ByteTokenizer:
 
     def token(self, token: int) -> str:
         return bytes((token,)).decode(errors="replace")
+
+    def vocabulary(self) -> Any:
+        import llguidance
+
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+
+
+class _Bytes:
+    """Bytes as tokens, in the form that llguidance asks for."""
+
+    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+    tokens = tuple(bytes((i,)) for i in range(256))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 class ToyRunner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import openai
 import pytest
 
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
 from serving.openai_toy import Model, Toy
 
 GREEDY = {"model": "toy", "temperature": 0}
@@ -377,6 +378,65 @@ def test_l9_echo_begins_each_choice_with_its_prompt(toy: Toy, client: Any) -> No
     assert (refused.status, toy.error(refused)["param"]) == (400, "echo")
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"robot": {"enum": ["arm", "rover"]}, "steps": {"type": "integer", "minimum": 1, "maximum": 99}},
+    "required": ["robot", "steps"],
+    "additionalProperties": False,
+}
+
+
+def test_l9_an_answer_has_the_form_that_its_schema_says(client: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": SCHEMA, "strict": True}}
+    ask: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "Plan"}], "max_tokens": 300}
+    found = client.chat.completions.create(response_format=form, n=4, seed=2, **ask)
+    plans = [json.loads(choice.message.content) for choice in found.choices]
+    assert all(choice.finish_reason == "stop" for choice in found.choices)
+    assert all(set(plan) == {"robot", "steps"} and plan["robot"] in ("arm", "rover") for plan in plans)
+    assert len({choice.message.content for choice in found.choices}) > 1
+    parts = list(client.chat.completions.create(response_format=form, seed=2, stream=True, **ask))
+    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert text == found.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "(ab|cd){1,9};"}, r"(ab|cd){1,9};"),
+        ({"choice": ["left", "right", 'say "hi"\n']}, r'left|right|say "hi"\n'),
+        ({"grammar": 'start: "go" /[0-9]/ ("," /[0-9]/)* "."'}, r"go\d(,\d)*\."),
+        ({"json": json.dumps({"type": "boolean"})}, r"\s*(true|false)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_l9_structured_outputs_are_what_they_say(client: Any, form: Any, pattern: str) -> None:
+    found = client.completions.create(
+        model="toy", prompt="Go", max_tokens=200, n=6, seed=1, extra_body={"structured_outputs": form}
+    )
+    assert all(re.fullmatch(pattern, choice.text) for choice in found.choices), [c.text for c in found.choices]
+    assert {choice.finish_reason for choice in found.choices} == {"stop"}
+
+
+def test_l9_a_form_is_compiled_once_and_not_on_the_event_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    plain = constraint._grammar
+
+    def grammar(library: Any, form: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return plain(library, form)
+
+    monkeypatch.setattr(constraint, "_grammar", grammar)
+    for _ in range(2):
+        assert toy.complete(n=3, structured_outputs={"regex": "[xyz]here"}).status == 200
+    assert [name.rpartition("_")[0] for name in threads] == ["reflex-tokenise"]
+
+
+def test_l9_a_form_that_response_format_says_too_is_refused(toy: Toy) -> None:
+    answer = toy.complete(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    assert (answer.status, toy.error(answer)["param"]) == (400, "structured_outputs")
+    assert toy.complete(response_format={"type": "text"}, structured_outputs={"regex": "a"}).status == 200
+
+
 WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages", []),
     ("messages[0].role", None),
@@ -385,7 +445,20 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages[0].tool_calls", [{"id": "1"}]),
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
-    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json"}),
+    ("response_format", {"type": "json_schema"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}),
+    ("structured_outputs", {}),
+    ("structured_outputs", {"regex": "("}),
+    ("structured_outputs", {"regex": ""}),
+    ("structured_outputs", {"regex": "a", "choice": ["a"]}),
+    ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"choice": [""]}),
+    ("structured_outputs", {"grammar": "nothing"}),
+    ("structured_outputs", {"json": "{"}),
+    ("structured_outputs", {"regex": "x" * 200_001}),
     ("modalities", ["text", "audio"]),
     ("audio", {"voice": "a"}),
     ("reasoning_effort", "high"),

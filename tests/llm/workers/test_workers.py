@@ -118,6 +118,8 @@ def test_g1_answers_through_workers_are_those_of_one_process() -> None:
         {"prompt": "stop here", "max_tokens": 30, "stop": ["e", "qq"]},
         {"prompt": "how likely", "max_tokens": 6, "logprobs": 3},
         {"prompt": [1, 2, 3], "max_tokens": 4, "priority": "urgent"},
+        {"prompt": "x", "max_tokens": 40, "structured_outputs": {"choice": ["left", "right"]}, "seed": 4},
+        {"prompt": "x", "max_tokens": 9, "presence_penalty": 1.5, "logit_bias": {"97": 4}, "repetition_penalty": 1.4},
     ]
     with Toy() as one, Fleet(2) as several:
         for fields in asked:
@@ -138,6 +140,8 @@ def test_g1_what_can_never_run_is_refused_in_front() -> None:
     with Fleet() as fleet:
         answer = fleet.complete("x" * 8000, max_tokens=4000)
         assert (answer.status, fleet.error(answer)["code"]) == (400, "context_length_exceeded")
+        answer = fleet.complete("x", structured_outputs={"regex": "("})
+        assert (answer.status, fleet.error(answer)["param"]) == (400, "structured_outputs")
         assert fleet.status_page()["lines"][0]["client"]["sent"].get("batch_generate", 0) == 0
 
 

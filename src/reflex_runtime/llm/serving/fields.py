@@ -4,9 +4,9 @@ msgspec decodes and validates in one pass. A field of the OpenAI API that is not
 if its value would change the answer. An unknown field is always refused. No field is ignored silently.
 
 Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
-`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`. Ours: `priority` (urgent, default, background),
-`deadline_ms` (until the first token). `user` is the client whose fair share a request takes. How a request is sampled
-that does not say it is the model's own default.
+`stop_token_ids`, `include_stop_str_in_output`, `ignore_eos`, `structured_outputs`. Ours: `priority` (urgent, default,
+background), `deadline_ms` (until the first token). `user` is the client whose fair share a request takes. How a request
+is sampled that does not say it is the model's own default.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
+from reflex_runtime.ipc.sampling import MOST_LOGPROBS, Constraint, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.web.errors import ClientError, NotFound
 from reflex_runtime.web.fields import Whole, check_id, suggestion
-from reflex_runtime.web.json import is_json, printable
+from reflex_runtime.web.json import encode, is_json, printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
@@ -33,6 +33,7 @@ MOST_MESSAGES = 10_000
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
 MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
 MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
+MOST_TEXTS = 1000  # of which an answer may have to be one
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
 _WHOLE = (
     "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
@@ -77,6 +78,32 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
+
+    name: str
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as the OpenAI API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as vLLM has it: one of them."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
 class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of request may say. null counts as absent."""
 
@@ -93,6 +120,7 @@ class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     # theirs no more
     top_k: Whole | None = None
     min_p: float | None = None
@@ -101,6 +129,7 @@ class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Literal["urgent", "default", "background"] | None = None
     deadline_ms: float | None = None
 
@@ -148,7 +177,6 @@ class ChatFields(_CommonFields, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: str | None = None
     reasoning_effort: Any = None
-    response_format: Any = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
@@ -170,7 +198,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "store": (False,),
     "service_tier": ("auto", "default"),
     "tool_choice": ("none", "auto"),
@@ -186,7 +213,8 @@ class CompletionRequest:
 
     prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is as
     small as may be where the caller named none (max_tokens is None then): as many as there is room for. echo: each
-    answer begins with its prompt. time_limit: seconds until the first token.
+    answer begins with its prompt. time_limit: seconds until the first token. form_field: the name under which the
+    form of the answer was sent.
     """
 
     model: str
@@ -201,6 +229,7 @@ class CompletionRequest:
     client: str | None
     time_limit: float | None
     echo: bool = False
+    form_field: str = "response_format"
 
     @property
     def field(self) -> str:
@@ -221,6 +250,7 @@ _parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fi
 
 
 _NONE = SamplingDefaults()
+_ANY_OBJECT = '{"type": "object"}'
 
 
 def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
@@ -336,6 +366,7 @@ def _asked(
         priority=PRIORITIES[fields.priority or "default"],
         client=user if user is not None else identifier,
         time_limit=None if limit is None else limit / 1e3,
+        form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
     )
 
 
@@ -358,6 +389,7 @@ def _params(
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=tuple(_bias(fields.logit_bias)),
+            constraint=_constraint(fields),
             **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:
@@ -366,6 +398,50 @@ def _params(
         param = limit_name if name == "max_tokens" else name
         message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
         raise BadRequest(message, param) from None
+
+
+def _constraint(fields: _CommonFields) -> Constraint | None:
+    """The form of the answer."""
+    form, other = fields.response_format, fields.structured_outputs
+    if other is not None:
+        if form is not None and form.type != "text":
+            raise BadRequest("structured_outputs: response_format says a form, too; send one", "structured_outputs")
+        return _structured(other)
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return Constraint("json", _ANY_OBJECT)
+    schema = None if form.json_schema is None else bytes(form.json_schema.schema)
+    if not schema or schema == b"null":
+        raise BadRequest("response_format.json_schema.schema: is missing", "response_format.json_schema.schema")
+    return _form("response_format", "json", schema.decode())
+
+
+def _structured(said: StructuredOutputs) -> Constraint:
+    schema, where = bytes(said.json), "structured_outputs"
+    given = {
+        "json": schema.decode() if schema and schema != b"null" else None,
+        "json_object": _ANY_OBJECT if said.json_object else None,
+        "regex": said.regex,
+        "choice": None if said.choice is None else encode(said.choice).decode(),
+        "grammar": said.grammar,
+    }
+    found = [(name, text) for name, text in given.items() if text is not None]
+    if len(found) != 1:
+        raise BadRequest(f"{where}: must say one of {', '.join(given)}, says {len(found)}", where)
+    name, text = found[0]
+    if name == "choice" and not (said.choice and len(said.choice) <= MOST_TEXTS and all(said.choice)):
+        raise BadRequest(f"{where}.choice: must be 1 to {MOST_TEXTS} texts, none of them empty", f"{where}.choice")
+    if name == "json" and text.startswith('"'):  # a schema that is itself written as a text
+        text = msgspec.json.decode(text, type=str)
+    return _form(where, "json" if name == "json_object" else name, text)
+
+
+def _form(where: str, kind: Any, text: str) -> Constraint:
+    try:
+        return Constraint(kind, text)
+    except ConfigError as error:
+        raise BadRequest(f"{where}.{error.message}", where) from None
 
 
 def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:

@@ -20,7 +20,8 @@ from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.drivers.batcher import Batcher, Sink
 from reflex_runtime.drivers.stream import Bell, Stream
 from reflex_runtime.ipc.engine import Output, OutputStream
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.sampling import Constraint, SamplingParams
+from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import TokenOutput
@@ -50,6 +51,10 @@ class Generator(Protocol[R]):
     async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
 
+    async def compiled(self, constraint: Constraint | None) -> Matcher | None:
+        """For `request`; None where there is no constraint, or it is compiled elsewhere. ConfigError for one that is
+        none."""
+
     def request(
         self,
         prompt: Seq[int],
@@ -60,9 +65,10 @@ class Generator(Protocol[R]):
         client: Hashable,
         time_limit: float | None,
         span: SpanContext | None = None,
+        matcher: Matcher | None = None,
     ) -> R:
         """A request for `submit_alike`. time_limit: seconds until its first token. span: see `LLMProcessor.request`.
-        Raises TooLarge, ConfigError."""
+        matcher: what `compiled` returned for its constraint. Raises TooLarge, ConfigError."""
 
     def submit_alike(self, requests: Seq[R], bell: asyncio.Event) -> Seq[OutputStream]:
         """Admit requests with the same prompt, which is computed once: all of them or none. Raises `Rejected`; where
@@ -208,13 +214,18 @@ class GenerationRuntime:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
         return await self._texts.encode_chat(messages)
 
+    async def compiled(self, constraint: Constraint | None) -> Matcher | None:
+        """See `Generator.compiled`."""
+        return None if constraint is None else await self._texts.beside(self.processor.constraints.compile, constraint)
+
     def request(
         self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
+        matcher: Matcher | None = None,
     ) -> Request:  # fmt: skip
         """A request for `submit`: see `LLMProcessor.request`."""
         return self.processor.request(
-            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, span=span
+            prompt, params, id=id, priority=priority, client=client, time_limit=time_limit, span=span, matcher=matcher
         )
 
     def submit(self, request: Request, bell: asyncio.Event | None = None) -> GenerationStream:

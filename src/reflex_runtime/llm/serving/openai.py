@@ -20,6 +20,7 @@ from reflex_runtime.config import LLMServeConfig
 from reflex_runtime.core.errors import ConfigError, Expired, ReflexError, TooLarge
 from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
+from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving import fields as wire
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
@@ -207,10 +208,14 @@ class OpenAI:
         self._check_choices(asked)
         prompts = await self._tokens(runtime, asked)
         self._check_tokens(asked, prompts)
+        try:
+            matcher = await runtime.compiled(asked.params.constraint)
+        except ConfigError as error:
+            raise wire.BadRequest(f"{asked.form_field}: {error.message}", asked.form_field) from None
         asked = _aged(asked, exchange)
         if span is not None:
             asked_in(span, asked)
-        groups = [_requests(runtime, asked, i, ids, exchange, span) for i, ids in enumerate(prompts)]
+        groups = [_requests(runtime, asked, i, ids, matcher, exchange, span) for i, ids in enumerate(prompts)]
         if exchange.left:
             raise CallerLeft("the caller left before its request was queued")
         for group in groups:  # without an await in between, so that all are queued or none
@@ -254,6 +259,7 @@ def _requests(
     asked: wire.CompletionRequest,
     number: int,
     ids: list[int],
+    matcher: Matcher | None,
     exchange: Exchange,
     span: RequestSpan | None,
 ) -> list[Any]:
@@ -272,7 +278,7 @@ def _requests(
         try:
             request = runtime.request(
                 ids, seeded, id=name, priority=asked.priority, client=client, time_limit=asked.time_limit,
-                span=recorded,
+                span=recorded, matcher=matcher,
             )  # fmt: skip
         except TooLarge as error:
             raise wire.BadRequest(error.message, asked.field, "context_length_exceeded") from None

@@ -2,9 +2,10 @@
 
 Unsupported fields of that API are listed with the values that have no effect. JSON Schema cannot say that
 prompt and `max_tokens` share the model's context, that `min_tokens` is at most `max_tokens`, that a biased token is in
-the vocabulary, that `echo` goes without `logprobs`, that all choices of all prompts are as many as may wait, that
-`best_of` is `n`, that `max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and
-`top_logprobs` needs `logprobs`, and that token ids are written without a point.
+the vocabulary, that `echo` goes without `logprobs`, which texts are a schema, an expression or a grammar, that the form
+of an answer is said once, that all choices of all prompts are as many as may wait, that `best_of` is `n`, that
+`max_tokens` is `max_completion_tokens`, that `stream_options` needs `stream` and `top_logprobs` needs `logprobs`, and
+that token ids are written without a point.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
     "/openapi.json": ("this document", ("200",), _OBJECT),
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
+}
+
+
+_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": wire.MOST_TEXTS}
+_STRUCTURED: dict[str, dict[str, Any]] = {
+    "json": {"type": "object"},
+    "json_object": {"const": True},
+    "regex": {"type": "string", "minLength": 1},
+    "choice": _TEXTS,
+    "grammar": {"type": "string", "minLength": 1},
 }
 
 
@@ -147,8 +158,16 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
         "min_tokens": _whole(0, most),
         "stop_token_ids": {"type": "array", "items": _whole(0, vocabulary), "maxItems": MOST_STOP_IDS},
         "include_stop_str_in_output": {"type": "boolean"},
+        "response_format": {"anyOf": [_object({"type": {"enum": ["text", "json_object"]}}, "type"), _schema_format()]},
+        "structured_outputs": {"anyOf": [_object({name: of}, name) for name, of in _STRUCTURED.items()]},
     }
     return {"model": {"const": model}} | {name: _maybe(schema) for name, schema in fields.items()}
+
+
+def _schema_format() -> dict[str, Any]:
+    about = {"description": _maybe({"type": "string"}), "strict": _maybe({"type": "boolean"})}
+    schema = _object({"name": {"type": "string"}, "schema": {"type": "object"}} | about, "name", "schema")
+    return _object({"type": {"const": "json_schema"}, "json_schema": schema}, "type", "json_schema")
 
 
 def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Texts:
         return await self._run(length, function, argument)
 
     async def _run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
-        if length <= LONG_TEXT:
-            return function(argument)
+        return function(argument) if length <= LONG_TEXT else await self.beside(function, argument)
+
+    async def beside(self, function: Callable[[Any], T], argument: Any) -> T:
+        """What the function returns, in another thread."""
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)

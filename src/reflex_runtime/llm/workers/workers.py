@@ -28,8 +28,9 @@ from reflex_runtime.ipc.generate_batcher import GenerateBatcher
 from reflex_runtime.ipc.generate_config import GenerateBatcherConfig
 from reflex_runtime.ipc.messages import LOAD, METRICS, STATE, GenerateParams, LoadModel
 from reflex_runtime.ipc.registry import StreamHandle, StreamRegistry
-from reflex_runtime.ipc.sampling import SamplingParams
+from reflex_runtime.ipc.sampling import Constraint, SamplingParams
 from reflex_runtime.ipc.spawn import Opener
+from reflex_runtime.llm.constraint import Matcher, check_constraint
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.served_model import Open, Opening
 from reflex_runtime.llm.serving.texts import Texts
@@ -256,9 +257,15 @@ class Workers:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
         return await self._texts.encode_chat(messages)
 
+    async def compiled(self, constraint: Constraint | None) -> None:
+        """See `Generator.compiled`: checked here, compiled in the process that generates."""
+        if constraint is not None:
+            await self._texts.beside(check_constraint, constraint)
+
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
         client: Hashable = "", time_limit: float | None = None, span: SpanContext | None = None,
+        matcher: Matcher | None = None,
     ) -> GenerateParams:  # fmt: skip
         """See `Generator.request`: checked here, so that a request that can never run is not sent."""
         self.limits.check(prompt, params.max_tokens)

@@ -1,0 +1,159 @@
+"""Output of a given form: on a real tokenizer and model, whatever the batch, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reflex_runtime.core.errors import ConfigError, ProcessorError
+from reflex_runtime.demo.scribe import model_directory
+from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.constraint import Constraints, check_constraint
+from reflex_runtime.llm.sampler import sample
+from reflex_runtime.llm.sequence import Choice, Sequence
+from reflex_runtime.llm.shaping import Shaping
+from reflex_runtime.llm.tokenizer import HFTokenizer
+from reflex_runtime.llm.toy import ByteTokenizer
+
+YES = Constraint("choice", json.dumps(["yes", "no"]))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HFTokenizer:
+    return HFTokenizer.load(model_directory("scribe"))
+
+
+def schema_of(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema by chance, and every answer to it is short."""
+    kind = rng.choice(["integer", "boolean", "enum", "string"] + ["object", "array"] * (depth < 2))
+    if kind == "integer":
+        low = rng.randint(-1000, 1000)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}
+    if kind == "enum":
+        return {"enum": rng.sample(["a", 1, None, "two words", "\u00e9\"", 2.5, True], rng.randint(1, 4))}
+    if kind == "string":
+        return {"type": "string", "maxLength": rng.randint(0, 6)}
+    if kind == "array":
+        return {"type": "array", "items": schema_of(rng, depth + 1), "maxItems": rng.randint(0, 3)}
+    if kind == "object":
+        names = rng.sample(["x", "y", "a b", "\u00fc", "steps"], rng.randint(1, 4))
+        required = rng.sample(names, rng.randint(0, len(names)))
+        found = {"type": "object", "properties": {name: schema_of(rng, depth + 1) for name in names}}
+        return found | {"required": required, "additionalProperties": False}
+    return {"type": kind}
+
+
+def test_l8_answers_to_schemas_by_chance_are_valid() -> None:
+    """Sampled hot: the form holds because nothing else is allowed, not because the model knows it."""
+    import jsonschema
+
+    rng = random.Random(5)
+    schemas = [schema_of(rng) for _ in range(40)]
+    engine = LLMEngine(max_num_batched_tokens=24, num_blocks=60)
+    params = [
+        SamplingParams(max_tokens=500, temperature=2.0, seed=i, constraint=Constraint("json", json.dumps(schema)))
+        for i, schema in enumerate(schemas)
+    ]
+    outputs = engine.generate(["Answer: "] * len(schemas), params)
+    for schema, output in zip(schemas, outputs, strict=True):
+        assert (output.error, output.finish_reason) == (None, "stop")
+        jsonschema.validate(json.loads(output.text), schema)
+    engine.close()
+
+
+def test_l5_a_form_does_not_depend_on_the_batch_or_on_preemption() -> None:
+    form = Constraint("json", json.dumps({"type": "array", "items": {"enum": ["left", "right"]}, "maxItems": 9}))
+    params = SamplingParams(max_tokens=80, temperature=1.5, seed=3, constraint=form)
+    prompts = ["Go", "Robots that wait", "x"]
+    alone = [LLMEngine().generate([prompt], params)[0].text for prompt in prompts]
+    tight = LLMEngine(num_blocks=14, block_size=8, max_num_batched_tokens=5)
+    assert [output.text for output in tight.generate(prompts, params)] == alone
+
+
+def test_l8_a_real_tokenizer_keeps_to_the_form_and_ends(tokenizer: HFTokenizer) -> None:
+    rng = np.random.default_rng(0)
+    matcher = Constraints(tokenizer).compile(Constraint("regex", "[a-z]{3,5} \u00e9t\u00e9\\."))
+    tokens: list[int] = []
+    while not matcher.complete:
+        tokens.append(int(rng.choice(np.flatnonzero(matcher.allowed()))))
+        matcher.sampled(tokens[-1])
+    text = tokenizer.decode(tokens)
+    assert text.endswith(" \u00e9t\u00e9.")
+    assert text.split(" ")[0].isalpha()
+
+
+def test_l8_the_end_token_may_come_where_the_form_may_end(tokenizer: HFTokenizer) -> None:
+    matcher = Constraints(tokenizer).compile(Constraint("regex", "a+"))
+    (end, *_) = tokenizer.eos_token_ids
+    assert not matcher.allowed()[end]
+    matcher.sampled(tokenizer.encode("a")[-1])
+    assert matcher.allowed()[end]
+
+
+def test_l8_a_copy_goes_its_own_way(tokenizer: HFTokenizer) -> None:
+    first = Constraints(tokenizer).compile(YES)
+    second = first.copy()
+    before = second.allowed().copy()
+    first.sampled(int(np.flatnonzero(first.allowed())[0]))
+    assert (second.allowed() == before).all()
+    with pytest.raises(ProcessorError, match="form of the output"):
+        second.sampled(int(np.flatnonzero(~before)[0]))
+    with pytest.raises(ProcessorError, match="form of the output"):
+        second.allowed()
+
+
+def test_l8_a_model_that_only_writes_spaces_comes_to_an_end() -> None:
+    matcher = Constraints(ByteTokenizer()).compile(Constraint("json", '{"type": "object"}'))
+    matcher.sampled(ord("{"))
+    spaces = 0
+    while matcher.allowed()[ord(" ")]:
+        matcher.sampled(ord(" "))
+        spaces += 1
+        assert spaces <= 100
+    assert spaces > 8  # an indented answer is possible
+
+
+def test_l8_rows_of_the_model_that_are_no_tokens_never_come() -> None:
+    shaping = Shaping(SamplingParams(), [1], [0], Constraints(ByteTokenizer()).compile(YES))
+    row = np.zeros(300, np.float32)
+    shaping.shape(row)
+    assert np.flatnonzero(np.isfinite(row)).tolist() == [ord("n"), ord("y")]
+
+
+def test_l8_nothing_left_fails_that_sequence_alone() -> None:
+    params = SamplingParams(min_tokens=5, constraint=Constraint("regex", "a"))
+    matcher = Constraints(ByteTokenizer()).compile(Constraint("regex", "a"))
+    failing = Sequence([1], params, chr, ByteTokenizer.eos_token_ids, matcher)
+    failing.append(Choice(ord("a")))
+    assert failing.finish_reason == "stop"
+    logits = np.random.default_rng(0).normal(0.0, 1.0, (3, 256)).astype(np.float32)
+    plain = Sequence([1], SamplingParams.greedy(), chr)
+    first, second, third = sample(logits, [plain, failing, plain])
+    assert isinstance(second, ProcessorError)
+    assert "no token is left" in second.message
+    others = [found.token_id for found in (first, third) if isinstance(found, Choice)]
+    assert others == logits[[0, 2]].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "told"),
+    [
+        (Constraint("json", '{"type": "nothing"}'), "json: .*nothing"),
+        (Constraint("json", "{"), "json: "),
+        (Constraint("json", '{"$ref": "http://example.org/x"}'), "json: "),
+        (Constraint("regex", "("), "regex: .*unclosed group"),
+        (Constraint("grammar", "nothing"), "grammar: "),
+    ],
+    ids=lambda value: value.text[:12] if isinstance(value, Constraint) else "",
+)
+def test_l8_a_form_that_is_none_is_told(constraint: Constraint, told: str, tokenizer: HFTokenizer) -> None:
+    for check in (Constraints(tokenizer).compile, check_constraint):
+        with pytest.raises(ConfigError, match=told):
+            check(constraint)
+    with pytest.raises(ConfigError, match="1 to 200000"):
+        Constraint("regex", "x" * 200_001)
