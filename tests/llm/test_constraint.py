@@ -77,7 +77,7 @@ def test_l5_a_form_does_not_depend_on_the_batch_or_on_preemption() -> None:
 
 def test_l8_a_real_tokenizer_keeps_to_the_form_and_ends(tokenizer: HFTokenizer) -> None:
     rng = np.random.default_rng(0)
-    matcher = Constraints(tokenizer).compile(Constraint("regex", "[a-z]{3,5} \u00e9t\u00e9\\."))
+    matcher = Constraints(tokenizer.vocabulary).compile(Constraint("regex", "[a-z]{3,5} \u00e9t\u00e9\\."))
     tokens: list[int] = []
     while not matcher.complete:
         tokens.append(int(rng.choice(np.flatnonzero(matcher.allowed()))))
@@ -88,7 +88,7 @@ def test_l8_a_real_tokenizer_keeps_to_the_form_and_ends(tokenizer: HFTokenizer) 
 
 
 def test_l8_the_end_token_may_come_where_the_form_may_end(tokenizer: HFTokenizer) -> None:
-    matcher = Constraints(tokenizer).compile(Constraint("regex", "a+"))
+    matcher = Constraints(tokenizer.vocabulary).compile(Constraint("regex", "a+"))
     (end, *_) = tokenizer.eos_token_ids
     assert not matcher.allowed()[end]
     matcher.sampled(tokenizer.encode("a")[-1])
@@ -96,7 +96,7 @@ def test_l8_the_end_token_may_come_where_the_form_may_end(tokenizer: HFTokenizer
 
 
 def test_l8_a_copy_goes_its_own_way(tokenizer: HFTokenizer) -> None:
-    first = Constraints(tokenizer).compile(YES)
+    first = Constraints(tokenizer.vocabulary).compile(YES)
     second = first.copy()
     before = second.allowed().copy()
     first.sampled(int(np.flatnonzero(first.allowed())[0]))
@@ -108,7 +108,7 @@ def test_l8_a_copy_goes_its_own_way(tokenizer: HFTokenizer) -> None:
 
 
 def test_l8_a_model_that_only_writes_spaces_comes_to_an_end() -> None:
-    matcher = Constraints(ByteTokenizer()).compile(Constraint("json", '{"type": "object"}'))
+    matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("json", '{"type": "object"}'))
     matcher.sampled(ord("{"))
     spaces = 0
     while matcher.allowed()[ord(" ")]:
@@ -119,7 +119,7 @@ def test_l8_a_model_that_only_writes_spaces_comes_to_an_end() -> None:
 
 
 def test_l8_rows_of_the_model_that_are_no_tokens_never_come() -> None:
-    shaping = Shaping(SamplingParams(), [1], [0], Constraints(ByteTokenizer()).compile(YES))
+    shaping = Shaping(SamplingParams(), [1], [0], Constraints(ByteTokenizer().vocabulary).compile(YES))
     row = np.zeros(300, np.float32)
     shaping.shape(row)
     assert np.flatnonzero(np.isfinite(row)).tolist() == [ord("n"), ord("y")]
@@ -127,7 +127,7 @@ def test_l8_rows_of_the_model_that_are_no_tokens_never_come() -> None:
 
 def test_l8_nothing_left_fails_that_sequence_alone() -> None:
     params = SamplingParams(min_tokens=5, constraint=Constraint("regex", "a"))
-    matcher = Constraints(ByteTokenizer()).compile(Constraint("regex", "a"))
+    matcher = Constraints(ByteTokenizer().vocabulary).compile(Constraint("regex", "a"))
     failing = Sequence([1], params, chr, ByteTokenizer.eos_token_ids, matcher)
     failing.append(Choice(ord("a")))
     assert failing.finish_reason == "stop"
@@ -152,7 +152,7 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
     ids=lambda value: value.text[:12] if isinstance(value, Constraint) else "",
 )
 def test_l8_a_form_that_is_none_is_told(constraint: Constraint, told: str, tokenizer: HFTokenizer) -> None:
-    for check in (Constraints(tokenizer).compile, check_constraint):
+    for check in (Constraints(tokenizer.vocabulary).compile, check_constraint):
         with pytest.raises(ConfigError, match=told):
             check(constraint)
     with pytest.raises(ConfigError, match="1 to 200000"):

@@ -198,6 +198,35 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(root: Path, templ
     assert HFTokenizer.load(root).chat(messages) == expected
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }} {{ c.function.arguments.x }}</tool_call>"
+    "{% endfor %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}<no thoughts>{% endif %}"
+)
+
+
+def test_tools_calls_and_variables_have_the_ids_that_transformers_gives_them(root: Path) -> None:
+    import transformers
+
+    settings(root, chat_template=TOOL_TEMPLATE, eos_token="</s>")
+    call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": {"x": 4}}}
+    messages = [
+        {"role": "user", "content": "Go"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "done", "tool_call_id": "1"},
+    ]
+    tools = [{"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}]
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(root)
+    expected = reference.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, return_dict=False, enable_thinking=False
+    )
+    tokenizer = HFTokenizer.load(root)
+    assert tokenizer.chat(messages, tools, {"enable_thinking": False}) == expected
+    assert tokenizer.chat(messages, tools) != expected
+    assert tokenizer.chat(messages, (), {"enable_thinking": False}) != expected
+    assert tokenizer.tool_format == "hermes"
+
+
 def test_a_template_may_stand_in_its_own_file_or_among_several(root: Path) -> None:
     named = [{"name": "tool", "template": "tool"}, {"name": "default", "template": "plain"}]
     settings(root, chat_template=named)

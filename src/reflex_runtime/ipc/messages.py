@@ -59,12 +59,14 @@ class UnloadModel(msgspec.Struct):
 
 
 class Tokenize(msgspec.Struct):
-    """Params of `tokenize`: a text, or a conversation for the model's chat template. most: more tokens are an error.
-    Result: {"token_ids": [...]}."""
+    """Params of `tokenize`: a text, or a conversation for the model's chat template, with tools that the model may call
+    and further variables of the template. most: more tokens are an error. Result: {"token_ids": [...]}."""
 
     model_id: str
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] = []
+    template_kwargs: dict[str, Any] = {}
     most: int | None = None
 
 

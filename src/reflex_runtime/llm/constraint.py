@@ -8,6 +8,7 @@ model runs.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final
 
@@ -16,11 +17,10 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.bool_]
 # A model that is allowed any number of spaces may write nothing else until its tokens are used up.
-_SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
+SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
 
 
@@ -68,11 +68,10 @@ class Matcher:
 
 
 class Constraints:
-    """Compiles forms for one tokenizer. Any thread may call it."""
+    """Compiles forms for one tokenizer. vocabulary: `Tokenizer.vocabulary`. Any thread may call it."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._vocabulary: Any = None
+    def __init__(self, vocabulary: Callable[[], Any]) -> None:
+        self._read, self._vocabulary = vocabulary, None
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def compile(self, constraint: Constraint) -> Matcher:
@@ -82,7 +81,7 @@ class Constraints:
     def _compile(self, constraint: Constraint) -> Matcher:
         library = _library()
         if self._vocabulary is None:  # built twice if two threads come at once: the same
-            self._vocabulary = self._tokenizer.vocabulary()
+            self._vocabulary = self._read()
         core = library.LLMatcher(self._vocabulary, _grammar(library, constraint), log_level=0)
         if core.is_error():
             raise _wrong(constraint, core.get_error())
@@ -117,7 +116,7 @@ def _grammar(library: Any, constraint: Constraint) -> str:
         found = matcher.grammar_from_lark("start: " + " | ".join(json.dumps(one) for one in json.loads(text)))
     else:
         try:
-            found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACES})
+            found = matcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": SPACES})
         except ValueError as error:
             raise _wrong(constraint, str(error)) from None
     return str(found)

@@ -87,7 +87,7 @@ class LLMProcessor(BaseProcessor):
     def __init__(self, runner: Runner, tokenizer: Tokenizer, config: EngineConfig | None = None) -> None:
         self.runner, self.tokenizer, self.config = runner, tokenizer, config or EngineConfig()
         self.pool = BlockPool(runner.num_blocks, runner.block_size, self.config.enable_prefix_caching)
-        self.constraints = Constraints(tokenizer)
+        self.constraints = Constraints(tokenizer.vocabulary)
         self._beside = ThreadPoolExecutor(1, "reflex-constraints")  # its thread starts with the first one
 
     @property

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
+from reflex_runtime.llm.tools import ToolFormat, format_of
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 SETTINGS_FILE: Final = "tokenizer_config.json"
@@ -26,26 +30,44 @@ _BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a chat template gets. tools: functions that the model may call, as the OpenAI API has them. more: further
+    variables that this template knows, such as `enable_thinking`."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    more: dict[str, Any] = field(default_factory=dict)
+
+
 class Tokenizer(Protocol):
-    """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer."""
+    """What the engine needs. Ids run from 0 to vocab_size - 1; any of eos_token_ids ends an answer. tool_format: how
+    the model writes calls of tools; None: it knows none."""
 
     eos_token_ids: frozenset[int]
     vocab_size: int
+    tool_format: ToolFormat | None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a prompt to be completed, with the token that begins a text where the model wants one."""
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Seq[int]) -> str:
         """Their text, special tokens left out; an incomplete character becomes U+FFFD."""
 
-    def stream(self, prompt: Sequence[int] = ()) -> Callable[[int], str]:
+    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
         """A function that takes one id after the other and returns the text complete by now ("" inside a character).
 
         prompt: the ids before the first; the text goes on from theirs.
         """
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template."""
+    def chat(
+        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+    ) -> list[int]:
+        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. tools,
+        more: see `Conversation`."""
 
     def token(self, id: int) -> str:
         """One token as text, special ones too."""
@@ -57,9 +79,12 @@ class Tokenizer(Protocol):
 class HFTokenizer:
     """The tokenizer of a Hugging Face model directory. One may serve many threads."""
 
-    def __init__(self, core: Any, file: Path, settings: Mapping[str, Any], template: Any, eos: frozenset[int]) -> None:
-        """core: a `tokenizers.Tokenizer`; template: a compiled Jinja template or None. Use `load`."""
+    def __init__(
+        self, core: Any, file: Path, settings: Mapping[str, Any], template: _Template | None, eos: frozenset[int]
+    ) -> None:
+        """core: a `tokenizers.Tokenizer`. Use `load`."""
         self._core, self._file, self._template = core, file, template
+        self.tool_format = None if template is None else format_of(template.source)
         self._special = {key: text for key in _SPECIAL if (text := _text(settings.get(key))) is not None}
         self._bos = core.token_to_id(self._special["bos_token"]) if "bos_token" in self._special else None
         self._add_bos: bool | None = settings.get("add_bos_token")
@@ -87,11 +112,11 @@ class HFTokenizer:
             ids.insert(0, self._bos)
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Seq[int]) -> str:
         text: str = self._core.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def stream(self, prompt: Sequence[int] = ()) -> Callable[[int], str]:
+    def stream(self, prompt: Seq[int] = ()) -> Callable[[int], str]:
         from tokenizers.decoders import DecodeStream
 
         decoder, core = DecodeStream(skip_special_tokens=True), self._core
@@ -108,13 +133,18 @@ class HFTokenizer:
             feed(id)
         return feed
 
-    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def chat(
+        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+    ) -> list[int]:
         if self._template is None:
             where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
             raise ConfigError(f"{self._file.parent}: has no chat template in {where}, so it takes no messages")
-        plain = [_message(i, message) for i, message in enumerate(messages)]
+        given: dict[str, Any] = {**more, **self._special}
+        given["messages"] = [_message(i, message) for i, message in enumerate(messages)]
+        if tools:
+            given["tools"] = list(tools)
         try:
-            text = self._template.render(messages=plain, add_generation_prompt=True, **self._special)
+            text = self._template.render(given, add_generation_prompt=True)
         except ConfigError:
             raise
         except Exception as error:  # a template is a program of the model's author: anything can come out of it
@@ -169,8 +199,15 @@ def _read_core(file: Path) -> Any:
     return core
 
 
-def _read_template(root: Path, settings: Mapping[str, Any]) -> Any:
-    """The compiled chat template, from its own file or the settings, or None."""
+class _Template:
+    """A chat template. source: what its authors wrote. render: to text."""
+
+    def __init__(self, source: str, render: Callable[..., str]) -> None:
+        self.source, self.render = source, render
+
+
+def _read_template(root: Path, settings: Mapping[str, Any]) -> _Template | None:
+    """The chat template, from its own file or the settings."""
     file, source = root / TEMPLATE_FILE, settings.get("chat_template")
     if file.is_file():
         try:
@@ -189,7 +226,7 @@ def _read_template(root: Path, settings: Mapping[str, Any]) -> Any:
     return _compile(file, source)
 
 
-def _compile(file: Path, source: str) -> Any:
+def _compile(file: Path, source: str) -> _Template:
     """Whitespace, filters and functions are those that templates of model hubs are written against."""
     try:
         import jinja2
@@ -204,7 +241,7 @@ def _compile(file: Path, source: str) -> Any:
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(_MARKS.sub(r"{#\1 \2#}", source))
+        return _Template(source, environment.from_string(_MARKS.sub(r"{#\1 \2#}", source)).render)
     except jinja2.TemplateError as error:
         raise ConfigError(f"{file}: chat template: {error}") from error
 

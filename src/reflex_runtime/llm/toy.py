@@ -8,7 +8,7 @@ the output.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.tokenizer import NOTHING
+from reflex_runtime.llm.tools import ToolFormat
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _VOWELS = frozenset(b"aeiou")
@@ -28,6 +30,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     eos_token_ids: frozenset[int] = frozenset({0})
+    tool_format: ToolFormat | None = "hermes"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -39,8 +42,11 @@ class ByteTokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: decoder.decode(bytes((token,)))
 
-    def chat(self, messages: Seq[dict[str, Any]]) -> list[int]:
-        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    def chat(
+        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+    ) -> list[int]:
+        lines = [f"tool: {tool['function']['name']}\n" for tool in tools]
+        lines += [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def token(self, token: int) -> str:

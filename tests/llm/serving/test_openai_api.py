@@ -14,6 +14,8 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
+from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.toy import ByteTokenizer
 from serving.openai_toy import Model, Toy
 
 GREEDY = {"model": "toy", "temperature": 0}
@@ -443,8 +445,15 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages[0].content", [{"type": "image_url", "image_url": {"url": "x"}}]),
     ("messages[0].content", None),
     ("messages[0].tool_calls", [{"id": "1"}]),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
+    ("tools", [{"type": "function", "function": {}}]),
+    ("tools", [{"type": "function", "function": {"name": "a b"}}]),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
+    ("tools", [{"type": "web_search"}]),
     ("tool_choice", "required"),
+    ("tool_choice", "sometimes"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("chat_template_kwargs", {"messages": []}),
+    ("chat_template_kwargs", {"a b": 1}),
     ("response_format", {"type": "json"}),
     ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
@@ -482,6 +491,95 @@ def test_l9_the_same_for_a_conversation(toy: Toy, param: str, value: Any) -> Non
     assert answer.status == 400
     assert str(toy.error(answer)["param"]).startswith(param.partition("[")[0])
     assert param.rpartition(".")[2] in toy.error(answer)["message"]
+
+
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "description": "Moves the arm.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop", "parameters": {"type": "object", "maxProperties": 0}}},
+]
+
+
+class Speaker(Model):
+    """A model that always says the same, whatever the prompt."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text, self._begin = text.encode() + bytes(1), 0
+
+    def forward(self, step: Step) -> Any:
+        logits = super().forward(step)
+        if len(step.token_ids) > 1:
+            self._begin = int(step.positions[-1])
+        at = int(step.positions[-1]) - self._begin
+        logits[-1, self._text[min(at, len(self._text) - 1)]] = 1000.0
+        return logits
+
+
+def test_l9_a_call_reaches_the_client_and_its_result_the_model() -> None:
+    text = 'I move it. <tool_call>\n{"name": "move", "arguments": {"x": 4}}\n</tool_call>'
+    with Toy(Speaker(text)) as server, openai.OpenAI(
+        base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0
+    ) as caller:
+        messages: list[Any] = [{"role": "user", "content": "Move"}]
+        ask: dict[str, Any] = {"model": "toy", "tools": TOOLS, "max_tokens": 200}
+        (choice,) = caller.chat.completions.create(messages=messages, **ask).choices
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I move it.")
+        assert (call.type, call.function.name, call.function.arguments) == ("function", "move", '{"x": 4}')
+
+        with caller.chat.completions.stream(messages=messages, **ask) as stream:
+            whole = stream.get_final_completion().choices[0]
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", "I move it.")
+        assert whole.message.tool_calls[0].function.arguments == '{"x": 4}'
+
+        result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+        messages += [choice.message.model_dump(exclude_none=True), result]
+        assert caller.chat.completions.create(messages=messages, **ask).choices[0].finish_reason == "tool_calls"
+        (plain,) = caller.chat.completions.create(messages=messages, tool_choice="none", **ask).choices
+        assert (plain.finish_reason, plain.message.content) == ("stop", text)  # nothing was to be called
+        assert plain.message.tool_calls is None
+
+
+def test_l9_a_call_that_is_demanded_comes(client: Any) -> None:
+    ask: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "Go"}], "max_tokens": 300}
+    for choice, names in (
+        ("required", {"move", "stop"}),
+        ({"type": "function", "function": {"name": "move"}}, {"move"}),
+    ):
+        found = client.chat.completions.create(
+            tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, n=4, temperature=1.8, seed=1, **ask
+        )
+        calls = [call for one in found.choices for call in one.message.tool_calls]
+        assert len(calls) == 4
+        assert {call.function.name for call in calls} == names
+        assert {one.finish_reason for one in found.choices} == {"tool_calls"}
+        for call in calls:
+            assert set(json.loads(call.function.arguments)) == ({"x"} if call.function.name == "move" else set())
+
+
+def test_l9_tools_that_a_model_does_not_know_are_refused(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ByteTokenizer, "tool_format", None)
+    answer = toy.post("/v1/chat/completions", GREEDY | {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
+    assert (answer.status, toy.error(answer)["param"]) == (400, "tools")
+    broken = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+    monkeypatch.setattr(ByteTokenizer, "tool_format", "hermes")
+    fields = GREEDY | {"messages": [{"role": "user", "content": "x"}], "tools": [broken], "tool_choice": "required"}
+    answer = toy.post("/v1/chat/completions", fields)
+    assert (answer.status, toy.error(answer)["param"]) == (400, "tools")
+    both = fields | {"tools": TOOLS, "response_format": {"type": "json_object"}}
+    assert toy.error(toy.post("/v1/chat/completions", both))["param"] == "tool_choice"
 
 
 def test_l9_what_clients_send_without_meaning_anything_is_taken(toy: Toy) -> None:
@@ -529,7 +627,7 @@ def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lie
         ("messages[0].role='x': must be other", "messages[0].role='x': must be other"),
     ):
 
-        def refuses(messages: Any, said: str = said) -> Any:
+        def refuses(*given: Any, said: str = said) -> Any:
             raise ConfigError(said)
 
         monkeypatch.setattr(toy.model.generator.processor.tokenizer, "chat", refuses)
@@ -562,9 +660,9 @@ def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch
     for name, seen in threads.items():
         function = getattr(tokenizer, name)
 
-        def noting(value: Any, function: Any = function, seen: set[str] = seen) -> list[int]:
+        def noting(*given: Any, function: Any = function, seen: set[str] = seen) -> list[int]:
             seen.add(threading.current_thread().name)
-            return list(function(value))
+            return list(function(*given))
 
         monkeypatch.setattr(tokenizer, name, noting)
     assert len(toy.complete(["x" * 100] * 21, max_tokens=1).json["choices"]) == 21

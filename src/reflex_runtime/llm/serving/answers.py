@@ -15,6 +15,7 @@ import msgspec
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
 from reflex_runtime.llm.serving.fields import BadRequest, ModelNotFound
+from reflex_runtime.llm.tools import ToolParser
 from reflex_runtime.web.errors import Unauthorized, api_error
 
 DONE = b"data: [DONE]\n\n"
@@ -75,12 +76,34 @@ class TextChoice(msgspec.Struct):
     finish_reason: str | None
 
 
+class CalledFunction(msgspec.Struct):
+    """A function that the model calls. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class PartOfCall(AnsweredCall, kw_only=True):
+    """A call in a stream. index: its place among those of the message."""
+
+    index: int
+
+
 class ChatMessage(msgspec.Struct):
     """What the assistant said."""
 
     role: str
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -97,6 +120,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[PartOfCall] | None = None
 
 
 class DeltaChoice(msgspec.Struct):
@@ -149,6 +173,11 @@ class Answer:
         self._lengths = [0] * n
         self._told: list[Any] = [self._no_logprobs() for _ in range(n)]
         self._finish: list[str | None] = [None] * n
+        self._parsers: list[ToolParser] = []
+
+    def read_tools(self, parser: Callable[[], ToolParser]) -> None:
+        """Read calls of tools out of the text. parser: makes one, for each choice."""
+        self._parsers = [parser() for _ in self._begun]
 
     @property
     def id(self) -> str:
@@ -188,10 +217,33 @@ class Answer:
         if not self._chat:
             return [self._event(TextChoice(output.text, index, logprobs, output.finish))]
         said = bool(output.text) or logprobs is not None
-        parts = [DeltaChoice(index, Delta(content=output.text), logprobs, None)] if said else []
+        deltas = self._deltas(index, output) if self._parsers else [Delta(content=output.text)] if said else []
+        if logprobs is not None and not deltas:
+            deltas = [Delta(content="")]
+        parts = [DeltaChoice(index, delta, None if i else logprobs, None) for i, delta in enumerate(deltas)]
         if output.finish is not None:
-            parts.append(DeltaChoice(index, Delta(), None, output.finish))
+            parts.append(DeltaChoice(index, Delta(), None, self._finished(index)))
         return [self._event(part) for part in parts]
+
+    def _deltas(self, index: int, output: Output) -> list[Delta]:
+        """What is complete of texts and calls with this output."""
+        parser = self._parsers[index]
+        number = parser.called
+        found = parser.feed(output.text) + (parser.end() if output.finish is not None else [])
+        deltas = []
+        for one in found:
+            if isinstance(one, str):
+                deltas.append(Delta(content=one))
+            else:
+                function = CalledFunction(one.name, one.arguments)
+                deltas.append(Delta(tool_calls=[PartOfCall(one.id, function, index=number)]))
+                number += 1
+        return deltas
+
+    def _finished(self, index: int) -> str | None:
+        """Why a choice ended: an answer that calls tools did so to call them."""
+        finish = self._finish[index]
+        return "tool_calls" if finish == "stop" and self._parsers and self._parsers[index].called else finish
 
     def _event(self, choice: Any) -> bytes:
         return self._before + _encode(choice) + self._after
@@ -213,12 +265,24 @@ class Answer:
         for index, (pieces, told, finish) in enumerate(zip(self._texts, self._told, self._finish, strict=True)):
             text, logprobs = self._echoes.get(index, "") + "".join(pieces), told if self._logprobs else None
             if self._chat:
-                choices.append(ChatChoice(index, ChatMessage("assistant", text), logprobs, finish))
+                message = self._message(index, text)
+                choices.append(ChatChoice(index, message, logprobs, self._finished(index)))
             else:
                 choices.append(TextChoice(text, index, logprobs, finish))
         id, created, model = self._head
         kind = "chat.completion" if self._chat else "text_completion"
         return _encode(Body(id, kind, created, model, choices, usage))
+
+    def _message(self, index: int, text: str) -> ChatMessage:
+        if not self._parsers:
+            return ChatMessage("assistant", text)
+        parser = self._parsers[index]
+        found = parser.feed(text) + parser.end()
+        said = "".join(one for one in found if isinstance(one, str))
+        calls = [
+            AnsweredCall(one.id, CalledFunction(one.name, one.arguments)) for one in found if not isinstance(one, str)
+        ]
+        return ChatMessage("assistant", said or None, tool_calls=calls) if calls else ChatMessage("assistant", said)
 
     # -- logprobs ------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
-"""The fields of OpenAI requests that are supported, and the refusal of others.
+"""The fields of OpenAI requests: those that are supported, and those that are known and refused.
 
-msgspec decodes and validates in one pass. A field of the OpenAI API that is not supported here is refused with its name
+`reading.py` makes requests of them. A field of the OpenAI API that is not supported here is refused with its name
 if its value would change the answer. An unknown field is always refused. No field is ignored silently.
 
 Beyond theirs, as other servers of open models name them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`,
@@ -11,42 +11,20 @@ is sampled that does not say it is the model's own default.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from dataclasses import fields as fields_of
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
-from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.request import PRIORITIES, Priority
-from reflex_runtime.ipc.sampling import MOST_LOGPROBS, Constraint, SamplingParams
-from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.web.errors import ClientError, NotFound
-from reflex_runtime.web.fields import Whole, check_id, suggestion
-from reflex_runtime.web.json import encode, is_json, printable
+from reflex_runtime.web.fields import Whole
+from reflex_runtime.web.json import printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_MESSAGES = 10_000
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
-MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
-MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
 MOST_TEXTS = 1000  # of which an answer may have to be one
-PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
-_WHOLE = (
-    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
-)  # fmt: skip
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
-_OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
-_OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
-
-F = TypeVar("F", bound="_CommonFields")
-_PROMPT = msgspec.json.Decoder(str | list[Any])
-_LISTS = msgspec.json.Decoder(list[msgspec.Raw])
-_IDS = msgspec.json.Decoder(list[int])
+MOST_TOOLS = 128
 
 
 class BadRequest(ClientError):
@@ -104,7 +82,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
 
 
-class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What both kinds of request may say. null counts as absent."""
 
     model: str
@@ -134,7 +112,7 @@ class _CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     deadline_ms: float | None = None
 
 
-class CompletionFields(_CommonFields, kw_only=True):
+class CompletionFields(CommonFields, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: msgspec.Raw  # millions of token ids are decoded piece by piece
@@ -144,21 +122,66 @@ class CompletionFields(_CommonFields, kw_only=True):
     suffix: str | None = None
 
 
+class SentFunction(msgspec.Struct):
+    """The function of a call that an answer had. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class SentToolCall(msgspec.Struct):
+    """A call that an answer had, sent back. What else it says is not looked at."""
+
+    id: str
+    function: SentFunction
+    type: Literal["function"] = "function"
+
+
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. parameters: a JSON Schema. strict: it holds where a call is demanded."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """One message; what an answer brings along as null may be sent back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[MessagePart] | None = None
     name: str | None = None
     refusal: Any = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
+    tool_calls: list[SentToolCall] | None = None
+    tool_call_id: str | None = None
     reasoning_content: Any = None
 
 
-class ChatFields(_CommonFields, kw_only=True):
+class ChatFields(CommonFields, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
@@ -180,14 +203,14 @@ class ChatFields(_CommonFields, kw_only=True):
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
-    tool_choice: Any = None
-    tools: Any = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tools: list[ToolField] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     verbosity: str | None = None
     web_search_options: Any = None
 
 
-_AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
-OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "reasoning_content")  # in a message
+OF_ANSWERS = ("refusal", "annotations", "audio", "function_call", "reasoning_content")  # in a message
 # Values without effect, of fields that are not supported. None and empty values have none either.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "suffix": (),
@@ -200,352 +223,6 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "store": (False,),
     "service_tier": ("auto", "default"),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionRequest:
-    """A request that was understood.
-
-    prompts: texts or token ids; messages: a conversation instead. params: of the first choice; its max_tokens is as
-    small as may be where the caller named none (max_tokens is None then): as many as there is room for. echo: each
-    answer begins with its prompt. time_limit: seconds until the first token. form_field: the name under which the
-    form of the answer was sent.
-    """
-
-    model: str
-    prompts: list[str | list[int]]
-    messages: list[dict[str, Any]] | None
-    params: SamplingParams
-    max_tokens: int | None
-    n: int
-    stream: bool
-    include_usage: bool
-    priority: Priority
-    client: str | None
-    time_limit: float | None
-    echo: bool = False
-    form_field: str = "response_format"
-
-    @property
-    def field(self) -> str:
-        """The name under which the prompt was sent."""
-        return "prompt" if self.messages is None else "messages"
-
-
-_completion = msgspec.json.Decoder(CompletionFields)
-_chat = msgspec.json.Decoder(ChatFields)
-_parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fields, each as it was sent
-    kind: msgspec.json.Decoder(
-        msgspec.defstruct(
-            "Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__], forbid_unknown_fields=True
-        )
-    )
-    for kind in (CompletionFields, ChatFields)
-}
-
-
-_NONE = SamplingDefaults()
-_ANY_OBJECT = '{"type": "object"}'
-
-
-def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
-    """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of the model."""
-    fields = _decode(_completion, body)
-    if fields.best_of is not None and fields.best_of != (fields.n or 1):
-        raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
-    if fields.echo and fields.logprobs is not None:
-        raise BadRequest("echo: with logprobs is not supported here; leave one of them out", "echo")
-    most = 16 if fields.max_tokens is None else fields.max_tokens
-    asked = _asked(fields, _prompts(fields.prompt), None, most, "max_tokens", fields.logprobs, defaults)
-    return replace(asked, echo=True) if fields.echo else asked
-
-
-def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
-    """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of the model."""
-    fields = _decode(_chat, body)
-    messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
-    if not 1 <= len(fields.messages) <= MOST_MESSAGES:
-        raise BadRequest(f"messages: holds {len(fields.messages)}, must hold 1 to {MOST_MESSAGES}", "messages")
-    both = fields.max_completion_tokens, fields.max_tokens
-    if None not in both and both[0] != both[1]:
-        differ = f"max_tokens={both[1]}: differs from max_completion_tokens={both[0]}; send one of them"
-        raise BadRequest(differ, "max_tokens")
-    name = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
-    if fields.top_logprobs is not None and not fields.logprobs:
-        raise BadRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
-    if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
-        raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _asked(fields, [], messages, getattr(fields, name), name, logprobs, defaults)
-
-
-def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
-    try:
-        if body.count(b",") > MOST_VALUES:
-            _check_values(_parts[decoder.type].decode(body))
-        fields = decoder.decode(body)
-        for name in _WHOLE:
-            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
-                setattr(fields, name, _whole(name, value))
-    except msgspec.ValidationError as error:
-        if not is_json(body):
-            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
-        raise _invalid(str(error), decoder.type) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
-    for name, plain in PLAIN.items():
-        value = getattr(fields, name, None)
-        if value is not None and value != [] and value != {} and value != "" and value not in plain:
-            raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    return fields
-
-
-def _whole(name: str, value: float) -> int:
-    if not value.is_integer():
-        raise BadRequest(f"{name}={value}: must be a whole number", name)
-    return int(value)
-
-
-def _check_values(parts: msgspec.Struct) -> None:
-    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
-    for name in parts.__struct_fields__:
-        raw = bytes(getattr(parts, name))
-        if name == "messages":  # as keys alone they have plain quotes
-            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
-            if messages > MOST_MESSAGES:
-                raise BadRequest(f"messages: holds {messages}, must hold 1 to {MOST_MESSAGES}", "messages")
-            if kinds > MOST_MESSAGES:
-                raise BadRequest(f"messages: holds {kinds} parts, at most {MOST_MESSAGES} are taken", "messages")
-        elif name != "prompt" and raw.count(b",") > MOST_PLAIN:
-            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
-
-
-def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
-    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
-    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
-    where = path[1] if path else ""
-    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
-    plain = _PATH.sub("", text)
-    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
-    return BadRequest(told, printable(param) or None)
-
-
-def _asked(
-    fields: _CommonFields,
-    prompts: list[str | list[int]],
-    messages: list[dict[str, Any]] | None,
-    max_tokens: int | None,
-    limit_name: str,
-    logprobs: int | None,
-    defaults: SamplingDefaults,
-) -> CompletionRequest:
-    n = 1 if fields.n is None else fields.n
-    if not 1 <= n <= MOST_CHOICES:
-        raise BadRequest(f"n={n}: must be in [1, {MOST_CHOICES}]", "n")
-    if fields.stream_options is not None and not fields.stream:
-        raise BadRequest("stream_options: needs stream to be true", "stream_options")
-    user = _client("user", fields.user)
-    identifier = _client("safety_identifier", getattr(fields, "safety_identifier", None))
-    limit = fields.deadline_ms
-    if limit is not None and not 0.0 < limit <= 600_000.0:
-        raise BadRequest(f"deadline_ms={limit:g}: must be in (0, 600000]", "deadline_ms")
-    return CompletionRequest(
-        model=fields.model,
-        prompts=prompts,
-        messages=messages,
-        params=_params(fields, max_tokens, limit_name, logprobs, defaults),
-        max_tokens=max_tokens,
-        n=n,
-        stream=bool(fields.stream),
-        include_usage=fields.stream_options is not None and bool(fields.stream_options.include_usage),
-        priority=PRIORITIES[fields.priority or "default"],
-        client=user if user is not None else identifier,
-        time_limit=None if limit is None else limit / 1e3,
-        form_field="response_format" if fields.structured_outputs is None else "structured_outputs",
-    )
-
-
-def _params(
-    fields: _CommonFields, max_tokens: int | None, limit_name: str, logprobs: int | None, defaults: SamplingDefaults
-) -> SamplingParams:
-    said: dict[str, Any] = {name: getattr(fields, name) for name in _AS_SAID}
-    stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    least = fields.min_tokens or 0
-    try:
-        return SamplingParams(
-            max_tokens=max(1, least) if max_tokens is None else max_tokens,
-            seed=fields.seed,
-            stop=stop,
-            stop_token_ids=tuple(fields.stop_token_ids or ()),
-            include_stop=bool(fields.include_stop_str_in_output),
-            min_tokens=least,
-            ignore_eos=bool(fields.ignore_eos),
-            logprobs=logprobs,
-            presence_penalty=fields.presence_penalty or 0.0,
-            frequency_penalty=fields.frequency_penalty or 0.0,
-            logit_bias=tuple(_bias(fields.logit_bias)),
-            constraint=_constraint(fields),
-            **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
-        )
-    except ConfigError as error:
-        found = _OF_SAMPLING.match(error.message)
-        name = found[1] if found else None
-        param = limit_name if name == "max_tokens" else name
-        message = error.message if param is None else f"{param}={error.message.partition('=')[2]}"
-        raise BadRequest(message, param) from None
-
-
-def _constraint(fields: _CommonFields) -> Constraint | None:
-    """The form of the answer."""
-    form, other = fields.response_format, fields.structured_outputs
-    if other is not None:
-        if form is not None and form.type != "text":
-            raise BadRequest("structured_outputs: response_format says a form, too; send one", "structured_outputs")
-        return _structured(other)
-    if form is None or form.type == "text":
-        return None
-    if form.type == "json_object":
-        return Constraint("json", _ANY_OBJECT)
-    schema = None if form.json_schema is None else bytes(form.json_schema.schema)
-    if not schema or schema == b"null":
-        raise BadRequest("response_format.json_schema.schema: is missing", "response_format.json_schema.schema")
-    return _form("response_format", "json", schema.decode())
-
-
-def _structured(said: StructuredOutputs) -> Constraint:
-    schema, where = bytes(said.json), "structured_outputs"
-    given = {
-        "json": schema.decode() if schema and schema != b"null" else None,
-        "json_object": _ANY_OBJECT if said.json_object else None,
-        "regex": said.regex,
-        "choice": None if said.choice is None else encode(said.choice).decode(),
-        "grammar": said.grammar,
-    }
-    found = [(name, text) for name, text in given.items() if text is not None]
-    if len(found) != 1:
-        raise BadRequest(f"{where}: must say one of {', '.join(given)}, says {len(found)}", where)
-    name, text = found[0]
-    if name == "choice" and not (said.choice and len(said.choice) <= MOST_TEXTS and all(said.choice)):
-        raise BadRequest(f"{where}.choice: must be 1 to {MOST_TEXTS} texts, none of them empty", f"{where}.choice")
-    if name == "json" and text.startswith('"'):  # a schema that is itself written as a text
-        text = msgspec.json.decode(text, type=str)
-    return _form(where, "json" if name == "json_object" else name, text)
-
-
-def _form(where: str, kind: Any, text: str) -> Constraint:
-    try:
-        return Constraint(kind, text)
-    except ConfigError as error:
-        raise BadRequest(f"{where}.{error.message}", where) from None
-
-
-def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
-    for key, by in (said or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 11):
-            raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
-        yield int(key), by
-
-
-def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
-    """One text, several, token ids, or several lists of them."""
-    raw = bytes(sent)
-    if len(raw) > PIECE and b'"' not in raw:
-        return _many_ids(raw)
-    try:
-        prompt = _PROMPT.decode(raw)
-    except msgspec.ValidationError as error:
-        plain = _PATH.sub("", str(error))
-        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
-    if isinstance(prompt, str):
-        found: list[str | list[int]] = [prompt]
-    elif prompt and all(type(token) is int for token in prompt):
-        found = [prompt]
-    else:
-        found = list(prompt)
-    if not 1 <= len(found) <= MOST_PROMPTS:
-        raise BadRequest(f"prompt: holds {len(found)} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
-    kind = type(found[0])
-    for one in found:
-        if type(one) is not kind or not isinstance(one, (str, list)):
-            raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt")
-        if isinstance(one, list) and not all(type(token) is int for token in one):
-            raise BadRequest("prompt: token ids must be whole numbers", "prompt")
-        if not one:
-            raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
-    return found
-
-
-def _many_ids(raw: bytes) -> list[str | list[int]]:
-    """Token ids, or lists of them, of which there may be too many to be decoded at once."""
-    lists, tokens = raw.count(b"[") - 1, raw.count(b",") + 1
-    if tokens > MOST_TOKENS:
-        raise BadRequest(f"prompt: holds {tokens} tokens, at most {MOST_TOKENS} are taken", "prompt")
-    if lists > MOST_PROMPTS:
-        raise BadRequest(f"prompt: holds {lists} prompts, must hold 1 to {MOST_PROMPTS}", "prompt")
-    try:
-        parts = [bytes(part) for part in _LISTS.decode(raw)] if lists > 0 else [raw]
-        found: list[str | list[int]] = [_ids(part) for part in parts]
-    except msgspec.DecodeError:
-        raise BadRequest("prompt: must be a text, texts, token ids, or lists of token ids", "prompt") from None
-    if [] in found:
-        raise BadRequest("prompt: is empty; at least one token is needed", "prompt")
-    return found
-
-
-def _ids(raw: bytes) -> list[int]:
-    found: list[int] = []
-    at, end = raw.find(b"[") + 1, raw.rfind(b"]")
-    if not at or end < 0:
-        raise msgspec.DecodeError
-    while at < end:
-        comma = raw.find(b",", at + PIECE, end)
-        upto = end if comma < 0 else comma
-        found += _IDS.decode(b"[%b]" % raw[at:upto])
-        at = upto + 1
-    return found
-
-
-def _message(place: int, message: Message) -> dict[str, Any]:
-    where = f"messages[{place}]"
-    for name in OF_ANSWERS:
-        if getattr(message, name) not in (None, [], ""):
-            raise BadRequest(f"{where}.{name}: is not supported here; leave it out", f"{where}.{name}")
-    content = message.content
-    if isinstance(content, list):
-        for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                name = f"{where}.content[{i}]"
-                raise BadRequest(f"{name}: has type {part.type[:50]!r}; only type text, with its text, is taken", name)
-        content = "\n".join(part.text or "" for part in content)
-    if content is None:
-        raise BadRequest(f"{where}.content: is missing", f"{where}.content")
-    # Instructions of the application: templates know them under the older name.
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content} | ({} if message.name is None else {"name": message.name})
-
-
-def refused(error: ConfigError, field: str) -> BadRequest:
-    """A prompt or a conversation that the tokenizer, its template or the processor does not take."""
-    message = error.message
-    where, _, rest = message.partition(": ")
-    if "/" in where or "\\" in where:  # callers need not know where the model is on this machine
-        message = rest
-    found = _OF_MESSAGE.match(message)
-    if found is None or not (found[1].startswith(field) or found[1] in ("stop_token_ids", "logit_bias")):
-        return BadRequest(f"{field}: {message}", field)
-    return BadRequest(message, found[1])
-
-
-def _client(field: str, name: str | None) -> str | None:
-    if name is None:
-        return None
-    try:
-        check_id(field, name)
-    except Exception as error:
-        raise BadRequest(str(error), field) from None
-    return name

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.events import BatchFinished, Event, RequestProgressed
@@ -26,7 +26,7 @@ from reflex_runtime.llm.engine import LLMProcessor
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.sequence import TokenOutput
 from reflex_runtime.llm.serving.texts import Texts
-from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.telemetry.trace_context import SpanContext
 
 log = logging.getLogger("reflex.server")
@@ -48,7 +48,7 @@ class Generator(Protocol[R]):
     async def encode(self, texts: Seq[str]) -> list[list[int]]:
         """The tokens of each prompt."""
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
@@ -210,9 +210,9 @@ class GenerationRuntime:
         """The tokens of each prompt."""
         return await self._texts.encode(texts)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        return await self._texts.encode_chat(messages)
+        return await self._texts.encode_chat(conversation)
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
         """See `Generator.compiled`."""

@@ -22,13 +22,15 @@ from reflex_runtime.drivers.stream import Bell
 from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
-from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.llm.serving import reading as wire
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
+from reflex_runtime.llm.serving.fields import BadRequest, ModelNotFound
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.llm.serving.watching import watchers_of
+from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.telemetry.tracing import RequestSpan
 from reflex_runtime.web.app import App
@@ -131,14 +133,14 @@ class OpenAI:
 
     def _check_name(self, name: str) -> None:
         if name != self.model.name:
-            raise wire.ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
+            raise ModelNotFound(printable(f"the model {name[:200]!r} does not exist; {self.model.name!r} does"))
 
     def _check_choices(self, asked: wire.CompletionRequest) -> None:
         """Refuse more choices than may ever wait, because they are queued together."""
         choices, most = asked.n * max(1, len(asked.prompts)), self.model.config.max_queue
         if choices > most:
             what = f"n: asks for {choices} choices of all prompts, at most {most} may wait (--max-queue)"
-            raise wire.BadRequest(what, "n")
+            raise BadRequest(what, "n")
 
     def _check_tokens(self, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
         """The same for their tokens. A single choice may have any length."""
@@ -146,7 +148,7 @@ class OpenAI:
         if tokens > most and asked.n * len(prompts) > 1:
             name = "n" if asked.n > 1 else asked.field
             what = f"all choices have {tokens} prompt tokens, at most {most} may wait (--max-queued-tokens)"
-            raise wire.BadRequest(f"{name}: {what}", name)
+            raise BadRequest(f"{name}: {what}", name)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -167,8 +169,10 @@ class OpenAI:
             asked = await self._queue(exchange, runtime, asked, streams, bell, span, echoes)
             self.app.entered(exchange)
             token, logprobs = runtime.tokenizer.token, asked.params.logprobs is not None
-            usage_last = asked.include_usage
+            usage_last, tools = asked.include_usage, asked.tools
             answer = Answer(exchange.number, asked.model, chat, len(streams), token, logprobs, usage_last, echoes)
+            if tools.tools and (form := runtime.tokenizer.tool_format) is not None:
+                answer.read_tools(partial(tools.parser, form))
             await self._answer(exchange, streams, answer, asked, bell, span)
         finally:
             _take_back(streams)
@@ -206,12 +210,14 @@ class OpenAI:
         with, if that was asked for."""
         self._check_name(asked.model)
         self._check_choices(asked)
+        asked = _with_tools(asked, runtime.tokenizer.tool_format)
         prompts = await self._tokens(runtime, asked)
         self._check_tokens(asked, prompts)
         try:
             matcher = await runtime.compiled(asked.params.constraint)
         except ConfigError as error:
-            raise wire.BadRequest(f"{asked.form_field}: {error.message}", asked.form_field) from None
+            field = "tools" if asked.tools.forced else asked.form_field
+            raise BadRequest(f"{field}: {error.message}", field) from None
         asked = _aged(asked, exchange)
         if span is not None:
             asked_in(span, asked)
@@ -225,13 +231,13 @@ class OpenAI:
             texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
             echoes += [text for text in texts for _ in range(asked.n)]
         self.app.bodies.release(exchange)
-        return replace(asked, prompts=[], messages=None)
+        return replace(asked, prompts=[], conversation=None)
 
     @staticmethod
     async def _tokens(runtime: Generator[Any], asked: wire.CompletionRequest) -> list[list[int]]:
         try:
-            if asked.messages is not None:
-                return [await runtime.encode_chat(asked.messages)]
+            if asked.conversation is not None:
+                return [await runtime.encode_chat(asked.conversation)]
             texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]  # all of them are, or none
             return await runtime.encode(texts) if texts else [p for p in asked.prompts if not isinstance(p, str)]
         except ConfigError as error:
@@ -242,6 +248,14 @@ def _take_back(streams: list[OutputStream]) -> None:
     """Cancel the generation."""
     for stream in streams:
         stream.close()
+
+
+def _with_tools(asked: wire.CompletionRequest, form: ToolFormat | None) -> wire.CompletionRequest:
+    """The request, its answer forced to be a call where that is demanded. BadRequest when the model knows no tools."""
+    if not asked.tools.tools:
+        return asked
+    constraint = asked.tools.constraint(form)
+    return asked if constraint is None else replace(asked, params=changed(asked.params, constraint=constraint))
 
 
 def _aged(asked: wire.CompletionRequest, exchange: Exchange) -> wire.CompletionRequest:
@@ -281,7 +295,7 @@ def _requests(
                 span=recorded, matcher=matcher,
             )  # fmt: skip
         except TooLarge as error:
-            raise wire.BadRequest(error.message, asked.field, "context_length_exceeded") from None
+            raise BadRequest(error.message, asked.field, "context_length_exceeded") from None
         except ConfigError as error:
             raise wire.refused(error, asked.field) from None
         found.append(request)

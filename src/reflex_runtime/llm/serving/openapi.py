@@ -73,6 +73,40 @@ _STRUCTURED: dict[str, dict[str, Any]] = {
 }
 
 
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "pattern": r"^[a-zA-Z0-9_.-]{1,64}$"},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+_CALL = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "arguments": {"const": "{}"}},
+            "required": ["name", "arguments"],
+        },
+    },
+    "required": ["id", "function"],
+}
+
+
 def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[str] | None) -> bytes:
     """The OpenAPI 3.1 document.
 
@@ -195,9 +229,11 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
     said = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
     message = _object(
         {
-            "role": {"enum": ["system", "developer", "user", "assistant"]},
+            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
             "content": said,
             "name": _maybe({"type": "string"}),
+            "tool_call_id": _maybe({"type": "string"}),
+            "tool_calls": _maybe({"type": "array", "items": _CALL}),
             **{name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
         },
         "role",
@@ -210,6 +246,9 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
         "logprobs": _maybe({"type": "boolean"}),
         "top_logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
         "parallel_tool_calls": _maybe({"type": "boolean"}),
+        "tools": _maybe({"type": "array", "items": _TOOL, "maxItems": wire.MOST_TOOLS}),
+        "tool_choice": _maybe({"enum": ["none", "auto"]}),
+        "chat_template_kwargs": _maybe({"type": "object", "maxProperties": 0}),
         "metadata": {},
         "prompt_cache_key": _maybe({"type": "string"}),
         "prompt_cache_options": {},

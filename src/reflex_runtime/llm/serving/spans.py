@@ -11,7 +11,7 @@ from typing import Final
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.core.events import RequestAnswered
 from reflex_runtime.llm.serving.answers import Answer, Usage
-from reflex_runtime.llm.serving.fields import CompletionRequest
+from reflex_runtime.llm.serving.reading import CompletionRequest
 from reflex_runtime.telemetry.spans import Attribute
 from reflex_runtime.telemetry.trace_context import follow, within
 from reflex_runtime.telemetry.tracing import RequestSpan, Spans

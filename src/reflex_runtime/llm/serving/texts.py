@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import Any, TypeVar
 
-from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ VERY_LONG = 20_000  # what is longer by itself is tokenised in another process, 
 MESSAGE = 20  # characters that a message counts for beside its text: a template walks through all of them
 
 
-Elsewhere = Callable[[str | list[dict[str, Any]]], Awaitable[list[int] | None]]
+Elsewhere = Callable[[str | Conversation], Awaitable[list[int] | None]]
 
 
 class Texts:
@@ -35,10 +35,14 @@ class Texts:
         found = iter(await self._run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
         return [next(found) if len(text) <= long else await self._long(len(text), encode, text) for text in texts]
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in messages)
-        return await self._long(length, self.tokenizer.chat, messages)
+        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in conversation.messages)
+        length += sum(MESSAGE + len(str(tool)) for tool in conversation.tools)
+        return await self._long(length, self._chat, conversation)
+
+    def _chat(self, conversation: Conversation) -> list[int]:
+        return self.tokenizer.chat(conversation.messages, conversation.tools, conversation.more)
 
     def close(self) -> None:
         """Forget the texts that are still being tokenised."""

@@ -7,12 +7,11 @@ alone. While it is not ready, the server tokenises itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 from reflex_runtime.core.errors import ConfigError, ReflexError, TooLarge
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient
 from reflex_runtime.ipc.messages import LOAD, TOKENIZE, LoadModel, Tokenize
 from reflex_runtime.ipc.spawn import Opener
+from reflex_runtime.llm.tokenizer import Conversation
 
 
 class TokenizerProcess:
@@ -25,14 +24,14 @@ class TokenizerProcess:
     async def _prepare(self, client: RuntimeClient) -> None:
         await client.request(LOAD, self._load)
 
-    async def tokenize(self, what: str | list[dict[str, Any]], most: int) -> list[int] | None:
+    async def tokenize(self, what: str | Conversation, most: int) -> list[int] | None:
         """The tokens of a text or a conversation; None when the process does not answer. Raises ConfigError for what
         cannot be tokenised, TooLarge for more than `most` tokens."""
         said = Tokenize(self._load.model_id, most=most)
         if isinstance(what, str):
             said.text = what
         else:
-            said.messages = what
+            said.messages, said.tools, said.template_kwargs = what.messages, what.tools, what.more
         if not self.client.ready:
             return None
         try:

@@ -21,7 +21,7 @@ from reflex_runtime.llm.runner import Runner
 from reflex_runtime.llm.serving.generation import GenerationRuntime, GenerationStream
 from reflex_runtime.llm.serving.local_model import LocalModel, opened
 from reflex_runtime.llm.serving.texts import Texts
-from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.options import convert
 from reflex_runtime.telemetry.trace_context import parent_of
 from reflex_runtime.telemetry.tracing import Spans, StepSpans, spans_of
@@ -126,7 +126,7 @@ async def tokenized(texts: Texts | GenerationRuntime, params: Tokenize) -> list[
     """The tokens of a text, or of a conversation in the model's own form."""
     if params.text is not None:
         return (await texts.encode([params.text]))[0]
-    return await texts.encode_chat(params.messages or [])
+    return await texts.encode_chat(Conversation(params.messages or [], params.tools, params.template_kwargs))
 
 
 class _Opening:

@@ -34,7 +34,7 @@ from reflex_runtime.llm.constraint import Matcher, check_constraint
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving.served_model import Open, Opening
 from reflex_runtime.llm.serving.texts import Texts
-from reflex_runtime.llm.tokenizer import Tokenizer
+from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 from reflex_runtime.llm.workers import worker_metrics
 from reflex_runtime.llm.workers.tokenizer_process import TokenizerProcess
 from reflex_runtime.telemetry.processes import LiveProcess, live_process
@@ -253,9 +253,9 @@ class Workers:
         """The tokens of each prompt."""
         return await self._texts.encode(texts)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        return await self._texts.encode_chat(messages)
+        return await self._texts.encode_chat(conversation)
 
     async def compiled(self, constraint: Constraint | None) -> None:
         """See `Generator.compiled`: checked here, compiled in the process that generates."""

@@ -1,0 +1,72 @@
+"""The tools of a request: which ones its answer may call, and which ones it must."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import to_builtins
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm.serving.fields import MOST_TOOLS, BadRequest, ChatFields
+from reflex_runtime.llm.tools import Tool, ToolFormat, ToolParser, forced
+
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTools:
+    """tools: those that may be called. forced: whether the answer has to be a call. several: or more than one."""
+
+    tools: tuple[Tool, ...] = ()
+    forced: bool = False
+    several: bool = True
+
+    def constraint(self, form: ToolFormat | None) -> Constraint | None:
+        """What the answer must be, where it has to be a call. BadRequest when the model knows no tools."""
+        if form is None:
+            raise BadRequest("tools: this model's chat template knows none, or writes calls in no known form", "tools")
+        if not self.forced:
+            return None
+        try:
+            return forced(form, self.tools, self.several)
+        except ConfigError as error:
+            raise BadRequest(f"tools: all parameters together: {error.message}", "tools") from None
+
+    def parser(self, form: ToolFormat) -> ToolParser:
+        """For one choice."""
+        return ToolParser(form, (tool.name for tool in self.tools))
+
+
+NO_TOOLS = AskedTools()
+
+
+def tools_of(fields: ChatFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+    """The tools, and what a chat template shows the model of them. BadRequest names what is wrong."""
+    sent, choice = fields.tools or [], fields.tool_choice
+    if len(sent) > MOST_TOOLS:
+        raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
+    tools = [Tool(tool.function.name, tool.function.parameters or {"type": "object"}) for tool in sent]
+    for i, tool in enumerate(tools):
+        if not _NAME.fullmatch(tool.name):
+            name = f"tools[{i}].function.name"
+            raise BadRequest(f"{name}={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or .", name)
+    if choice == "none":
+        return NO_TOOLS, []
+    named = None if choice is None or isinstance(choice, str) else choice.function.name
+    if (choice == "required" or named is not None) and not tools:
+        raise BadRequest("tool_choice: demands a call, and there are no tools", "tool_choice")
+    if named is not None and named not in {tool.name for tool in tools}:
+        raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
+    may = tuple(tool for tool in tools if named in (None, tool.name))
+    several = fields.parallel_tool_calls is not False and named is None
+    shown = [{"type": "function", "function": _shown(tool.function)} for tool in sent]
+    return AskedTools(may, choice == "required" or named is not None, several), shown
+
+
+def _shown(function: Any) -> dict[str, Any]:
+    """Without what was not said: templates write all of it into the prompt."""
+    said: dict[str, Any] = to_builtins(function)
+    return {name: value for name, value in said.items() if value is not None and name != "strict"}
