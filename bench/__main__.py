@@ -28,6 +28,7 @@ from bench import (
     machine,
     models,
     pictures,
+    replica_killed,
     replicas,
     serving,
     soak,
@@ -40,8 +41,8 @@ from bench.report import Row, as_json, say, table
 
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
-CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "tune", "tune-pinned")
-USUAL = CASES[:-15]  # the others are asked for by name
+CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
+USUAL = CASES[:-16]  # the others are asked for by name
 
 
 def main() -> int:
@@ -82,6 +83,7 @@ def main() -> int:
             "hostile": lambda: hostile.hostile(tiny, scale),
             "pictures": lambda: pictures.pictures(scale),
             "replicas": lambda: replicas.replicas(tiny, heavy, scale),
+            "replica-killed": lambda: replica_killed.replica_killed({"tiny": tiny, "heavy": heavy}, scale),
             "soak": lambda: soak.soak(scale),
             "soak-mixed": lambda: soak.mixed(Path(root), args.minutes),
             "versions": lambda: versions.versions(tiny, heavy, scale),

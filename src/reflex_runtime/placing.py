@@ -1,4 +1,8 @@
-"""Whose a request is, read from the bytes that begin it. Pure."""
+"""Whose a request is, read from its head and from the bytes of its body. Pure.
+
+Bodies are searched for the names of fields, not decoded: a wrong guess costs the request its place, and makes no answer
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,13 @@ import json
 import re
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote_to_bytes
 
+EPISODE_HEADER: Final = b"x-reflex-episode"  # an episode, percent-encoded; see docs/deploying.md
 MAX_HEAD: Final = 64 * 1024  # bytes of a head
 SCANNED: Final = 64 * 1024  # bytes of a body that are looked at
 
-_TEXT: Final = rb'\s*:\s*"((?:[^"\\\x00-\x1f]|\\.){1,256})"'
+_TEXT: Final = rb'\s*:\s*"((?:[^"\\\x00-\x1f]|\\.){1,1280})"'  # escapes included: an id of 256 bytes
 _ROBOT, _EPISODE = re.compile(rb'"robot_id"' + _TEXT), re.compile(rb'"(?:episode_id|sequence_id)"' + _TEXT)
 _NUMBER: Final = re.compile(rb'"sequence_id"\s*:\s*([0-9]{1,20})')
 _PACKED: Final = {name: bytes([0xA0 + len(name)]) + name for name in (b"robot_id", b"episode_id")}
@@ -41,8 +47,8 @@ def identity_of(robot_id: str | None, episode_id: str | None) -> str:
 def begun(data: bytes) -> Begun | None:
     """What the bytes of a connection's next request say; None until its head is there.
 
-    A head that is no HTTP/1 concerns the server, which refuses it. A body is looked at in its first 64 KiB, and by the
-    names of its fields, not read: a wrong guess costs a move, and no wrong answer.
+    A head that is no HTTP/1 concerns the server, which refuses it. A body is looked at in its first 64 KiB; where that
+    names nobody, the header X-Reflex-Episode does.
     """
     end = data.find(b"\r\n\r\n")
     line = data.find(b"\n")
@@ -60,8 +66,10 @@ def begun(data: bytes) -> Begun | None:
     needed = min(int(length), SCANNED) if length.isdigit() and b"expect" not in headers else 0
     if b"transfer-encoding" in headers:
         needed = 1
-    robot, episode = _texts(body, b"msgpack" in headers.get(b"content-type", b"").lower())
+    robot, episode = names_in(body, headers.get(b"content-type", b""))
     enough = len(body) >= needed or bool(robot and episode)
+    if not robot and not episode:
+        episode = named_by(headers.get(EPISODE_HEADER, b""))
     return Begun(True, identity_of(robot, episode), episode, enough, 0 if enough else end + 4 + needed)
 
 
@@ -75,9 +83,14 @@ def opens_websocket(method: str, upgrade: bytes) -> bool:
     return method == "GET" and upgrade.lower() == b"websocket"
 
 
-def _texts(body: bytes, packed: bool) -> tuple[str, str]:
-    """robot_id and episode_id, "" where they are not seen."""
-    if packed:
+def named_by(header: bytes) -> str:
+    """The episode that the value of X-Reflex-Episode names."""
+    return unquote_to_bytes(header).decode("utf-8", "replace")
+
+
+def names_in(body: bytes, content_type: bytes) -> tuple[str, str]:
+    """robot_id, and episode_id or OIP's sequence_id, in a body of JSON or msgpack; "" where they are not seen."""
+    if b"msgpack" in content_type.lower():
         return _unpacked(body, b"robot_id"), _unpacked(body, b"episode_id")
     robot, episode = _ROBOT.search(body), _EPISODE.search(body) or _NUMBER.search(body)
     return _read(robot), _read(episode)
@@ -93,7 +106,7 @@ def _read(found: re.Match[bytes] | None) -> str:
 
 
 def _unpacked(body: bytes, name: bytes) -> str:
-    """The text behind a key of a msgpack map: up to 255 bytes of it."""
+    """The text behind a key of a msgpack map, "" if it is longer than 64 KiB."""
     at = body.find(_PACKED[name])
     if at < 0:
         return ""
@@ -103,6 +116,8 @@ def _unpacked(body: bytes, name: bytes) -> str:
         begin, size = at + 1, kind - 0xA0
     elif kind == 0xD9 and at + 1 < len(body):
         begin, size = at + 2, body[at + 1]
+    elif kind == 0xDA and at + 2 < len(body):
+        begin, size = at + 3, int.from_bytes(body[at + 1 : at + 3])
     else:
         return ""
     return body[begin : begin + size].decode("utf-8", "replace") if len(body) >= begin + size else ""

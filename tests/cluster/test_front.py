@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import sys
+from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 import pytest
 
-from reflex_runtime.cluster.front import EpisodeFront
+from reflex_runtime.cluster.front import KEY_VARIABLE, EpisodeFront, middlewares
 
 JSON, PACKED = b"application/json", b"application/msgpack"
 
@@ -52,13 +55,16 @@ def through(
     path: str = "/act",
     kind: bytes = JSON,
     method: str = "POST",
+    coming: list[Any] | None = None,
     **headers: bytes,
 ) -> list[Any]:
+    """coming: the messages of the body, if they are not to be made of it."""
     given = [(b"content-type", kind), *((name.replace("_", "-").encode(), value) for name, value in headers.items())]
     scope = {"type": "http", "method": method, "path": path, "headers": given, "client": ("10.0.0.9", 4321)}
-    half = len(body) // 2
-    parts = [body[:10], body[10:half], body[max(10, half) :]]
-    coming = [{"type": "http.request", "body": part, "more_body": n < 2} for n, part in enumerate(parts)]
+    if coming is None:
+        half = len(body) // 2
+        parts = [body[:10], body[10:half], body[max(10, half) :]]
+        coming = [{"type": "http.request", "body": part, "more_body": n < 2} for n, part in enumerate(parts)]
     sent: list[Any] = []
 
     async def receive() -> Any:
@@ -100,8 +106,45 @@ def test_x7_a_header_or_a_path_names_the_episode_before_the_body_does() -> None:
         through(proxy, b'{"episode_id": "another"}', path, **headers)
         assert proxy.episode == episode
     proxy = Proxy()
+    through(proxy, b'{"parameters": {"sequence_id": 7}}', "/v2/models/arm/infer")  # of OIP
+    assert proxy.episode == "7"
+    proxy = Proxy()
     through(proxy, b"", "/health", method="GET")
     assert proxy.episode is None
+
+
+@pytest.mark.parametrize(
+    ("given", "knows"),
+    [({}, False), ({"x_reflex_key": b"wrong"}, False), ({"authorization": b"Basic right"}, False),
+     ({"x_reflex_key": b"right"}, True), ({"authorization": b"Bearer right"}, True)],
+)  # fmt: skip
+def test_x7_a_body_without_the_key_is_not_held(given: dict[str, bytes], knows: bool) -> None:
+    """A replica refuses it at its head; the front would have had 16 MiB of it in memory."""
+    body, held = b'{"episode_id": "e"}' + b" " * 1000, []
+
+    class Looks(Proxy):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            held.append(len(coming) < 3)
+            await super().__call__(scope, receive, send)
+
+    coming = [{"type": "http.request", "body": body[n * 400 : (n + 1) * 400], "more_body": n < 2} for n in range(3)]
+    proxy = Looks()
+    front = EpisodeFront(proxy, key=hashlib.sha256(b"right").hexdigest())
+    through(front, body, coming=coming, **given)
+    assert held == [knows]
+    assert proxy.episode == ("e" if knows else None)
+
+
+def test_x7_the_key_of_rays_proxies_is_that_of_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray makes the front by its name, without arguments."""
+    made: list[Any] = []
+    starlette = ModuleType("starlette.middleware")
+    starlette.Middleware = lambda kind, **more: made.append((kind, more))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "starlette", ModuleType("starlette"))
+    monkeypatch.setitem(sys.modules, "starlette.middleware", starlette)
+    monkeypatch.setenv(KEY_VARIABLE, "abc")
+    middlewares()
+    assert made == [(EpisodeFront, {"key": "abc"})]
 
 
 BROKEN = [b"", b"{", b'{"episode_id": "', b"\xaaepisode_id", b"\xaaepisode_id\xd9", b"\xff" * 99]

@@ -12,12 +12,18 @@ import pytest
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.ipc.client import RuntimeClient
+from reflex_runtime.ipc.spawn import StartFailed
 from reflex_runtime.placing import Begun, begun
+from reflex_runtime.policies.rollout.breaker import Breaker
+from reflex_runtime.policies.rollout.following import FollowingRollout
+from reflex_runtime.policies.rollout.rollout import EPISODES
 from reflex_runtime.replicas import arriving
 from reflex_runtime.replicas import replica as replica_module
 from reflex_runtime.replicas.arriving import ArrivingConnection
+from reflex_runtime.replicas.front import FrontRuntime
 from reflex_runtime.replicas.inside import settings_of
 from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer, Serve
+from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
 from reflex_runtime.replicas.views import recorded
 from reflex_runtime.replicas.watching import MergedLive
@@ -187,6 +193,67 @@ def test_x7_an_answer_of_a_replica_that_has_ended_meanwhile_does_not_count() -> 
             goes.clear()
 
     run(main)
+
+
+def test_x7_a_replica_that_starts_while_what_it_serves_changes_starts_again() -> None:
+    """It would be ready with an earlier version, or without the faults of a drill."""
+    told = {"name": "default", "sources": {"a": "v1", "b": "v2"}, "config": {"inject_fault": []}}
+    plan = ReplicaPlan("replica-0", "cpu", Serve("replica-0", {}, {}, [told]), {})
+    replica = Replica(plan, lambda *_: None, lambda *_: None, lambda *_: None)
+    asked: list[Serve] = []
+    changes: list[dict[str, Any]] = [{"sources": {"b": "v3"}}, {"faults": ["b:raise:1"]}, {"sources": {"b": "v3"}}]
+
+    async def request(method: str, serve: Serve) -> None:
+        asked.append(serve)
+        if changes:
+            replica.serves("another policy", sources={"a": "wrong"})
+            replica.serves("default", **changes.pop(0))
+
+    client = cast(Any, SimpleNamespace(request=request))
+
+    async def main() -> None:
+        for _ in range(2):
+            with pytest.raises(StartFailed, match="changed while it started"):
+                await replica._prepare(client)
+        await replica._prepare(client)  # the third change is none
+
+    run(main)
+    assert asked[-1].asked == [
+        {"name": "default", "sources": {"a": "v1", "b": "v3"}, "config": {"inject_fault": ["b:raise:1"]}}
+    ]
+    assert asked[0].asked == [told]
+
+
+def test_x7_a_connection_that_is_given_tells_whether_its_episode_was_moved() -> None:
+    """The replicas were told too, but that message may come after the connection."""
+    table = ReplicaTable()
+    table.began_with(["r0", "r1"])
+    for episode in ("e", "f"):
+        table.runs(episode, "r0")
+    given: list[HandedOver] = []
+    replicas = [SimpleNamespace(name=name, give=lambda file, said: given.append(said)) for name in ("r0", "r1")]
+    slots = {"p": "b"}
+    front = cast(Any, SimpleNamespace(table=table, _started=True, replicas=replicas, _slots_of=lambda episode: slots))
+    assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), "", 0, b"")
+    table.leave("r0")
+    for _ in range(2):
+        assert FrontRuntime.give(front, Begun(True, "episode:e", "e"), "", 0, b"")
+    assert [said.moved for said in given] == [False, True, False]
+    assert given[1].slots == slots
+
+
+@pytest.mark.parametrize("slots", [("prod",), ("a", "b")])
+def test_x7_an_episode_that_arrives_is_told_once_and_again_where_its_answer_fails(slots: tuple[str, ...]) -> None:
+    rollout = FollowingRollout(Mock(), "default", slots, Breaker(slots, 5, 1.0))
+    rollout.arrives("e")
+    assert not rollout.place("other", "r0", 0.0).changed
+    first = rollout.place("e", "r1", 1.0)
+    assert first.changed
+    rollout.untold(first)
+    assert [rollout.place("e", "r2", 2.0).changed for _ in range(2)] == [True, False]
+    for number in range(EPISODES + 5):
+        rollout.arrives(f"e{number}")
+    assert len(rollout._arriving) == EPISODES
 
 
 @pytest.mark.parametrize(

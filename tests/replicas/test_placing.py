@@ -28,6 +28,7 @@ def request(path: str, body: bytes = b"", headers: str = "", method: str = "POST
         ("/act?policy=arm", {"episode_id": "e1"}, "episode:e1", "e1"),
         ("/policies/arm/act", {"robot_id": 'a"b\u00e9'}, 'robot:a"b\u00e9', ""),
         ("/v2/models/arm/infer", {"parameters": {"sequence_id": 7}}, "episode:7", "7"),
+        ("/act", {"episode_id": "\u00e9" * 128}, "episode:" + "\u00e9" * 128, "\u00e9" * 128),
         ("/reset", {"episode_id": None}, "", ""),
     ],
 )
@@ -45,13 +46,22 @@ def test_x7_it_waits_for_no_more_than_it_needs() -> None:
     whole = request("/act", body)
     head = len(whole) - len(body)
     assert begun(whole[: head - 1]) is None
-    for cut, enough in ((0, False), (12, False), (50, True), (SCANNED, True)):
+    for cut, enough in ((0, False), (12, False), (17, False), (50, True), (SCANNED, True)):
         found = begun(whole[: head + cut])
         assert found is not None
         assert found.enough is enough
     late = b"{" + b" " * SCANNED + body[1:]
     found = begun(request("/act", late))  # behind what is looked at
     assert found == Begun(True)
+
+
+def test_x7_a_header_names_the_episode_where_the_body_shows_nobody() -> None:
+    headers = "X-Reflex-Episode: e%20%C3%A9\r\n"
+    assert begun(request("/act", b'{"state": [1]}', headers)) == Begun(True, "episode:e \u00e9", "e \u00e9")
+    late = b'{"image": "' + b"A" * SCANNED + b'", "episode_id": "e"}'
+    assert begun(request("/act", late, headers)) == Begun(True, "episode:e \u00e9", "e \u00e9")
+    robot = request("/act", b'{"robot_id": "r"}', headers)  # Reflex's client names its robot there, without an episode
+    assert begun(robot) == Begun(True, "robot:r", "")
 
 
 def test_x7_the_front_answers_all_that_asks_no_policy() -> None:
@@ -78,8 +88,9 @@ def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> N
 
     first = places()
     assert min(Counter(first.values()).values()) > 60
-    table.leave("r1")
+    assert set(table.leave("r1")) == set(table.moved) == {e for e in episodes if first[e] == "r1"}
     second = places()
+    assert not table.moved
     assert all(second[e] == first[e] for e in episodes if first[e] != "r1")
     assert "r1" not in second.values()
     assert table.settled(0.0)
@@ -99,6 +110,12 @@ def test_x7_the_table_is_bounded_and_may_be_empty() -> None:
         table.runs(f"e{i}", "r0")
     table.runs("other", "no such replica")
     assert len(table._runs) == EPISODES
+    assert len(table.leave("r0")) == EPISODES
+    table.began_with(["r1"])
+    table.runs("more", "r1")
+    table.leave("r1")
+    assert len(table.moved) == EPISODES
+    assert "more" in table.moved
 
 
 PAGE = """\
@@ -125,7 +142,7 @@ def values(rendered: bytes) -> dict[str, float]:
 def test_x7_pages_add_up_and_keep_what_a_lost_replica_counted() -> None:
     pages = PageSum()
     own = page(1, 0.0, 0)
-    both = pages.page({"r0": page(10, 0.5, 0), "r1": page(5, 0.25, 1)}, own, [])
+    both = pages.page({"r0": page(10, 0.5, 1), "r1": page(5, 0.25, 1)}, own, [])
     assert values(both) == {"reflex_requests_total": 16, "reflex_backlog_seconds": 0.75, "reflex_slot_drained": 1}
     assert values(pages.page({"r0": page(11, 0.5, 0)}, own, [])) == {  # the other did not answer in time
         "reflex_requests_total": 17, "reflex_backlog_seconds": 0.75, "reflex_slot_drained": 1,

@@ -10,11 +10,16 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from openpi_client import msgpack_numpy
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
 
 from reflex_runtime.placing import identity_of
 from reflex_runtime.rendezvous import owner
@@ -171,17 +176,22 @@ def test_x7_a_robot_goes_where_its_name_hashes_to(server: Server) -> None:
 
 
 def test_x7_a_thousand_episodes_keep_their_version_and_their_replica_while_one_is_killed(server: Server) -> None:
-    """Except those of the one that was killed, which keep their version all the same."""
+    """Except those of the one that was killed, which keep their version all the same; the first answer of each from
+    another replica says that it was moved, and no other answer does."""
     names = [f"kept-{i}" for i in range(1000)]
     rounds: list[dict[str, tuple[str, str]]] = []
+    told: list[set[str]] = []
 
     async def every(robots: list[Robot]) -> None:
         found: dict[str, tuple[str, str]] = {}
+        told.append(set())
 
         async def one(robot: Robot, mine: list[str]) -> None:
             for episode in mine:
-                process, headers, _ = await robot.act(episode)
+                process, headers, answer = await robot.act(episode)
                 found[episode] = process, slot_of(headers)
+                if answer["policy_changed"]:
+                    told[-1].add(episode)
 
         await asyncio.gather(*(one(robot, names[i :: len(robots)]) for i, robot in enumerate(robots)))
         rounds.append(found)
@@ -202,8 +212,44 @@ def test_x7_a_thousand_episodes_keep_their_version_and_their_replica_while_one_i
     (survivor,) = {process for process, _ in second.values()}
     moved = [episode for episode in names if first[episode][0] != survivor]
     assert 300 < len(moved) < 700
+    assert told == [set(), set(moved), set()]
     assert [e for e in names if first[e][1] != second[e][1] or second[e] != third[e]] == []
     assert Counter(slot for _, slot in first.values())["a"] > 300
+
+
+def test_x7_an_episode_on_a_websocket_learns_that_its_replica_was_lost(server: Server) -> None:
+    """The front has never read whose it is: every replica was told of all episodes of the lost one. Versions stay."""
+    robots: dict[str, ClientConnection] = {}
+    lost: set[str] = set()
+
+    def ask(episode: str) -> tuple[str, bool]:
+        """The version that answers, and whether it says that the episode was moved."""
+        for _ in range(1000):
+            try:
+                if episode not in robots:
+                    url = f"ws://127.0.0.1:{server.port}/"
+                    robots[episode] = stack.enter_context(connect(url, compression=None))
+                    robots[episode].recv(PATIENCE)
+                sent = {"observation/state": np.array(STATE), "prompt": "go", "reflex/seed": 3, "episode_id": episode}
+                robots[episode].send(msgpack_numpy.packb(sent))
+                answer = msgpack_numpy.unpackb(robots[episode].recv(PATIENCE))
+                return answer["model_hash"], answer["policy_changed"]
+            except ConnectionClosed:
+                del robots[episode]
+                lost.add(episode)
+        raise AssertionError("never answered")
+
+    names = [f"spoken-{number}" for number in range(16)]
+    with ExitStack() as stack:
+        first = {name: ask(name) for name in names}
+        assert len({version for version, _ in first.values()}) == 2
+        assert not any(changed for _, changed in first.values())
+        os.kill(replicas(server)[1]["pid"], signal.SIGKILL)
+        server.wait_log(": its connection ended")
+        again = {name: ask(name) for name in names}
+        assert 0 < len(lost) < len(names)
+        assert again == {name: (version, name in lost) for name, (version, _) in first.items()}
+        assert not any(ask(name)[1] for name in names)
 
 
 def test_x7_a_killed_replica_loses_only_what_it_ran(server: Server) -> None:
@@ -352,8 +398,5 @@ def test_x7_a_killed_front_leaves_no_replica_and_is_started_again(tiny: Path) ->
 
 
 def test_x7_what_does_not_go_with_replicas_is_refused_by_name(tiny: Path) -> None:
-    told = refusal(tiny, "--replicas", "2", "--oip-grpc", "127.0.0.1:0")
-    assert "--oip-grpc" in told
-    assert "OIP over HTTP" in told
     assert "--devices=gpu" in refusal(tiny, "--devices", "gpu")
     assert "--replicas=3" in refusal(tiny, "--devices", "cpu,cpu", "--replicas", "3")

@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from reflex_runtime.cli import build_parser
-from reflex_runtime.cluster.front import EPISODE_HEADER
+from reflex_runtime.cluster.front import KEY_VARIABLE
 from reflex_runtime.cluster.scaling import FULL
 from reflex_runtime.config import RayConfig, ServeConfig
+from reflex_runtime.placing import EPISODE_HEADER
 from reflex_runtime.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,8 +107,11 @@ def test_x7_the_configurations_for_ray_name_settings_that_exist_and_agree() -> N
     spec = "src/reflex_runtime/cluster/application.py"
     own = set(re.findall(r'"(RAY_\w+)": ', (ROOT / spec).read_text())) - {"RAY_DISABLE_IMPORT_WARNING"}
     for pod in pods:
-        assert {variable["name"] for variable in pod["template"]["spec"]["containers"][0]["env"]} == own
-        for variable in pod["template"]["spec"]["containers"][0]["env"]:
+        env = {variable["name"]: variable for variable in pod["template"]["spec"]["containers"][0]["env"]}
+        assert env.keys() == own | {KEY_VARIABLE}
+        secret = env.pop(KEY_VARIABLE)["valueFrom"]["secretKeyRef"]
+        assert secret == {"name": "reflex-key", "key": "sha256", "optional": True}
+        for variable in env.values():
             told = variable["value"]
             assert variable["name"] in (ROOT / spec).read_text()
             if told.startswith("reflex_runtime."):

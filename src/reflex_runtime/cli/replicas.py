@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MOST: Final = 64
-_ALONE: Final = {  # wires with a listener of their own, and what to use in their place
-    "gr00t": "GR00T's JSON over POST /act",
-    "oip_grpc": "OIP over HTTP, which has the same tensors",
-    "lerobot": "POST /act or a websocket",
-}
+_LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
 def devices_of(config: ServeConfig, places: Places) -> list[str]:
@@ -50,19 +46,22 @@ def devices_of(config: ServeConfig, places: Places) -> list[str]:
         if "provider" in places:
             told = places["provider"]
             raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
-    if len(devices) > 1:
-        _check_wires(config)
+    _listeners_of(config, len(devices) - 1)
     return devices
 
 
-def _check_wires(config: ServeConfig) -> None:
-    for name, instead in _ALONE.items():
-        if getattr(config, name):
-            raise ConfigError(
-                f"{flag(name)} does not go with replicas: its connections are not HTTP, and cannot be handed to a "
-                f"replica; use {instead}, or start a server for each device",
-                field=name,
-            )
+def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
+    """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
+    has ports of its own, one after the other. A port 0 is any free one."""
+    found = {}
+    for name in _LISTENERS:
+        host, _, port = getattr(config, name).rpartition(":")
+        if port and int(port):
+            found[name] = f"{host}:{int(port) + number}"
+            if int(port) + number > 65535:
+                where = f"{flag(name)}={one_line(getattr(config, name))}"
+                raise ConfigError(f"{where}: replica {number} would have port {int(port) + number}", field=name)
+    return found
 
 
 def replica_plans(
@@ -80,6 +79,7 @@ def replica_plans(
         limits = replace(LIMITS, heartbeat_s=min(0.5, silent / 4), hung_after_s=silent)
     for number, device in enumerate(devices):
         changed, env = _on_device(device)
+        changed |= _listeners_of(config, number)
         own = settings_of(config, number, **changed)
         told = [
             msgspec.to_builtins(replace(policy, config=replace(policy.config, **changed))) for policy in asked

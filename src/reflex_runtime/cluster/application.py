@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final
 
-from reflex_runtime.cluster.front import EPISODE_HEADER
+from reflex_runtime.cluster.front import KEY_VARIABLE
 from reflex_runtime.config import RayConfig, ServeConfig
+from reflex_runtime.placing import EPISODE_HEADER
 
 NAME: Final = "reflex"
 _ENVIRONMENT: Final = {  # read when Ray is imported, here and in each of its processes
@@ -85,6 +87,8 @@ def run(
     on_ready: Callable[[], None],
 ) -> str:
     """Start Ray on this machine, serve until `stop` is set, and end everything. Returns "" or why it did not start."""
+    if config.api_key:
+        os.environ[KEY_VARIABLE] = hashlib.sha256(config.api_key.encode()).hexdigest()
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, configure_logging=False)
     try:
         serve.start(http_options=HTTPOptions(host=config.host, port=port))

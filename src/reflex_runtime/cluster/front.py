@@ -4,21 +4,24 @@ Reflex's form. It is plain ASGI, and runs in the process of the proxy."""
 from __future__ import annotations
 
 import hashlib
-import json
+import hmac
+import os
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import quote
 
 from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.placing import EPISODE_HEADER, named_by, names_in
 from reflex_runtime.web.asgi import Receive, Scope, Send
 from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.form import PLAIN
+from reflex_runtime.web.trust import keys_in
 
-EPISODE_HEADER: Final = b"x-reflex-episode"
+KEY_VARIABLE: Final = "RAY_REFLEX_KEY_SHA256"  # of proxies: the digest of the key that callers need
 LAST_HEADER: Final = b"x-reflex-last-replica"  # tells a replica which one answered the episode before
 REPLICA_HEADER: Final = b"x-reflex-replica"
 REMEMBERED: Final = 100_000  # episodes
@@ -27,19 +30,6 @@ LONGEST: Final = 256  # characters of a name, percent-encoded; a longer one is r
 _ID: Final = b"x-request-id"
 _OURS: Final = frozenset({_ID, EPISODE_HEADER, LAST_HEADER})  # not taken from a caller; Ray reads _ like -
 _OUTCOME: Final = re.compile(r"(?:/policies/[^/]+)?/episodes/(.+)/outcome")
-_TEXT: Final = rb'\s*:\s*("(?:[^"\\\x00-\x1f]|\\.){1,1024}")'
-
-
-class _Field:
-    """A field of a body that names whose it is, as it is found in JSON and in msgpack."""
-
-    def __init__(self, name: bytes) -> None:
-        self.in_json = re.compile(b'"' + name + b'"' + _TEXT)
-        self.packed = bytes([0xA0 + len(name)]) + name
-
-
-_EPISODE: Final = _Field(b"episode_id")
-_ROBOT: Final = _Field(b"robot_id")
 
 
 class EpisodeFront:
@@ -48,11 +38,13 @@ class EpisodeFront:
 
     It remembers which replica answered each of the latest of them. An episode that runs stays there while that replica
     is there; a robot or a connection goes to a new owner at once. A replica is told when another one had it before.
-    A body is searched for the names, not decoded: a wrong guess costs the request its place, and no wrong answer.
+
+    key: the SHA-256 of the key that callers need, in hexadecimal. A body that comes without that key is not held here;
+    the replica refuses it. "" holds all bodies.
     """
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, app: Any, key: str = "") -> None:
+        self._app, self._key = app, key
         self._last: OrderedDict[str, bytes] = OrderedDict()  # the replica that answered last, by episode
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,8 +53,8 @@ class EpisodeFront:
         given = next((value for name, value in headers if name == EPISODE_HEADER), b"")
         kept = [header for header in headers if header[0].replace(b"_", b"-") not in _OURS]
         scope["headers"] = [*kept, (_ID, request_id.encode())]
-        named, ends = _key(unquote_to_bytes(given).decode("utf-8", "replace")), True
-        if scope["type"] == "http" and scope["method"] == "POST" and not named:
+        named, ends = _key(named_by(given)), True
+        if scope["type"] == "http" and scope["method"] == "POST" and not named and self._knows_key(headers):
             messages = await _read(receive)
             named, ends = _named(scope, b"".join(message.get("body", b"") for message in messages))
             named, receive = _key(named), _replayed(messages, receive)
@@ -76,6 +68,12 @@ class EpisodeFront:
         if not answering.begun:  # Ray has nothing to say where a replica is lost with a request
             error = NotReady("the replica that had this request was lost; ask again", retry_after=1.0)
             await answering.refuse(error, 503)
+
+    def _knows_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        if not self._key:
+            return True
+        digests = [hashlib.sha256(key).hexdigest() for key in keys_in(dict(headers))]
+        return any(hmac.compare_digest(digest, self._key) for digest in digests)
 
     def _place(self, scope: Scope, named: str, ends: bool) -> None:
         """Tell Ray's router whose request it is. ends: it is an episode, and not a robot or a connection: while it
@@ -108,33 +106,11 @@ def _named(scope: Scope, body: bytes) -> tuple[str, bool]:
     if found:
         return found[1], True
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    search = _in_packed if b"msgpack" in kind.lower() else _in_json
-    for field in (_EPISODE, _ROBOT):
-        named = search(body, field)
-        if named:
-            return named, field is _EPISODE
+    robot, episode = names_in(body, kind)
+    if episode or robot:
+        return episode or robot, bool(episode)
     client = scope.get("client")
     return (f"connection {client[0]} {client[1]}" if client else ""), False
-
-
-def _in_json(body: bytes, field: _Field) -> str:
-    found = field.in_json.search(body)
-    try:
-        return "" if found is None else str(json.loads(found[1]))
-    except ValueError:
-        return ""
-
-
-def _in_packed(body: bytes, field: _Field) -> str:
-    """The text behind the field's name in a msgpack map."""
-    at = body.find(field.packed) + len(field.packed)
-    kind = body[at : at + 1]
-    if at < len(field.packed) or not kind:
-        return ""
-    size, begins = (kind[0] - 0xA0, at + 1) if 0xA0 < kind[0] <= 0xBF else (0, 0)
-    if kind == b"\xd9":
-        size, begins = int.from_bytes(body[at + 1 : at + 2]), at + 2
-    return body[begins : begins + size].decode("utf-8", "replace")
 
 
 async def _read(receive: Receive) -> list[Any]:
@@ -204,4 +180,4 @@ def middlewares() -> list[Any]:
     """For Ray, which asks for them by the name in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware  # comes with Ray
 
-    return [Middleware(EpisodeFront)]
+    return [Middleware(EpisodeFront, key=os.environ.get(KEY_VARIABLE, ""))]

@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
@@ -29,7 +29,8 @@ from reflex_runtime.policies.serving.runtime import TICK, PolicyRuntime
 from reflex_runtime.policies.serving.served import PolicyPlan
 from reflex_runtime.replicas import messages as say
 from reflex_runtime.replicas.arriving import ArrivingConnection
-from reflex_runtime.replicas.messages import Forget, Members, Noted, ReplicaReport
+from reflex_runtime.replicas.exchanging import ReplicaExchanges
+from reflex_runtime.replicas.messages import Forget, Members, MovedEpisodes, Noted, ReplicaReport
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, closed, started
 from reflex_runtime.telemetry.journal_writer import JournalWriter
@@ -46,8 +47,8 @@ _REPORT: Final = Reader(ReplicaReport)
 
 
 class FrontRuntime(PolicyRuntime):
-    """See the module. replicas: in the order of their devices. on_lost: called with the name of a replica that has
-    ended. app: the application around it, once it is made."""
+    """See the module. replicas: in the order of their devices. swaps: by policy. on_lost: called with the name of a
+    replica that has ended. app: the application around it, once it is made."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class FrontRuntime(PolicyRuntime):
     ) -> None:
         super().__init__(config, plans, on_fatal)
         self.replicas = [Replica(plan, self._taken, self._noted, self._changed) for plan in replicas]
+        self.swaps = {name: ReplicaExchanges(served, self.replicas) for name, served in self.policies.items()}
         self.table = ReplicaTable()
         self.on_lost: list[Callable[[str], None]] = []
         self.app: App | None = None
@@ -171,11 +173,12 @@ class FrontRuntime(PolicyRuntime):
     def give(self, known: Begun, peer: str, file: int, data: bytes) -> bool:
         """Give a connection to the replica of its caller. peer: its address, by which it is placed if it names nobody.
         False if no replica takes requests; then the descriptor stays open."""
+        moved = known.episode in self.table.moved
         name = self.table.place(known.identity or peer, known.episode) if self._started else None
         if name is None:
             return False
         slots = self._slots_of(known.episode) if known.episode else {}
-        said = HandedOver(known.identity, known.episode, True, slots, data)
+        said = HandedOver(known.identity, known.episode, True, slots, moved, data)
         next(replica for replica in self.replicas if replica.name == name).give(file, said)
         return True
 
@@ -217,7 +220,8 @@ class FrontRuntime(PolicyRuntime):
         if replica.live and self._started:
             self.table.join(replica.name, now)
             self._tell_members()
-            self._order()
+            self._order()  # and then where episodes run: an earlier rollback must not move them
+            self._tell_moved([replica], self.table.moved)
         elif not replica.live:
             self._without(replica)
         if not replica.client.ready:
@@ -226,8 +230,16 @@ class FrontRuntime(PolicyRuntime):
 
     def _without(self, replica: Replica) -> None:
         if replica.name in self.table.live:
-            self.table.leave(replica.name)
+            left = self.table.leave(replica.name)
+            self._tell_moved(self.live, left)
             self._tell_members()
+
+    def _tell_moved(self, replicas: Sequence[Replica], episodes: Iterable[str]) -> None:
+        """Also of episodes that the front will not see begin elsewhere: those in messages of a websocket."""
+        moved = MovedEpisodes({episode: self._slots_of(episode) for episode in episodes})
+        if moved.slots and not self._ends:
+            for replica in replicas:
+                replica.client.notify(say.MOVED, moved)
 
     def _tell_members(self) -> None:
         members = Members(list(self.table.live), self.table.settled(time.monotonic()))
@@ -274,8 +286,8 @@ class FrontRuntime(PolicyRuntime):
             return
         now = time.monotonic()
         try:
-            for served in self.policies.values():
-                served.rollout.evaluate(now)
+            for name, served in self.policies.items():
+                self.swaps[name].kept.look(now)
                 served.rollout.breaker.look(now)
             if any(served.rollout.breaker.due for served in self.policies.values()):
                 self._order()

@@ -9,8 +9,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -22,9 +23,13 @@ from reflex_runtime.ipc.messages import INFO, PROTOCOL, SHUTDOWN, Info, Shutdown
 from reflex_runtime.ipc.peer import Peer
 from reflex_runtime.placing import asks_policy, opens_websocket
 from reflex_runtime.policies.rollout.following import FollowingRollout, RolloutOrders, RolloutReports
+from reflex_runtime.policies.rollout.rollout import Rollout
+from reflex_runtime.policies.serving.admin import Admin, Load, loaded
 from reflex_runtime.policies.serving.app import application
+from reflex_runtime.policies.serving.asking import Asking
+from reflex_runtime.policies.serving.exchanging import LoadedBeside
 from reflex_runtime.policies.serving.runtime import PolicyRuntime
-from reflex_runtime.policies.serving.served import PolicyPlan
+from reflex_runtime.policies.serving.served import PolicyPlan, ServedPolicy
 from reflex_runtime.rendezvous import owner
 from reflex_runtime.replicas import messages as say
 from reflex_runtime.replicas.messages import (
@@ -32,10 +37,12 @@ from reflex_runtime.replicas.messages import (
     AskReplica,
     Forget,
     Members,
+    MovedEpisodes,
     Noted,
     ReplicaAnswer,
     ReplicaReport,
     Serve,
+    SlotOf,
 )
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
@@ -52,7 +59,8 @@ log = logging.getLogger("reflex.server")
 HOMES: Final = 10_000  # identities whose owner is kept
 _SERVE, _ASK, _SHUTDOWN = Reader(Serve), Reader(AskReplica), Reader(Shutdown)
 _MEMBERS, _FORGET, _NOTED = Reader(Members), Reader(Forget), Reader(Noted)
-_ORDERS, _WATCH = Reader(dict[str, RolloutOrders]), Reader(int)
+_ORDERS, _WATCH, _MOVED = Reader(dict[str, RolloutOrders]), Reader(int), Reader(MovedEpisodes)
+_SLOT = Reader(SlotOf)
 Plan = Callable[[Serve], tuple[ServeConfig, Sequence[PolicyPlan]]]
 
 
@@ -75,6 +83,7 @@ class ReplicaProcess:
         self._members = Members([], True)
         self._here: dict[str, bool] = {}
         self._watched: dict[int, Exchange] = {}
+        self._beside: dict[tuple[str, str], LoadedBeside] = {}  # by policy and slot: what may be switched to
         self._tasks: set[asyncio.Task[Any]] = set()
         self.name = ""
 
@@ -101,7 +110,7 @@ class ReplicaProcess:
 
         def make(on_lost: Callable[[], None], lives: Lives | None) -> tuple[App, PolicyRuntime]:
             runtime = self._runtime = PolicyRuntime(config, plans, on_lost, home=self)
-            app = self._app = application(runtime)
+            app = self._app = application(runtime, admin=partial(ReplicaAdmin, self._beside))
             app.elsewhere = self._elsewhere
             app.marks = [(b"x-reflex-replica", self.name.encode())]
             runtime.on_drain.append(self._leaves)
@@ -115,7 +124,12 @@ class ReplicaProcess:
             else:
                 peer.respond(request, {})
 
-        status, clean = await serving(make, self, config.drain_timeout_s, self._stop, on_ready=ready)
+        try:
+            status, clean = await serving(make, self, config.drain_timeout_s, self._stop, on_ready=ready)
+        except ConfigError as error:  # of a listener: its port is taken
+            peer.refuse(request, error)
+            await peer.ended
+            return 2, True
         peer.flush()
         return status, clean
 
@@ -149,14 +163,23 @@ class ReplicaProcess:
         assert self._runtime is not None
         assert self._app is not None
         app = self._app
-        for policy, slot in said.slots.items():
-            router = self._runtime.policies[policy].rollout.router
-            if router is not None and router.running(said.episode) is None:
-                router.adopt(said.episode, slot, time.monotonic())
+        self._adopt(said.episode, said.slots, said.moved)
         loop = asyncio.get_running_loop()
         task = loop.create_task(_connected(lambda: HandedConnection(app, said), sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _adopt(self, episode: str, slots: Mapping[str, str], moved: bool) -> None:
+        """An episode that ran in another process may come here. slots: its slot there, by policy."""
+        assert self._runtime is not None
+        now = time.monotonic()
+        for policy, slot in slots.items():
+            router = self._runtime.policies[policy].rollout.router
+            if router is not None and router.running(episode) is None:
+                router.adopt(episode, slot, now)
+        if moved:
+            for served in self._runtime.policies.values():
+                _following(served.rollout).arrives(episode)
 
     # -- whose a request is --------------------------------------------------------------------------------------------
 
@@ -247,9 +270,10 @@ class ReplicaProcess:
             self._here.clear()
         elif note.method == say.ORDERS:
             for policy, orders in _ORDERS.read(note.params, codec).items():
-                rollout = runtime.policies[policy].rollout
-                assert isinstance(rollout, FollowingRollout)
-                rollout.obey(orders, time.monotonic())
+                _following(runtime.policies[policy].rollout).obey(orders, time.monotonic())
+        elif note.method == say.MOVED:
+            for episode, slots in _MOVED.read(note.params, codec).slots.items():
+                self._adopt(episode, slots, True)
         elif note.method == say.FORGET:
             ended = _FORGET.read(note.params, codec)
             for slot in runtime.policies[ended.policy].slots.values():
@@ -257,10 +281,24 @@ class ReplicaProcess:
         elif note.method == say.NOTE:
             noted = _NOTED.read(note.params, codec)
             runtime.note(noted.kind, **noted.fields)
+        elif note.method in (say.SWITCH, say.DROP, say.BACK, say.SETTLE):
+            self._exchange(note.method, _SLOT.read(note.params, codec))
         elif note.method == say.UNWATCH:
             watched = self._watched.pop(_WATCH.read(note.params, codec), None)
             if watched is not None:
                 watched.leave()
+
+    def _exchange(self, what: str, of: SlotOf) -> None:
+        """What the front has decided of a slot. Without what it takes, this process ends and is started with that."""
+        assert self._runtime is not None
+        served, beside = self._runtime.policies[of.policy], self._beside.pop((of.policy, of.slot), None)
+        if what == say.SWITCH and beside is not None:
+            served.switch(of.slot, beside)
+        elif what == say.SETTLE:
+            served.exchanging.settle(of.slot)
+        elif what == say.SWITCH or (what == say.BACK and served.exchanging.go_back(of.slot) is None):
+            log.warning("slot %s: the version in force is not here; ending, to be started with it", of.slot)
+            self._stop.set()
 
     def lost(self, peer: Peer, error: Exception | None) -> None:
         """The front is gone: nobody could reach what this process goes on with."""
@@ -280,6 +318,19 @@ class ReplicaProcess:
             self._watched[asked.watch] = exchange
         if self._app.open(exchange):
             self._app.run(exchange, asked.body)
+
+
+class ReplicaAdmin(Admin):
+    """`Admin` of a policy in a replica, which only the front asks. beside: what was loaded, by policy and slot."""
+
+    def __init__(self, beside: dict[tuple[str, str], LoadedBeside], asking: Asking) -> None:
+        super().__init__(asking)
+        self._beside = beside
+
+    async def _exchanged(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> dict[str, Any]:
+        """It is loaded; the front says whether the slot has it."""
+        found = self._beside[served.name, asked.slot] = await served.exchanging.load(asked.slot, asked.path)
+        return loaded(asked, found.version)
 
 
 class _Asked:
@@ -309,6 +360,11 @@ class _Asked:
 
     def abort(self) -> None:
         pass
+
+
+def _following(rollout: Rollout) -> FollowingRollout:
+    assert isinstance(rollout, FollowingRollout)
+    return rollout
 
 
 async def _connected(make: Callable[[], HandedConnection], sock: socket.socket) -> None:

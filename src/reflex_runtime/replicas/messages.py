@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 SERVE, ASK, FORGET, NOTE = "serve", "ask", "forget", "note"
-MEMBERS, ORDERS, UNWATCH = "members", "orders", "unwatch"
+MEMBERS, ORDERS, UNWATCH, MOVED = "members", "orders", "unwatch", "moved"
+SWITCH, DROP, BACK, SETTLE = "switch", "drop", "back", "settle"
 PLACED, CRASHED, COMPUTED, ANSWERED, PROBES, OUTCOME = "placed", "crashed", "computed", "answered", "probes", "outcome"
 LEAVES, PART = "leaves", "part"
 
@@ -58,6 +59,21 @@ class Members(msgspec.Struct):
 
     names: list[str]
     settled: bool
+
+
+class MovedEpisodes(msgspec.Struct):
+    """`moved`: the replica of these episodes has left. The one that goes on with an episode tells its caller.
+    slots: where it ran, by episode and policy."""
+
+    slots: dict[str, dict[str, str]]
+
+
+class SlotOf(msgspec.Struct):
+    """`switch`: new requests of a slot go to what was loaded beside; `drop`: that is not needed. `back`: the version
+    before is in the slot again; `settle`: it is needed no more."""
+
+    policy: str
+    slot: str
 
 
 class ReplicaReport(msgspec.Struct, omit_defaults=True):

@@ -15,11 +15,13 @@ class ReplicaTable:
     """The front's table. Pure: times are given.
 
     An episode stays where it began while that replica lives. So one that joins takes over only what begins later.
+    moved: episodes whose replica has left, and that none has answered since; the longest lost is first.
     """
 
     def __init__(self) -> None:
         self.live: dict[str, None] = {}
         self._runs: OrderedDict[str, str] = OrderedDict()  # episode → replica; least recently placed first
+        self.moved: OrderedDict[str, None] = OrderedDict()
         self._joined_at: float | None = None
 
     def began_with(self, names: Collection[str]) -> None:
@@ -31,11 +33,16 @@ class ReplicaTable:
             self.live[name] = None
             self._joined_at = now
 
-    def leave(self, name: str) -> None:
-        """It takes no more requests: its episodes go on elsewhere."""
+    def leave(self, name: str) -> list[str]:
+        """It takes no more requests. Returns its episodes, which go on elsewhere."""
         self.live.pop(name, None)
-        for episode in [episode for episode, runs in self._runs.items() if runs == name]:
+        left = [episode for episode, runs in self._runs.items() if runs == name]
+        for episode in left:
             del self._runs[episode]
+            self.moved[episode] = None
+            if len(self.moved) > EPISODES:
+                self.moved.popitem(last=False)
+        return left
 
     def settled(self, now: float) -> bool:
         """Whether every episode runs where its caller hashes to."""
@@ -55,6 +62,7 @@ class ReplicaTable:
         """The episode runs there."""
         if name not in self.live:
             return
+        self.moved.pop(episode, None)
         self._runs[episode] = name
         self._runs.move_to_end(episode)
         if len(self._runs) > EPISODES:

@@ -7,15 +7,17 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.ipc.client import ClientConfig, RuntimeClient, start_all
 from reflex_runtime.ipc.frames import Codec, Notification, Reader
 from reflex_runtime.ipc.peer import Handler
-from reflex_runtime.ipc.spawn import Link, spawned
+from reflex_runtime.ipc.spawn import Link, StartFailed, spawned
 from reflex_runtime.replicas.messages import ASK, PART, SERVE, UNWATCH, AnswerPart, AskReplica, ReplicaAnswer, Serve
 from reflex_runtime.web.handover import HandedOver, HandoverChannel
 
@@ -56,6 +58,7 @@ class Replica:
         changed: Callable[[Replica], None],
     ) -> None:
         self.name, self.device, self.plan = plan.name, plan.device, plan
+        self._serve = plan.serve  # what it serves from its next start on
         self._taken, self._noted, self._changed = taken, noted, changed
         self.client = RuntimeClient(
             self._open, plan.limits, name=plan.name, prepare=self._prepare, on_note=self._note,
@@ -77,6 +80,19 @@ class Replica:
         assert self._channel is not None
         self.given += 1
         self._channel.send(file, said)
+
+    def serves(self, policy: str, sources: Mapping[str, str] = {}, faults: Sequence[str] | None = None) -> None:
+        """What has changed since the beginning, for a replica that starts later. sources: by slot. faults: those of a
+        drill; None: as before."""
+        asked = []
+        for told in self._serve.asked:
+            if told["name"] == policy:
+                told = told | {"sources": told["sources"] | sources}
+                if faults is not None:
+                    told["config"] = told["config"] | {"inject_fault": list(faults)}
+            asked.append(told)
+        if asked != self._serve.asked:
+            self._serve = msgspec.structs.replace(self._serve, asked=asked)
 
     async def ask(self, asked: AskReplica, timeout: float) -> ReplicaAnswer:
         """Its answer to an HTTP request. Raises a ReflexError if there is none in time."""
@@ -118,7 +134,10 @@ class Replica:
             return await spawned(command, self.plan.env, (theirs.fileno(),))(handler)
 
     async def _prepare(self, client: RuntimeClient) -> None:
-        await client.request(SERVE, self.plan.serve)
+        serve = self._serve
+        await client.request(SERVE, serve)
+        if self._serve is not serve:
+            raise StartFailed(f"{self.name}: what it serves was changed while it started")
 
     def _state_changed(self, state: str) -> None:
         if state != "ready":

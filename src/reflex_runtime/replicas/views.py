@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +14,7 @@ from prometheus_client.core import Sample
 from reflex_runtime.options import settings
 from reflex_runtime.placing import asks_policy, opens_websocket
 from reflex_runtime.policies.serving import fields as wire
-from reflex_runtime.policies.serving.admin import Admin
+from reflex_runtime.policies.serving.admin import Admin, Load
 from reflex_runtime.policies.serving.app import application
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.served import ServedPolicy
@@ -28,12 +28,13 @@ from reflex_runtime.telemetry.metrics import CONTENT_TYPE
 from reflex_runtime.telemetry.processes import LiveProcess, live_process, own_process
 from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
-from reflex_runtime.web.errors import Conflict, NotReady
+from reflex_runtime.web.errors import NotReady
 from reflex_runtime.web.exchange import Exchange, Route
 from reflex_runtime.web.handover import handing_on
 from reflex_runtime.web.watchers import Watchers
 
 WITHIN: Final = 2.0  # seconds for a replica to answer; one that takes longer is left out
+LOADED_WITHIN: Final = 86_400.0  # the same for loading a policy, which takes what it takes
 HEALTH_WITHIN: Final = 0.5  # the same for /health: those who probe it wait a second
 Handler = Callable[[Exchange, bytes], None]
 
@@ -48,7 +49,7 @@ def front_application(front: FrontRuntime) -> App:
         kind = FrontServerViews if several and of_server else FrontViews
         return kind(asking, front, pages)
 
-    app = application(front, views, partial(FrontAdmin, front), _watchers_of(front))
+    app = application(front, views, partial(FrontAdmin, front), _watchers_of(front), listens=False)
     most = front.config.max_body_bytes
 
     def elsewhere(exchange: Exchange) -> Route | None:
@@ -62,11 +63,13 @@ def front_application(front: FrontRuntime) -> App:
     return app
 
 
-async def _asked(front: FrontRuntime, exchange: Exchange, body: bytes = b"") -> dict[str, ReplicaAnswer]:
+async def _asked(
+    front: FrontRuntime, exchange: Exchange, body: bytes = b"", within: float = WITHIN
+) -> dict[str, ReplicaAnswer]:
     """What the live replicas answer, by name. NotReady if none does."""
     method = "GET" if exchange.method == "HEAD" else exchange.method
     asked = AskReplica(method, exchange.path, list(exchange.headers.items()), body)
-    found = await answers(front.replicas, asked, WITHIN)
+    found = await answers(front.replicas, asked, within)
     if not found:
         front.need_policy()
         raise NotReady("no replica answers", retry_after=1.0)
@@ -128,7 +131,7 @@ class FrontViews(Views):
 
     def configuration(self, exchange: Exchange, _: bytes) -> None:
         """As of one replica, with the settings of the whole server."""
-        self._spawn(exchange, self._configuration(exchange))
+        exchange.app.spawn(exchange, self._configuration(exchange))
 
     async def _configuration(self, exchange: Exchange) -> None:
         answer = next(iter((await _asked(self.front, exchange)).values()))
@@ -139,11 +142,11 @@ class FrontViews(Views):
 
     def cost_model(self, exchange: Exchange, _: bytes) -> None:
         """Of every replica: each learns the cost of its own device."""
-        self._spawn(exchange, self._each(exchange))
+        exchange.app.spawn(exchange, self._each(exchange))
 
     def shadow(self, exchange: Exchange, _: bytes) -> None:
         """Of every replica: each has a shadow of its own."""
-        self._spawn(exchange, self._each(exchange))
+        exchange.app.spawn(exchange, self._each(exchange))
 
     async def _each(self, exchange: Exchange) -> None:
         found = await _asked(self.front, exchange)
@@ -153,16 +156,13 @@ class FrontViews(Views):
 
     def rollout(self, exchange: Exchange, _: bytes) -> None:
         """Split, breakers, outcomes, the comparison, the ramp and what has changed, of all replicas together."""
-        self._spawn(exchange, self._rollout(exchange))
+        exchange.app.spawn(exchange, self._rollout(exchange))
 
     async def _rollout(self, exchange: Exchange) -> None:
         answer = next(iter((await _asked(self.front, exchange)).values()))
         told = msgspec.json.decode(answer.body)
         body = self.served.rollout.snapshot(time.monotonic()) | {"versions": told.get("versions", {})}
         _pass(exchange, answer, wire.encode_json(body) if answer.status == 200 else None)
-
-    def _spawn(self, exchange: Exchange, answering: Coroutine[Any, Any, None]) -> None:
-        exchange.app.spawn(exchange, answering)
 
 
 def recorded(several: list[dict[str, Any]]) -> dict[str, Any]:
@@ -216,13 +216,17 @@ class FrontAdmin(Admin):
         exchange.app.spawn(exchange, self._faults(exchange, body))
 
     async def _faults(self, exchange: Exchange, body: bytes) -> None:
-        found = await _asked(self._front, exchange, body)
+        served, found = self.served, await _asked(self._front, exchange, body)
         worst = max(found.values(), key=lambda answer: answer.status)
+        if worst.status == 200:
+            for replica in self._front.replicas:
+                replica.serves(served.name, faults=msgspec.json.decode(worst.body)["faults"])
         _pass(exchange, worst)
 
-    def load(self, exchange: Exchange, body: bytes) -> None:
-        """Not with replicas."""
-        raise Conflict("with --replicas no policy can be exchanged; restart the server with the other policy")
+    async def _exchanged(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> dict[str, Any]:
+        """In every replica, or in none."""
+        ask = partial(_asked, self._front, exchange, msgspec.json.encode(asked), LOADED_WITHIN)
+        return await self._front.swaps[served.name].exchange(asked.slot, asked.path, ask)
 
 
 def replica_series(replicas: Iterable[Replica]) -> list[Metric]:

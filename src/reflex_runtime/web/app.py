@@ -23,7 +23,7 @@ from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, 
 from reflex_runtime.web.exchange import Exchange, Route, too_large
 from reflex_runtime.web.form import ErrorForm, Headers
 from reflex_runtime.web.json import printable
-from reflex_runtime.web.trust import Trust, check_direct
+from reflex_runtime.web.trust import Trust, check_direct, keys_in
 
 log = logging.getLogger("reflex.server")
 
@@ -208,9 +208,7 @@ class App:
             if route is not None and route.changes and exchange.method == route.method:
                 check_direct(exchange.client, exchange.headers)
         elif route is None or not route.open:
-            plain = exchange.headers.get(b"x-reflex-key", b"")
-            scheme, _, borne = exchange.headers.get(b"authorization", b"").partition(b" ")
-            borne = borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
+            plain, borne = keys_in(exchange.headers)
             if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
                 raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
 

@@ -33,13 +33,15 @@ class HandedOver(msgspec.Struct, array_like=True):
 
     identity: whose its next request is, and episode: which one, "" if that is not known. placed: the front has chosen
     the process for it, which therefore keeps it. slots: where the episode runs, by policy, if another process had it
-    before. data: bytes that were read from it; None if they are in the file that comes with it.
+    before. moved: that process has left, and the caller must be told. data: bytes that were read from it; None if they
+    are in the file that comes with it.
     """
 
     identity: str = ""
     episode: str = ""
     placed: bool = False
     slots: dict[str, str] = {}
+    moved: bool = False
     data: bytes | None = b""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
-from reflex_runtime.policies.rollout.rollout import Placement, Rollout
+from reflex_runtime.policies.rollout.rollout import EPISODES, Placement, Rollout
 
 
 class RolloutReports(Protocol):
@@ -53,6 +55,7 @@ class FollowingRollout(Rollout):
         self._reports, self._policy = reports, policy
         self._rollbacks = 0
         self._watched_slots: frozenset[str] = frozenset()
+        self._arriving: OrderedDict[str, None] = OrderedDict()  # episodes that may come from a lost replica
 
     def begin(self, now: float) -> None:
         """Nothing: the ramp is elsewhere."""
@@ -60,12 +63,28 @@ class FollowingRollout(Rollout):
     def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
         before = dict(self.breaker.probes) if self.breaker.opened else {}
         try:
-            return super().place(episode_id, request_id, now)
+            placement = super().place(episode_id, request_id, now)
+            if episode_id and episode_id in self._arriving:
+                del self._arriving[episode_id]
+                return replace(placement, arrived=episode_id)
+            return placement
         finally:
             if self.breaker.opened:
                 for slot, key in self.breaker.probes.items():
                     if before.get(slot) != key:
                         self._reports.probes(self._policy, slot, key)
+
+    def arrives(self, episode: str) -> None:
+        """The replica of this episode has left. If it goes on here, its first answer says that it was moved."""
+        self._arriving[episode] = None
+        self._arriving.move_to_end(episode)
+        if len(self._arriving) > EPISODES:
+            self._arriving.popitem(last=False)
+
+    def untold(self, placement: Placement) -> None:
+        if placement.arrived:
+            self.arrives(placement.arrived)
+        super().untold(placement)
 
     def _remember(self, episode: str, slot: str) -> None:
         known = self._episodes.get(episode)

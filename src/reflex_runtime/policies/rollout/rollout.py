@@ -41,16 +41,18 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time."""
+    """The slot of a request. routing: None with one slot. verdict: of the breaker at that time. arrived: its episode,
+    if that was moved from another process."""
 
     slot: str
     routing: Routing | None = None
     verdict: str = "ok"
+    arrived: str = ""
 
     @property
     def changed(self) -> bool:
-        """Whether the episode was moved from the other slot, and the answer must say so."""
-        return self.routing is not None and self.routing.changed
+        """Whether the episode was moved, from the other slot or another process, and the answer must say so."""
+        return bool(self.arrived) or (self.routing is not None and self.routing.changed)
 
 
 class Rollout:
@@ -159,7 +161,7 @@ class Rollout:
 
     def untold(self, placement: Placement) -> None:
         """The request failed: the next answer of its episode says that it moved."""
-        if self.router is not None and placement.routing is not None and placement.changed:
+        if self.router is not None and placement.routing is not None and placement.routing.changed:
             self.router.untold(placement.routing.key)
 
     # -- results -------------------------------------------------------------------------------------------------------

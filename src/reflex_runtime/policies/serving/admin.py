@@ -18,6 +18,7 @@ import msgspec
 
 from reflex_runtime.core.errors import Closed, ConfigError, ReflexError
 from reflex_runtime.policies.policy.spec import PYTHON
+from reflex_runtime.policies.rollout.versions import Version
 from reflex_runtime.policies.serving import fields as wire
 from reflex_runtime.policies.serving.asking import Asking
 from reflex_runtime.policies.serving.served import ServedPolicy
@@ -157,9 +158,7 @@ class Admin:
 
     async def _load(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> None:
         try:
-            version = await served.exchange(asked.slot, asked.path)
-            path = version.policy.spec.source
-            self._answer(exchange, {"slot": asked.slot, "model_version": version.name, "path": path})
+            self._answer(exchange, await self._exchanged(exchange, served, asked))
         except ConfigError as error:
             exchange.fail(invalid("path", error.message))
         except OSError as error:
@@ -169,6 +168,10 @@ class Admin:
         except Exception:
             log.exception("loading %s into slot %s failed", asked.path, asked.slot)
             exchange.fail(ReflexError("the policy could not be loaded; the server's log has the details"))
+
+    async def _exchanged(self, exchange: Exchange, served: ServedPolicy, asked: Load) -> dict[str, Any]:
+        """What is in the slot now."""
+        return loaded(asked, await served.exchange(asked.slot, asked.path))
 
     def close(self) -> None:
         """The server ends: give up the present load, and answer its operator."""
@@ -182,6 +185,11 @@ class Admin:
         fields = {"reward": asked.reward} if asked.reward is not None else {}
         told = self.served.ended(episode, asked.success, **fields)
         self._answer(exchange, told)
+
+
+def loaded(asked: Load, version: Version) -> dict[str, Any]:
+    """The answer to /admin/load."""
+    return {"slot": asked.slot, "model_version": version.name, "path": version.policy.spec.source}
 
 
 def is_outcome(path: str) -> bool:

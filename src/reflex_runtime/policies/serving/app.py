@@ -47,11 +47,12 @@ def application(
     views: Callable[[Asking, bool], Views] | None = None,
     admin: Callable[[Asking], Admin] = Admin,
     watchers: Watchers | None = None,
+    listens: bool = True,
 ) -> App:
     """The application around one `PolicyRuntime`.
 
     views, admin, watchers: other ones than those of a server that is one process. views: made for an `Asking`, and
-    whether no policy is named.
+    whether no policy is named. listens: whether wires with ports of their own are served here.
     """
     config, sequences = runtime.config, Sequences()
     asking = Asking(runtime)
@@ -73,6 +74,8 @@ def application(
     live.append(JournalStreams(runtime).route)
     routes = plain.by_path | {route.path: route for route in live}
     app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
+    if not listens:
+        return app
     if config.gr00t:
         _listen_groot(app, asking)
     if config.oip_grpc:

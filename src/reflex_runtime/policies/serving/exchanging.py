@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.errors import ConfigError
@@ -12,10 +13,9 @@ from reflex_runtime.drivers.batcher import Batcher
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies import Policy, PolicySpec, WarmUp
 from reflex_runtime.policies.export.memory import check_two_policies
-from reflex_runtime.policies.rollout.ramp import Ramp
 from reflex_runtime.policies.rollout.rollout import Rollout
 from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, load
+from reflex_runtime.policies.serving.slots import WARM_SIZES, Slot, check_alike, load
 from reflex_runtime.policies.source import read_source, weight_of
 from reflex_runtime.processors.onnx import PROVIDERS
 from reflex_runtime.sources import environment
@@ -24,8 +24,16 @@ from reflex_runtime.web.errors import Conflict, NotFound
 log = logging.getLogger("reflex.server")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedBeside:
+    """A version that is ready for a slot, and what running it has taught."""
+
+    version: Version
+    warm: WarmUp
+
+
 class Exchanging:
-    """Exchanges what is in the slots of one policy.
+    """Exchanges what is in the slots of one policy. `KeptExchanges` decides whether it stays.
 
     in_memory: the slots of the whole server. loading: number of loads in progress, abandoned ones included.
     """
@@ -40,16 +48,14 @@ class Exchanging:
     ) -> None:
         self._config, self._slots, self._batcher, self._rollout = config, slots, batcher, rollout
         self._in_memory = in_memory
-        self._watch_until: dict[str, float] = {}
         self.loading = 0
 
-    async def exchange(self, name: str, source: str) -> Version:
-        """Load the policy of this source beside, warm it, switch. ConfigError leaves everything as it is."""
+    async def load(self, name: str, source: str) -> LoadedBeside:
+        """Load the policy of this source beside what the slot has, and warm it. ConfigError if it does not fit."""
         if name not in self._slots:
             raise NotFound(f"no slot {name[:20]!r}; the slots are {', '.join(self._slots)}")
         if self._config.captured_sizes:
             raise Conflict("with --cuda-graphs no policy can be exchanged; restart the server with the other policy")
-        self._rollout.may_exchange()
         slot = self._slots[name]
         await in_thread(lambda: self._has_room(source))
         spec = await in_thread(lambda: read_source(source))
@@ -63,38 +69,33 @@ class Exchanging:
             self.loading -= 1
             raise
         self.loading -= 1
-        self._batcher.device.input(lambda scheduler, now: warm.teach(scheduler.cost_model(slot.group)))
-        self._switch(slot, version)
-        return version
+        return LoadedBeside(version, warm)
 
-    def look(self, now: float) -> None:
-        """Call it once a second: go back if a guard triggered, unload versions that are no longer needed."""
-        for name in self._rollout.evaluate(now):
-            back = self._slots[name].go_back()
-            if back is not None:
-                self._rollout.exchanged(name, now)
-                numbers = {"slot": name, "version": back.name}
-                self._rollout.changed(now, "load", f"slot {name} is {back.name} again: the guard tripped", numbers)
-        for name, until in list(self._watch_until.items()):
-            if now >= until and self._rollout.watched_enough(name):
-                del self._watch_until[name]
-                self._rollout.unwatch(name, now)
-                self._slots[name].settle()
+    def switch(self, name: str, beside: LoadedBeside, keep: bool) -> None:
+        """New requests of the slot go to this version. keep: the one before stays loaded, for `go_back`."""
+        slot = self._slots[name]
+        self._batcher.device.input(lambda scheduler, now: beside.warm.teach(scheduler.cost_model(slot.group)))
+        slot.exchange(beside.version, keep)
+        self._rollout.exchanged(name, time.monotonic())
+
+    def go_back(self, name: str) -> str | None:
+        """New requests go to the version before again. Returns its name; None if none was kept."""
+        back = self._slots[name].go_back()
+        if back is None:
+            return None
+        self._rollout.exchanged(name, time.monotonic())
+        return back.name
+
+    def settle(self, name: str) -> None:
+        """The version before is needed no more."""
+        self._slots[name].settle()
+
+    def unload(self) -> None:
+        """Call it once a second: unload versions that no request needs any more."""
         for name, slot in self._slots.items():
             if slot.loaded > 1:
                 for version in slot.let_go(self._active(slot.group)):
                     log.info("slot %s: %s is unloaded", name, version.name)
-
-    def _switch(self, slot: Slot, version: Version) -> None:
-        name, now = slot.name, time.monotonic()
-        guarded = bool(self._config.guard) and name != SHADOW
-        slot.exchange(version, keep=guarded)
-        self._rollout.exchanged(name, now)
-        if guarded:
-            self._rollout.watch(name)
-            self._watch_until[name] = now + Ramp.every_of(self._config.ramp_every)
-        numbers = {"slot": name, "version": version.name, "path": version.policy.spec.source}
-        self._rollout.changed(now, "load", f"slot {name} is now {version.name}", numbers)
 
     def _check_fits(self, slot: Slot, spec: PolicySpec) -> None:
         """ConfigError when a policy cannot take the place of what the slot has."""

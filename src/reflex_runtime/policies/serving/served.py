@@ -25,8 +25,9 @@ from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.rollout.slo import Objective, SloTracker
 from reflex_runtime.policies.rollout.verdict import VerdictSink
 from reflex_runtime.policies.rollout.versions import Version
-from reflex_runtime.policies.serving.exchanging import Exchanging
+from reflex_runtime.policies.serving.exchanging import Exchanging, LoadedBeside
 from reflex_runtime.policies.serving.images import cameras_of
+from reflex_runtime.policies.serving.kept_exchanges import KeptExchanges
 from reflex_runtime.policies.serving.preparing import Preparing
 from reflex_runtime.policies.serving.slots import SHADOW, WARM_SIZES, Slot, check_alike, faults_of, group_of, load
 from reflex_runtime.policies.serving.wire_names import WIRES
@@ -149,6 +150,7 @@ class ServedPolicy:
         """Its slots are groups of this batcher now."""
         server = self._server
         self.exchanging = Exchanging(self.config, self.slots, batcher, self.rollout, lambda: server.slots)
+        self._kept = KeptExchanges(self.config, self.rollout, self.exchanging.go_back, self.exchanging.settle)
         if SHADOW in self.slots:
             self.shadow = Shadowing(
                 self.slots[SHADOW],
@@ -176,7 +178,8 @@ class ServedPolicy:
         """Call it once a second: the objective, guards, and versions that are no longer needed."""
         if self.slo is not None:
             self.slo.check(now)
-        self.exchanging.look(now)
+        self._kept.look(now)
+        self.exchanging.unload()
 
     def drain(self) -> None:
         """The end has begun."""
@@ -225,12 +228,19 @@ class ServedPolicy:
         return [str(fault) for slot in self.slots.values() for fault in slot.faults]
 
     async def exchange(self, slot: str, source: str) -> Version:
-        """Put another policy into a slot; see `Exchanging`."""
-        version = await self.exchanging.exchange(slot, source)
-        self.cameras |= cameras_of([version.policy.spec])
+        """Put another policy into a slot. ConfigError leaves everything as it is, and Conflict while a ramp runs."""
+        self.rollout.may_exchange()
+        beside = await self.exchanging.load(slot, source)
+        self.switch(slot, beside)
+        self._kept.exchanged(slot, beside.version.name, beside.version.policy.spec.source)
+        return beside.version
+
+    def switch(self, slot: str, beside: LoadedBeside) -> None:
+        """New requests of a slot go to a version that was loaded beside."""
+        self.exchanging.switch(slot, beside, keep=self._kept.guarded(slot))
+        self.cameras |= cameras_of([beside.version.policy.spec])
         if self.shadow is not None and slot == SHADOW:
             self.shadow.resume()
-        return version
 
     # -- pieces --------------------------------------------------------------------------------------------------------
 
