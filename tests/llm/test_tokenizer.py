@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm.tokenizer import HFTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
@@ -225,6 +225,30 @@ def test_tools_calls_and_variables_have_the_ids_that_transformers_gives_them(roo
     assert tokenizer.chat(messages, tools) != expected
     assert tokenizer.chat(messages, (), {"enable_thinking": False}) != expected
     assert tokenizer.tool_format == "hermes"
+
+
+def test_a_prompt_that_is_too_long_is_told_before_all_of_it_is_tokenised(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, seen = HFTokenizer.load(root), []
+    encode = tokenizer._encode
+    monkeypatch.setattr(tokenizer, "_encode", lambda text, special: (seen.append(len(text)), encode(text, special))[1])
+    long = "the quick brown fox " * 50_000
+    with pytest.raises(TooLarge, match="context holds 100 tokens, and the prompt has more"):
+        tokenizer.encode(long, 100)
+    assert sum(seen) < 10_000
+    with pytest.raises(TooLarge, match="context holds 100 tokens"):
+        tokenizer.chat([{"role": "user", "content": long}], most=100)
+    most = len(encode(long, True))
+    assert len(tokenizer.encode(long, most)) == most  # what fits to the last token is not refused
+    monkeypatch.setattr("reflex_runtime.llm.tokenizer._LIKELY", 1)
+    monkeypatch.setattr("reflex_runtime.llm.tokenizer._PIECE", 10)
+    text = "the quick brown fox " * 40
+    most = len(encode(text, True))
+    assert len(text) > most
+    assert len(tokenizer.encode(text, most)) == most  # cuts through words do not count
+    monkeypatch.undo()
+    assert len(tokenizer.encode("fox " * 199, 100)) > 100  # short enough: who asked for it counts
 
 
 def test_a_template_may_stand_in_its_own_file_or_among_several(root: Path) -> None:

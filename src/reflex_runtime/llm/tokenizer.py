@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm.checkpoint import CONFIG_FILE, read_json, token_ids
 from reflex_runtime.llm.sampling_defaults import GENERATION_FILE
 from reflex_runtime.llm.tools import ToolFormat, format_of
@@ -27,6 +27,9 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 # marks of what an assistant said, for training; as comments they do nothing but trim the same whitespace
 _MARKS: Final = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 _BEFORE: Final = 8  # tokens of a prompt that say how its text ends: a character has at most four
+_LIKELY: Final = 8  # a text of so many characters for each token that fits is hardly ever one that fits
+_PIECE: Final = 4096  # characters
+_PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -51,8 +54,11 @@ class Tokenizer(Protocol):
     vocab_size: int
     tool_format: ToolFormat | None
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a prompt to be completed, with the token that begins a text where the model wants one."""
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """The ids of a prompt to be completed, with the token that begins a text where the model wants one.
+
+        most: raise TooLarge for a text that has more tokens for certain, before all of it is tokenised.
+        """
 
     def decode(self, ids: Seq[int]) -> str:
         """Their text, special tokens left out; an incomplete character becomes U+FFFD."""
@@ -64,10 +70,14 @@ class Tokenizer(Protocol):
         """
 
     def chat(
-        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: Seq[dict[str, Any]] = (),
+        more: Mapping[str, Any] = NOTHING,
+        most: int | None = None,
     ) -> list[int]:
         """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. tools,
-        more: see `Conversation`."""
+        more: see `Conversation`. most: see `encode`."""
 
     def token(self, id: int) -> str:
         """One token as text, special ones too."""
@@ -106,7 +116,8 @@ class HFTokenizer:
         core = _read_core(root / TOKENIZER_FILE)
         return cls(core, root / TOKENIZER_FILE, settings, _read_template(root, settings), eos)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        self._check_length(text, most)
         ids = self._encode(text, special=self._add_bos is not False)
         if self._add_bos and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
@@ -134,7 +145,11 @@ class HFTokenizer:
         return feed
 
     def chat(
-        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: Seq[dict[str, Any]] = (),
+        more: Mapping[str, Any] = NOTHING,
+        most: int | None = None,
     ) -> list[int]:
         if self._template is None:
             where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
@@ -149,6 +164,7 @@ class HFTokenizer:
             raise
         except Exception as error:  # a template is a program of the model's author: anything can come out of it
             raise ConfigError(f"{self._file.parent}: chat template: {type(error).__name__}: {error}") from error
+        self._check_length(text, most)
         return self._encode(text, special=False)  # a template writes its own special tokens
 
     def token(self, id: int) -> str:
@@ -169,6 +185,17 @@ class HFTokenizer:
             return llguidance.LLTokenizer(self._core.to_str(), eos_token=sorted(self.eos_token_ids))
         except ValueError as error:
             raise ConfigError(f"{self._file}: is of a kind that gives no output of a given form: {error}") from error
+
+    def _check_length(self, text: str, most: int | None) -> None:
+        """Raise TooLarge when its pieces have too many tokens; a cut through a word may add some."""
+        if most is None or len(text) <= _LIKELY * most:
+            return
+        piece = max(_PIECE, _LIKELY * most)
+        counted = 0
+        for at in range(0, len(text), piece):
+            counted += len(self._encode(text[at : at + piece], special=False)) - _PER_CUT
+            if counted > most:
+                raise TooLarge(f"the model's context holds {most} tokens, and the prompt has more", max_model_len=most)
 
     def _encode(self, text: str, special: bool) -> list[int]:
         # one in a batch: only that form leaves the interpreter free meanwhile, and only it skips the offsets

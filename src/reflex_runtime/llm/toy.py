@@ -32,7 +32,7 @@ class ByteTokenizer:
     eos_token_ids: frozenset[int] = frozenset({0})
     tool_format: ToolFormat | None = "hermes"
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Seq[int]) -> str:
@@ -43,7 +43,11 @@ class ByteTokenizer:
         return lambda token: decoder.decode(bytes((token,)))
 
     def chat(
-        self, messages: Seq[dict[str, Any]], tools: Seq[dict[str, Any]] = (), more: Mapping[str, Any] = NOTHING
+        self,
+        messages: Seq[dict[str, Any]],
+        tools: Seq[dict[str, Any]] = (),
+        more: Mapping[str, Any] = NOTHING,
+        most: int | None = None,
     ) -> list[int]:
         lines = [f"tool: {tool['function']['name']}\n" for tool in tools]
         lines += [f"{message['role']}: {message['content']}\n" for message in messages]

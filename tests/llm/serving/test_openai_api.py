@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.core.errors import ConfigError, TooLarge
 from reflex_runtime.llm import LLMEngine, SamplingParams, constraint
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.toy import ByteTokenizer
@@ -642,8 +642,10 @@ def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: py
     tokenizer, threads = toy.model.generator.processor.tokenizer, []
     encode = tokenizer.encode
 
-    def noting(text: str) -> list[int]:
+    def noting(text: str, most: int | None = None) -> list[int]:
         threads.append(threading.current_thread().name)
+        if len(text) > 3000:
+            raise TooLarge(f"the model's context holds {most} tokens, and the prompt has more")
         return encode(text)
 
     monkeypatch.setattr(tokenizer, "encode", noting)
@@ -651,6 +653,9 @@ def test_l9_a_long_prompt_is_tokenised_beside_the_loop(toy: Toy, monkeypatch: py
     toy.complete("x" * 2001)
     assert threads[0] == "toy-server"
     assert threads[1].startswith("reflex-tokenise")
+    answer = toy.complete("x" * 3001)
+    assert (answer.status, toy.error(answer)["code"]) == (400, "context_length_exceeded")
+    assert "holds 512 tokens" in toy.error(answer)["message"]
 
 
 def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:

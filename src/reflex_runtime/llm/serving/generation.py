@@ -177,7 +177,7 @@ class GenerationRuntime:
         self.holds = 0
         self._watchdog, self._on_fatal = watchdog, on_fatal
         self._streams: dict[Ticket, GenerationStream] = {}
-        self._texts = Texts(processor.tokenizer)
+        self._texts = Texts(processor.tokenizer, most=processor.limits.max_model_len)
         self._hung: asyncio.TimerHandle | None = None
 
     async def start(self, prepare: Callable[[], object] | None = None) -> None:

@@ -21,15 +21,16 @@ Elsewhere = Callable[[str | Conversation], Awaitable[list[int] | None]]
 
 
 class Texts:
-    """Tokenises for one event loop. elsewhere: does it in another process; None from it: not now."""
+    """Tokenises for one event loop. elsewhere: does it in another process; None from it: not now. most: tokens that a
+    prompt can have; one that certainly has more is refused with TooLarge, before all of it is tokenised."""
 
-    def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None) -> None:
-        self.tokenizer, self._elsewhere = tokenizer, elsewhere
+    def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None, most: int | None = None) -> None:
+        self.tokenizer, self.most, self._elsewhere = tokenizer, most, elsewhere
         self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text."""
-        encode = self.tokenizer.encode
+        encode = self._encode
         long = VERY_LONG if self._elsewhere is not None else inf
         short = [text for text in texts if len(text) <= long]  # together: many short ones are long, too
         found = iter(await self._run(sum(map(len, short)), lambda texts: [encode(text) for text in texts], short))
@@ -42,7 +43,10 @@ class Texts:
         return await self._long(length, self._chat, conversation)
 
     def _chat(self, conversation: Conversation) -> list[int]:
-        return self.tokenizer.chat(conversation.messages, conversation.tools, conversation.more)
+        return self.tokenizer.chat(conversation.messages, conversation.tools, conversation.more, self.most)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, self.most)
 
     def close(self) -> None:
         """Forget the texts that are still being tokenised."""

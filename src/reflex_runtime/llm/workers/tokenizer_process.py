@@ -39,8 +39,9 @@ class TokenizerProcess:
         except ConfigError:
             raise
         except TooLarge as error:
-            asked = f"{error.details.get('tokens')} prompt tokens"
-            raise TooLarge(f"the model's context holds {most} tokens, not {asked}", max_model_len=most) from None
+            tokens = error.details.get("tokens")
+            why = "and the prompt has more" if tokens is None else f"not {tokens} prompt tokens"
+            raise TooLarge(f"the model's context holds {most} tokens, {why}", max_model_len=most) from None
         except ReflexError:  # it died, hangs, or is too busy
             return None
         found: list[int] = answer["token_ids"]

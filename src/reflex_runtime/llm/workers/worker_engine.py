@@ -111,6 +111,7 @@ class TokenizerEngine:
         return ""
 
     async def tokenize(self, params: Tokenize) -> list[int]:
+        self._texts.most = params.most  # the same in each request: it is of the model
         return await tokenized(self._texts, params)
 
     async def submit(self, params: GenerateParams, bell: asyncio.Event, leader: Any) -> GenerationStream:

@@ -137,6 +137,7 @@ class Workers:
         except BaseException:
             await self.close(0.0)
             raise
+        self._texts.most = self.limits.max_model_len
 
     # -- the host ------------------------------------------------------------------------------------------------------
 
