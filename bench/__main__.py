@@ -19,6 +19,7 @@ from bench import (
     capacity,
     core,
     costs,
+    detectors,
     faults,
     feeds,
     from_python,
@@ -42,7 +43,8 @@ from bench.report import Row, as_json, say, table
 CASES = ("core", "scaling", "ahead", "library", "feeds", "llm", "workers", "small", "alone", "closed", "arriving")
 CASES += ("closed-pictures", "arriving-pictures", "capacity", "costs", "faults", "hostile", "pictures", "soak")
 CASES += ("versions", "wires", "torch", "soak-mixed", "replicas", "replica-killed", "tune", "tune-pinned")
-USUAL = CASES[:-16]  # the others are asked for by name
+CASES += ("detectors",)
+USUAL = CASES[:-17]  # the others are asked for by name
 
 
 def main() -> int:
@@ -69,6 +71,7 @@ def main() -> int:
             "library": lambda: from_python.from_python(scale),
             "ahead": lambda: ahead.ahead(scale),
             "feeds": lambda: feeds.feeds(scale),
+            "detectors": lambda: detectors.detectors(scale),
             "llm": lambda: llm.llm(Path(root, "llm"), args.out, scale),
             "workers": lambda: ipc.workers(Path(root), scale),
             "small": lambda: serving.small(tiny, scale),

@@ -144,10 +144,11 @@ def bright_graph(
     batch: int | str = "n",
     dtype: str = "float",
     metadata: Mapping[str, str] | None = None,
-    open_size: bool = False,
+    open_size: bool | str = False,
     wants_size: bool = False,
 ) -> Path:
-    """Write the graph. size: width and height. open_size: the graph takes any, and only its metadata says it.
+    """Write the graph. size: width and height. open_size: the graph takes any, and only its metadata says it; or its
+    height and width as they are written.
 
     metadata: beside `names`; a value "" leaves it out. wants_size: a second input `orig_target_sizes`, in whose pixels
     boxes are given.
@@ -167,7 +168,7 @@ def bright_graph(
         "pair": f"[{batch}, 1, 3] logits, {dtype}[{batch}, 1, 4] pred_boxes",
         "named": f"[{batch}, 1, 4] boxes, float[{batch}, 1] scores, int64[{batch}, 1] labels",
     }
-    sides = "h, w" if open_size else f"{height}, {width}"
+    sides = open_size if isinstance(open_size, str) else "h, w" if open_size else f"{height}, {width}"
     inputs = f"{dtype}[{batch}, 3, {sides}] images" + (f", int64[{batch}, 2] orig_target_sizes" if wants_size else "")
     body = _FOUND + _FORMS[form]
     if wants_size:

@@ -13,11 +13,14 @@ from onnx import numpy_helper
 from feeds.graphs import BLUE, GREEN, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.feeds.detectors.facts import names_in, names_of_file
+from reflex_runtime.feeds.detectors import heads, overlap
+from reflex_runtime.feeds.detectors.facts import GraphFacts, facts_of, names_in, names_of_file
 from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
-from reflex_runtime.feeds.detectors.found import DetectionLimits
-from reflex_runtime.feeds.detectors.heads import Extras, Rows
+from reflex_runtime.feeds.detectors.found import DetectionLimits, Found
+from reflex_runtime.feeds.detectors.heads import IMAGENET, Classes, Extras, Queries, RawHead, Rows
 from reflex_runtime.feeds.detectors.overlap import AT_ONCE, kept_of
+from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
+from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.draw import cells_of
 from reflex_runtime.feeds.onnx import OnnxFrames
 
@@ -88,7 +91,7 @@ def test_f14_a_mask_covers_what_is_lit_in_the_frames_pixels(tmp_path: Path, size
     assert mask["box"] == [32, 32, 96, 64]
     each = size[0] // 16
     assert cells.shape == (32 // each, 64 // each)
-    assert (cells == (frame[32:64, 32:96, 1][:: each, :: each] > 0)).all()
+    assert (cells == (frame[32:64, 32:96, 1][::each, ::each] > 0)).all()
     assert sum(mask["counts"]) == cells.size
 
 
@@ -135,6 +138,29 @@ def test_f14_rows_in_shares_of_the_picture_need_the_word_of_the_exporter(tmp_pat
     assert found["labels"] == ["blue"]
     with pytest.raises(ConfigError, match="not in pixels of the input"):
         started(bright_graph(tmp_path / "g.onnx", "rows of shares"))
+
+
+@pytest.mark.parametrize("open_size", [False, True])
+def test_f14_width_and_height_are_not_exchanged(tmp_path: Path, open_size: bool) -> None:
+    frame = lit((30, 10, 60, 40), RED, (96, 64))
+    for form, more in (("raw", False), ("named", True)):
+        path = bright_graph(tmp_path / f"{form}.onnx", form, (96, 64), open_size=open_size, wants_size=more)
+        (found,) = started(path).process(entries(frame))
+        assert found["boxes"] == [[30, 10, 60, 40]]
+
+
+def test_f14_a_graph_with_one_side_open_takes_the_metadatas_other(tmp_path: Path) -> None:
+    path = bright_graph(tmp_path / "g.onnx", "named", (64, 64), metadata={"imgsz": "[32, 99]"}, open_size="h, 64")
+    (found,) = started(path).process(entries(lit((30, 10, 60, 40), RED, (128, 64))))
+    assert found["boxes"] == [[30, 10, 60, 40]]
+
+
+def test_f14_options_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
+    path = bright_graph(tmp_path / "g.onnx", "classes", metadata={"names": ""})
+    assert set(started(path).process(entries(lit(BOX, RED, (320, 240))))[0]) == {"output0"}
+    for name, value in {"score": 0.5, "iou": 0.5, "max_detections": 3, "classes": (1,)}.items():
+        with pytest.raises(ConfigError, match=f"{name} has no effect: its outputs are passed on"):
+            started(path, **{name: value})
 
 
 def test_f14_a_classifier_names_its_best_classes(tmp_path: Path) -> None:
@@ -199,6 +225,140 @@ def test_f14_resize_may_be_the_graphs_own_word(tmp_path: Path) -> None:
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+LIMITS = DetectionLimits(0.25, 0.7, 300)
+
+
+def trial(names: int = 0, size: tuple[int, int] = (64, 64), task: str = "", **outputs: Any) -> Trial:
+    """Outputs by name, as shapes of zeros or as arrays."""
+    arrays = {name: np.zeros(a, np.float32) if isinstance(a, tuple) else a for name, a in outputs.items()}
+    return Trial(arrays, GraphFacts({i: str(i) for i in range(names)}, task=task), size)
+
+
+def in_pixels(*shape: int, axis: int) -> Any:
+    """Zeros but for the boxes, which are somewhere. axis: along which a place's numbers lie."""
+    array = np.zeros(shape, np.float32)
+    np.moveaxis(array, axis, -1)[..., :4] = 30.0
+    return array
+
+
+def test_f14_a_head_with_objectness_multiplies_by_hand() -> None:
+    row = [10.0, 10, 4, 4, 0.5, 0.2, 0.9]
+    unlikely = [30.0, 30, 4, 4, 0.3, 0.2, 0.8]  # 0.24
+    head = RawHead("o", 2, rows=True, objectness=True)
+    (found,) = head.found({"o": np.array([[row, unlikely]], np.float32)}, LIMITS)
+    np.testing.assert_allclose(found.scores, [0.45], rtol=1e-6)
+    assert found.labels.tolist() == [1]
+    assert found.boxes is not None
+    np.testing.assert_allclose(found.boxes, [[8, 8, 12, 12]])
+
+
+def test_f14_a_head_without_names_is_told_by_its_places_alone() -> None:
+    assert dialect_of(trial(o=in_pixels(1, 9, 84, axis=1))) == RawHead("o", 5)
+    assert dialect_of(trial(o=in_pixels(1, 252, 9, axis=2))) == RawHead("o", 4, rows=True, objectness=True)
+    assert dialect_of(trial(names=4, o=in_pixels(1, 84, 9, axis=2))) == RawHead("o", 4, rows=True, objectness=True)
+    assert dialect_of(trial(names=5, o=in_pixels(1, 84, 9, axis=2))) == RawHead("o", 5, rows=True)
+    with pytest.raises(ConfigError, match="--names FILE"):
+        dialect_of(trial(o=in_pixels(1, 84, 9, axis=2)))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "said"),
+    [
+        ({"o": (1, 2049)}, "not known: 'o' .n, 2049. for a picture of 64 × 64"),
+        ({"o": (1, 3, 64, 64)}, "not known: 'o' .n, 3, 64, 64."),
+        ({"a": (1, 7, 84), "b": (1, 7, 84)}, "not known: 'a' .n, 7, 84., 'b'"),
+        ({"task": "obb", "names": 2, "o": (1, 7, 84)}, "turned by an angle"),
+        ({"boxes": (1, 5, 4), "scores": (1, 6), "labels": (1, 5)}, "output 'scores': found .n, 6., expected"),
+        ({"pred_boxes": (1, 5, 4), "logits": (1, 6, 3)}, "expected 'pred_boxes' .n, k, 4. and"),
+    ],
+)
+def test_f14_outputs_that_mean_nothing_known_by_hand(outputs: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        dialect_of(trial(**outputs))
+
+
+def test_f14_small_vectors_are_passed_on() -> None:
+    assert dialect_of(trial(o=(1, 2048))) is None
+    assert dialect_of(trial(names=7, o=(1, 8), p=(1,))) is None
+
+
+def test_f14_queries_with_softmax_leave_out_the_last_class_by_hand() -> None:
+    logits = np.log(np.array([[[0.7, 0.1, 0.2], [0.1, 0.3, 0.6], [0.05, 0.05, 0.9]]]))
+    boxes = np.tile(np.array([0.5, 0.5, 0.2, 0.1], np.float32), (1, 3, 1))
+    found_by = dialect_of(trial(names=2, pred_boxes=boxes, logits=logits))
+    assert isinstance(found_by, Queries)
+    assert (found_by.form, found_by.mean, found_by.std) == ("softmax", *IMAGENET)
+    (found,) = found_by.found({"pred_boxes": boxes, "logits": logits}, LIMITS)
+    np.testing.assert_allclose(found.scores, [0.7, 0.3], rtol=1e-5)
+    assert found.labels.tolist() == [0, 1]
+    assert found.boxes is not None
+    np.testing.assert_allclose(found.boxes[0], [25.6, 28.8, 38.4, 35.2], rtol=1e-6)
+
+
+def test_f14_only_filled_rows_count_and_numbers_that_are_none_are_left_out() -> None:
+    box = [[0.0, 0, 4, 4]]
+    boxes = np.array([box * 5, box * 5], np.float32)
+    boxes[0, 1, 2], boxes[0, 2, 0] = np.inf, np.nan
+    scores = np.array([[0.9, 0.9, 0.9, np.inf, 0.9], [0.9] * 5], np.float32)
+    labels = np.array([[0, 1, 2, 3, np.nan], [0, 1, 2, 3, 4]], np.float32)
+    named = {"det_boxes": boxes, "det_scores": scores, "det_classes": labels, "num_dets": np.array([[5], [2]])}
+    head = dialect_of(trial(**named))
+    assert head is not None
+    odd, few = head.found(named, LIMITS)
+    assert odd.labels.tolist() == [0]
+    assert few.labels.tolist() == [0, 1]
+    rows = np.concatenate([boxes, scores[..., None], labels[..., None]], axis=2)
+    first, second = Rows("rows").found({"rows": rows}, LIMITS)
+    assert first.labels.tolist() == [0]
+    assert second.labels.tolist() == [0, 1, 2, 3, 4]
+    classes = np.full((2, 5), -1000.0)
+    classes[0, 2] = np.nan
+    assert Classes("o", logits=False).found({"o": classes}, LIMITS)[0].labels.tolist() == []
+
+
+def test_f14_of_too_many_places_the_best_ones_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (heads, overlap):
+        monkeypatch.setattr(module, "MOST_CANDIDATES", 50)
+    head = np.zeros((1, 5, 60), np.float32)
+    head[0, 0] = np.arange(60) * 10
+    head[0, 2:4], head[0, 4] = 5, np.linspace(0.3, 0.9, 60)
+    (found,) = RawHead("o", 1).found({"o": head}, LIMITS)
+    assert found.scores.tolist() == head[0, 4, 10:][::-1].tolist()
+    assert len(kept_of(head[0, :4].T, head[0, 4], np.arange(60), 1.0, 99)) == 50
+
+
+def test_f14_boxes_outside_of_the_frame_are_left_out_by_hand() -> None:
+    place = np.zeros((64, 64, 3), np.uint8)
+    fit = letterboxed(np.zeros((50, 100, 3), np.uint8), place)  # rows 16 to 48
+    boxes = np.array([[0.0, 0, 64, 10], [0, 8, 32, 24], [10, 20, 10, 30]])
+    masks = np.ones((3, 16, 16), np.bool_)  # cells of 4 pixels
+    masks[1, 4, 3] = False
+    found = Found(boxes, np.array([0.9, 0.8, 0.7]), np.array([0, 1, 2]), masks=masks)
+    result = result_of(found, fit, {1: "one"}, (64, 64))
+    assert result == {
+        "boxes": [[0, 0, 50, 12.5]],
+        "scores": [0.8],
+        "labels": ["one"],
+        "masks": [{"box": [0, 0, 50, 12.5], "size": [2, 8], "counts": [0, 3, 1, 12]}],
+    }
+    inside = Found(np.array([[1.0, 17, 6, 23]]), np.ones(1), np.ones(1, np.int64), masks=masks[:1])
+    (mask,) = result_of(inside, fit, {}, (64, 64))["masks"]
+    assert mask["box"] == [0, 0, 12.5, 12.5], "whole cells"
+    odd = letterboxed(np.zeros((46, 100, 3), np.uint8), place)  # its last row of cells goes beyond the frame
+    low = Found(np.array([[0.0, 17, 64, 47]]), np.ones(1), np.ones(1, np.int64), masks=masks[:1])
+    (mask,) = result_of(low, odd, {}, (64, 64))["masks"]
+    assert mask["box"][1] < 0
+    assert mask["box"][3] > 46
+
+
+def test_f14_metadata_that_means_nothing_is_as_if_it_were_not_there() -> None:
+    assert facts_of({}) == GraphFacts({})
+    odd = {"imgsz": "[0, 640]", "stride": "'x'", "kpt_shape": "[1e9, 3]", "args": "nms", "batch": "-1"}
+    assert facts_of({**odd, "names": "x" * 9}) == GraphFacts({})
+    assert facts_of({"imgsz": "[480, 640]", "stride": "64"}) == GraphFacts({}, size=(640, 480), stride=64)
+    assert names_in("['" + "a" * 10**6 + "']") is None
 
 
 def test_f14_letterbox_and_its_way_back_by_hand() -> None:

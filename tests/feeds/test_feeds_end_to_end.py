@@ -199,7 +199,9 @@ def test_f14_a_yolo_export_finds_things_in_a_real_video(tmp_path: Path) -> None:
     write_video(tmp_path / "cam.mp4", moving)
     bright_graph(tmp_path / "graph.onnx", open_size=True)
     command = ("cam=cam.mp4", "--onnx", "graph.onnx", "--results", "found.jsonl", "--annotate", "out")
-    ran(*command, cwd=tmp_path)
+    said = ran(*command, cwd=tmp_path).log
+    wanted = "graph.onnx: raw head, 3 names, letterbox 64 × 64"
+    assert any(line.endswith(wanted) for line in said)
     lines = results(tmp_path / "found.jsonl")
     assert [line["value"]["labels"] for line in lines] == [["red"]] * 5 + [["blue"]] * 5
     for k, line in enumerate(lines):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -13,13 +14,15 @@ import numpy as np
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.drivers.batch_processor import BatchEntry
 from reflex_runtime.feeds.detectors.facts import LARGEST, GraphFacts, facts_of
-from reflex_runtime.feeds.detectors.fitting import FITTINGS, Fit, Picture, check_fitting
+from reflex_runtime.feeds.detectors.fitting import FITTINGS, Picture, check_fitting
 from reflex_runtime.feeds.detectors.found import STRETCH, DetectionLimits, Dialect
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
 from reflex_runtime.feeds.picture_input import PictureInput, PixelScale, picture_input
 from reflex_runtime.options import did_you_mean, one_line, one_of
 from reflex_runtime.processors.onnx import PROVIDERS, OnnxSession
+
+log = logging.getLogger("reflex.feeds")
 
 OVERLAP = 0.7  # of two boxes of a class, as a share of both
 
@@ -59,11 +62,18 @@ class _Loaded:
     facts: GraphFacts
     dialect: Dialect | None
     limits: DetectionLimits
-    fitting: Callable[[Picture, Picture], Fit]
+    resize: str
     scale: PixelScale
 
+    def __str__(self) -> str:
+        """What was found out, in one line."""
+        dialect, at_once = self.dialect, self.session.batch_size
+        what = "outputs are passed on" if dialect is None else f"{dialect.name}, {len(self.facts.names)} names"
+        size = f"{self.resize} {self.input.size[0]} × {self.input.size[1]}"
+        return f"{what}, {size}" + (f", batches of {at_once}" if at_once else "")
+
     def run(self, frames: Sequence[Picture]) -> list[dict[str, Any]]:
-        rows, fits = self.input.tensors(frames, self.fitting, self.scale)
+        rows, fits = self.input.tensors(frames, FITTINGS[self.resize], self.scale)
         outputs = self.session.run(rows)
         if self.dialect is None:
             return [{name: array[i] for name, array in outputs.items()} for i in range(len(frames))]
@@ -134,6 +144,7 @@ class OnnxFrames:
         """Load the graph, find out what its outputs mean, and run it once per size of `warm_up`. Raises ConfigError."""
         session = OnnxSession(self.path, provider=self._provider, threads=self._threads, any_batch=True)
         self._loaded = loaded = self._read(session)
+        log.info("%s: %s", self.path.name, loaded)
         width, height = loaded.input.size
         for n in self._warm_up:
             loaded.run([np.zeros((height, width, 3), np.uint8)] * n)
@@ -180,7 +191,7 @@ class OnnxFrames:
             facts,
             dialect,
             _limits(wanted, dialect, facts),
-            FITTINGS[resize],
+            resize,
             self._scale(taken, dialect),
         )
 

@@ -267,5 +267,3 @@ def _whole(labels: Array) -> NDArray[np.int64]:
         return labels.astype(np.int64)
     fine = np.isfinite(labels) & (np.abs(labels) < 2**31)
     return np.where(fine, np.round(np.where(fine, labels, 0)), -1).astype(np.int64)
-
-
