@@ -13,7 +13,7 @@ from onnx import numpy_helper
 from feeds.graphs import BLUE, GREEN, RED, bright_graph, lit
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.drivers.batch_processor import BatchEntry
-from reflex_runtime.feeds.detectors import heads, overlap
+from reflex_runtime.feeds.detectors import overlap
 from reflex_runtime.feeds.detectors.facts import GraphFacts, facts_of, names_in, names_of_file
 from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
 from reflex_runtime.feeds.detectors.found import DetectionLimits, Found
@@ -319,14 +319,12 @@ def test_f14_only_filled_rows_count_and_numbers_that_are_none_are_left_out() -> 
 
 
 def test_f14_of_too_many_places_the_best_ones_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (heads, overlap):
-        monkeypatch.setattr(module, "MOST_CANDIDATES", 50)
+    monkeypatch.setattr(overlap, "MOST_CANDIDATES", 50)
     head = np.zeros((1, 5, 60), np.float32)
     head[0, 0] = np.arange(60) * 10
     head[0, 2:4], head[0, 4] = 5, np.linspace(0.3, 0.9, 60)
     (found,) = RawHead("o", 1).found({"o": head}, LIMITS)
     assert found.scores.tolist() == head[0, 4, 10:][::-1].tolist()
-    assert len(kept_of(head[0, :4].T, head[0, 4], np.arange(60), 1.0, 99)) == 50
 
 
 def test_f14_boxes_outside_of_the_frame_are_left_out_by_hand() -> None:

@@ -292,6 +292,7 @@ def test_f14_keypoints_and_masks_are_drawn_where_they_are() -> None:
         {"masks": [3]},
         {"masks": [{**MASK, "counts": [1]}]},
         {"masks": [{**MASK, "counts": [-1, 5]}]},
+        {"masks": [{**MASK, "counts": [10**15]}]},
         {"masks": [{**MASK, "size": [10**5, 10**5]}]},
         {"masks": [{**MASK, "box": [0, 0, 1e9, 1e9]}]},
         {"masks": [{**MASK, "box": None}]},

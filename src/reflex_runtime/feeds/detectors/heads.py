@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reflex_runtime.feeds.detectors.found import LETTERBOX, DetectionLimits, Dialect, Found, Outputs
-from reflex_runtime.feeds.detectors.overlap import MOST_CANDIDATES, kept_of
+from reflex_runtime.feeds.detectors.overlap import kept_of
 
 IMAGENET: Final = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -91,8 +91,6 @@ class RawHead(Dialect):
         found = []
         for i, scores in enumerate(best):
             places = np.flatnonzero(scores >= limits.score)
-            if len(places) > MOST_CANDIDATES:
-                places = places[np.argpartition(-scores[places], MOST_CANDIDATES)[:MOST_CANDIDATES]]
             columns = head[i][:, places].T
             found.append(self._of(columns, limits, None if prototypes is None else prototypes[i]))
         return found
