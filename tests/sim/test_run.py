@@ -204,6 +204,25 @@ def test_b4_a_slow_model_keeps_up_by_default() -> None:
     assert in_time(0.100) == 0.0
 
 
+def test_callers_that_do_not_fit_into_one_batch_wait_equally_long() -> None:
+    """40 of 128 fit into 100 ms; rounds of three and four batches make the 99th percentile a third longer than the
+    median."""
+
+    def spread(budget: float | None) -> tuple[float, float]:
+        group = GroupConfig(flush=FlushPolicy.window(budget), controller=Planner())
+        device = Noisy(Affine(0.0077, 0.0023), 0.03)
+        callers = Callers(128, Fixed(0.002))
+        report = Report.of(simulate(Scheduler([group]), callers, device, duration=10.0, warmup=4.0))
+        assert report.p99 is not None
+        assert report.p50 is not None
+        return report.p99 / report.p50, report.throughput
+
+    (even, rate), (uneven, before) = spread(None), spread(0.100)
+    assert even < 1.1
+    assert uneven > 1.25
+    assert rate > 0.99 * before
+
+
 def test_b4_urgent_requests_wait_no_longer_by_default() -> None:
     robots = tuple(Request(client=i) for i in range(64))
     load = [Open(Poisson(140.0), robots), Open(Poisson(2.0), (Request(client="urgent", priority=Priority.URGENT),))]

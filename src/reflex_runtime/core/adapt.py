@@ -13,6 +13,7 @@ from itertools import accumulate
 from math import exp, expm1, inf, log, sqrt
 from typing import Protocol
 
+from reflex_runtime.core.crowd import OVER, Crowd, even_size
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.flush import FlushPolicy
 from reflex_runtime.core.percentile import percentile
@@ -46,6 +47,7 @@ class Planner:
     A model whose fixed part a is large gets longer batches where the policy allows it (`FlushPolicy.times_fixed`): with
     batches of k · a the device spends 1 ÷ k of its time on fixed parts. While requests of several priorities come, or
     one client asks for more than its share, others would wait for longer batches and gain nothing. Then k is SHARED.
+    In the other case, and without deadlines, callers that do not fit into one batch are split evenly (`crowd`).
     """
 
     PERIOD = 0.100  # seconds between plans
@@ -60,6 +62,7 @@ class Planner:
         self._since = self._planned = -inf
         self._demand: dict[tuple[Priority, float], _Demand] = {}
         self._policies: dict[Hashable, FlushPolicy] = {}  # planned now, by partition
+        self._crowd = Crowd()
 
     def arrived(self, ticket: Ticket, now: float, others: int) -> None:
         request = ticket.request
@@ -73,6 +76,8 @@ class Planner:
             count = self._counts.get(key, 0.0)
             self._weights[key] = request.weight
         self._counts[key] = count + 1.0
+        if request.wants == 1.0:  # work in steps has no rounds of batches
+            self._crowd.seen(others + 1, now)
 
     def policy(self, base: FlushPolicy, affine: Affine, now: float, partition: Hashable) -> FlushPolicy:
         if len(self._counts) < 2 and not base.times_fixed:
@@ -80,12 +85,17 @@ class Planner:
         if now >= self._planned + self.PERIOD:
             self._demand = self._demands(now)
             self._policies.clear()
-        planned = self._policies.get(partition)
-        if planned is None:
-            budget = self._plan(base, *affine())
-            planned = base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
-            self._policies[partition] = planned
-        return planned
+        policy = self._policies.get(partition)
+        if policy is None:
+            policy = self._policies[partition] = self._made(base, *affine())
+        return policy
+
+    def _made(self, base: FlushPolicy, a: float, b: float, sigma: float) -> FlushPolicy:
+        budget = self._plan(base, a, b, sigma)
+        size = even_size(self._crowd.callers, budget, a, b) if base.times_fixed and b > 0.0 and self._alike() else 0
+        if 0 < size < base.max_batch_size:
+            return replace(base, max_batch_cost=max(budget, OVER * (a + b * size)), max_batch_size=size)
+        return base if budget == base.max_batch_cost else replace(base, max_batch_cost=budget)
 
     def _plan(self, base: FlushPolicy, a: float, b: float, sigma: float) -> float:
         demands = self._demand
@@ -114,6 +124,10 @@ class Planner:
             if any(d.greedy for d in self._demand.values()):
                 return shared
         return longest
+
+    def _alike(self) -> bool:
+        """Whether all requests are of one priority, without deadlines, and no client is known to be greedy."""
+        return len(self._demand) == 1 and all(k[1] == inf and not d.greedy for k, d in self._demand.items())
 
     def _find_greedy(self, budget: float, a: float, b: float) -> float:
         """Mark the demands in which a client asks for more than its share, while another asks for less. Returns a

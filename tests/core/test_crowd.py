@@ -1,0 +1,92 @@
+"""Callers that do not fit into one batch together: batches of equal size, where their number is steady."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from reflex_runtime.core.adapt import Planner
+from reflex_runtime.core.crowd import OVER, WINDOW, WINDOWS, Crowd, even_size
+from reflex_runtime.core.flush import FlushPolicy
+from reflex_runtime.core.request import Request, Ticket
+
+DEVICE = (0.0077, 0.0023, 0.03)  # 40 fit into 100 ms
+
+
+def counted(peaks: list[int]) -> int:
+    """The callers found after windows with these peaks."""
+    crowd = Crowd()
+    for i, peak in enumerate([*peaks, 1]):
+        for part, count in enumerate((peak // 2, peak, 1)):
+            crowd.seen(count, i * WINDOW + part * WINDOW / 4)
+    return crowd.callers
+
+
+@pytest.mark.parametrize(
+    ("peaks", "callers"),
+    [
+        ([128] * 3, 0),
+        ([128] * 4, 128),
+        ([120, 128, 118, 125], 128),
+        ([100, 128, 128, 128], 0),
+        ([9, 90, 90, 90, 90], 90),
+    ],
+)
+def test_a_crowd_is_steady_if_four_windows_agree(peaks: list[int], callers: int) -> None:
+    assert counted(peaks) == callers
+
+
+def test_requests_that_come_by_themselves_are_no_crowd() -> None:
+    """A queue of 40 to 80 that varies from window to window."""
+    random = Random(1)
+    assert sum(counted([random.randint(40, 80) for _ in range(WINDOWS)]) > 0 for _ in range(500)) < 25
+
+
+@pytest.mark.parametrize(
+    ("callers", "size"),
+    [
+        (40, 0),  # they fit
+        (42, 42),  # a little over the budget is better than two batches
+        (64, 32),
+        (128, 43),  # three times 43: 107 ms
+        (150, 38),
+        (1000, 44),
+    ],
+)
+def test_callers_are_split_into_batches_of_equal_size(callers: int, size: int) -> None:
+    fixed, marginal, _ = DEVICE
+    assert even_size(callers, 0.100, fixed, marginal) == size
+    assert fixed + marginal * size <= OVER * 0.100
+
+
+def test_a_model_that_is_too_slow_for_the_budget_is_left_alone() -> None:
+    assert even_size(128, 0.100, 0.200, 0.010) == 0
+
+
+def planned(base: FlushPolicy, callers: int, **request: object) -> FlushPolicy:
+    """The policy after three seconds in which so many callers were here."""
+    planner = Planner()
+    for i in range(3000):
+        planner.arrived(Ticket(Request(client=i % callers, **request), i, i / 1e3), i / 1e3, callers - 1)  # type: ignore[arg-type]
+    return planner.policy(base, lambda: DEVICE, 3.0, "")
+
+
+def test_by_default_a_steady_crowd_is_split_evenly() -> None:
+    policy = planned(FlushPolicy.window(None), 128)
+    assert policy.max_batch_size == 43
+    assert policy.max_batch_cost > DEVICE[0] + 43 * DEVICE[1]
+    assert planned(FlushPolicy.window(None), 30) == FlushPolicy.window(None)
+
+
+@pytest.mark.parametrize(
+    ("base", "request_"),
+    [
+        (FlushPolicy.window(0.100), {}),
+        (FlushPolicy.window(None), {"time_limit": 1.0}),
+        (FlushPolicy.window(None), {"wants": 6.0}),
+    ],
+    ids=["given budget", "deadlines", "steps"],
+)
+def test_a_given_budget_deadlines_and_steps_leave_sizes_alone(base: FlushPolicy, request_: dict[str, object]) -> None:
+    assert planned(base, 128, **request_).max_batch_size == base.max_batch_size
