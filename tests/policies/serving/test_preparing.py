@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 from policies.tiny import write_export, write_graph
 from reflex_runtime.core.errors import QueueFull
 from reflex_runtime.policies.policy.observation import MAX_IMAGE_PIXELS
-from reflex_runtime.policies.serving.preparing import LIGHT_PIXELS, DecodeOrder, Job, Preparing
+from reflex_runtime.policies.serving.preparing import AT_ONCE, LIGHT_PIXELS, DecodeOrder, Job, Preparing
 from serving.harness import Latch, Server
 
 LARGE = 4 * LIGHT_PIXELS
@@ -165,6 +165,48 @@ def test_small_pictures_are_decoded_while_large_ones_hold_every_thread_they_may(
         assert {(await gate.ended.get())[0] for _ in range(6)} == {f"large {i}" for i in range(6)}
 
     run(test, workers=2)
+
+
+def test_the_loop_is_woken_once_for_all_that_is_made_until_it_comes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 3 * AT_ONCE
+
+    async def test(preparing: Preparing, gate: Gate) -> None:
+        told, wakes, tell, wake = [0], [0], preparing._tell, gate.loop.call_soon_threadsafe
+        all_told = threading.Event()
+
+        def telling(*args: Any) -> None:
+            tell(*args)
+            told[0] += 1
+            if told[0] == count:
+                all_told.set()
+
+        def waking(callback: Callable[..., None], *args: Any) -> Any:
+            wakes[0] += callback == preparing._deliver
+            return wake(callback, *args)
+
+        monkeypatch.setattr(preparing, "_tell", telling)
+        monkeypatch.setattr(gate.loop, "call_soon_threadsafe", waking)
+        for i in range(count):
+            preparing.add(gate.job(i, 100))
+        assert all_told.wait(30.0)  # the loop is busy
+        assert sorted([(await gate.ended.get())[0] for _ in range(count)]) == list(range(count))
+        assert wakes == [1]
+
+    run(test, workers=1)
+
+
+def test_one_that_cannot_go_on_leaves_the_others_alone() -> None:
+    async def test(preparing: Preparing, gate: Gate) -> None:
+        def fails(value: Any, error: Exception | None) -> None:
+            raise RuntimeError("drill")
+
+        bad = gate.job("bad", 100)
+        bad.done = fails
+        preparing.add(bad)
+        preparing.add(gate.job("good", 100))
+        assert await gate.ended.get() == ("good", "good", None)
+
+    run(test, workers=1)
 
 
 def test_what_is_discarded_is_not_decoded_and_not_told() -> None:

@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import suppress
 from queue import SimpleQueue
@@ -36,6 +37,9 @@ WAITING_PIXELS: Final = 16 * MAX_IMAGE_PIXELS
 """Of larger requests, so many pixels may wait: some seconds of decoding."""
 LOOK_PIXELS: Final = 1 << 14  # cost of reading the headers, in decoded pixels
 SHARES: Final = {Priority.URGENT: 10.0, Priority.DEFAULT: 1.0, Priority.BACKGROUND: 0.1}
+
+AT_ONCE: Final = 16
+"""Most requests that one turn of the event loop is told of."""
 
 SHADOW_SHARE: Final = 0.01
 SHADOW_CLIENT: Final = ("shadow",)
@@ -156,6 +160,7 @@ class Preparing:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # what the loop is to be told
         self._pace = 0.0  # seconds per pixel of large requests, a slow mean
         self._closed = False
 
@@ -243,13 +248,27 @@ class Preparing:
         )
 
     def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
+        """Tell the loop. It is woken once for all that are made until it comes to them: each time is a system call."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._deliver, job, value, error)
+        with self._lock:
+            sleeps = not self._made
+            self._made.append((job, value, error))
+        if sleeps:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._deliver)
 
-    @staticmethod
-    def _deliver(job: Job, value: Any, error: Exception | None) -> None:
-        if not job.gone:
-            done = job.done
-            job.forget()
-            done(value, error)
+    def _deliver(self) -> None:
+        """On the loop: those that are made, and the rest of many in its next turn."""
+        assert self._loop is not None
+        with self._lock:
+            told = [self._made.popleft() for _ in range(min(AT_ONCE, len(self._made)))]
+            if self._made:
+                self._loop.call_soon(self._deliver)
+        for job, value, error in told:
+            if not job.gone:
+                done = job.done
+                job.forget()
+                try:
+                    done(value, error)
+                except Exception:
+                    log.exception("a request whose pictures were decoded could not go on")
