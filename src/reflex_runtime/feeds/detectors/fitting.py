@@ -60,10 +60,13 @@ def letterboxed(frame: Picture, place: Picture) -> Fit:
     scale = min(room_h / height, room_w / width)
     new_w, new_h = max(1, round(width * scale)), max(1, round(height * scale))
     left, top = round((room_w - new_w) / 2 - 0.1), round((room_h - new_h) / 2 - 0.1)
+    place[:top], place[top + new_h :], place[:, :left], place[:, left + new_w :] = GREY, GREY, GREY, GREY
     inner = place[top : top + new_h, left : left + new_w]
-    if (new_h, new_w) != place.shape[:2]:
-        place[:] = GREY
-    inner[:] = frame if (new_h, new_w) == (height, width) else _linear(frame, (new_w, new_h))
+    if (new_h, new_w) == (height, width):
+        inner[:] = frame
+    else:
+        cv2 = _cv2()
+        cv2.resize(np.ascontiguousarray(frame), (new_w, new_h), dst=inner, interpolation=cv2.INTER_LINEAR)
     return Fit(new_w / width, new_h / height, left, top, width, height)
 
 
@@ -98,12 +101,6 @@ def check_fitting(resize: str) -> None:
     """ConfigError if this way of resizing cannot be used here."""
     if resize == LETTERBOX:
         _cv2()
-
-
-def _linear(frame: Picture, size: tuple[int, int]) -> Picture:
-    cv2 = _cv2()
-    found: Picture = cv2.resize(np.ascontiguousarray(frame), size, interpolation=cv2.INTER_LINEAR)
-    return found
 
 
 def _smooth(frame: Picture, size: tuple[int, int], reducing_gap: float | None = None) -> Picture:
