@@ -365,7 +365,12 @@ MUTANTS = [
     ),
     M("core/scheduler.py", "who gives way stays", "if displaced is not None:", "if False:"),
     M("core/returns.py", "clocks are no habits", "gaps.spread < thinks.spread - CLEARLY", "False"),
-    M("core/returns.py", "other partitions are waited for", "if client.partition == partition:", "if True:"),
+    M(
+        "core/returns.py",
+        "other partitions are waited for",
+        "if client.partition == partition:\n                    client.due",
+        "if True:\n                    client.due",
+    ),
     M("core/group.py", "an answer makes no client absent", "self.think_times.answered(client.key, now)", "pass"),
     M("core/holding.py", "the target is one more", "if waiting >= policy.target", "if waiting > policy.target"),
     M("core/flush.py", "budget is named before single", "fill.newcomers and fill.dearest", "False and fill.dearest"),
@@ -913,6 +918,27 @@ MUTANTS = [
         "self.padded(n)",
     ),
     M("core/time_cost.py", "stages that pad cost what they are given", "if stages[i] in pads:", "if False:"),
+    # many callers, and models with a large fixed part
+    M("core/returns.py", "all of many come first", "int((n - first) * part)", "0"),
+    M("core/returns.py", "of many those of other partitions are waited for", " or client.partition != partition:", ":"),
+    M("core/crowd.py", "a crowd that varies is steady", " and min(peaks) >= STEADY * most", ""),
+    M("core/crowd.py", "batches are as full as they may be", "ceil(callers / ceil(callers / most))", "int(most)"),
+    M("core/adapt.py", "work in steps is split evenly", "if request.wants == 1.0:", "if True:"),
+    M("core/adapt.py", "deadlines are split evenly", " and self._alike() else 0", " else 0"),
+    M("core/adapt.py", "a fixed part has no limit", "min(times * a, self.LONGEST)", "times * a"),
+    M(
+        "core/adapt.py",
+        "urgent requests wait for long batches",
+        "if len({tier for tier, _ in self._demand}) > 1:",
+        "if False:",
+    ),
+    M(
+        "core/adapt.py",
+        "a greedy client fills long batches",
+        "if any(d.greedy for d in self._demand.values()):\n                return shared",
+        "if False:\n                return shared",
+    ),
+    M("core/group.py", "what waits is counted in short batches", "ticket, self.budget, self", "ticket, 0.1, self"),
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import ConfigError, QueueFull
 from reflex_runtime.core.flush import FlushPolicy
@@ -15,7 +16,7 @@ from reflex_runtime.core.request import Priority, Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
 from reflex_runtime.core.time_cost import TimeCost
 
-from .helpers import ask, scheduler_of
+from .helpers import ask, scheduler_of, trained
 
 FIXED, EACH, BUDGET = 0.02, 0.01, 0.1  # a full batch holds 8: 12.5 ms each
 
@@ -63,6 +64,19 @@ def test_b13_retry_after_is_the_predicted_time_until_the_queue_is_empty() -> Non
     with pytest.raises(QueueFull) as refused:
         ask(scheduler, now=10.0)
     assert refused.value.retry_after == pytest.approx(3.0, abs=0.02)
+
+
+def test_b13_what_waits_is_counted_at_the_size_of_the_batches_that_run() -> None:
+    """40 + 4 n ms: 15 fit into 100 ms, 6.7 ms each; 70 into eight times the fixed part, 4.6 ms each."""
+    model = trained(0.040, 0.004)
+    flush = FlushPolicy.window(None, 0.0)
+    scheduler = scheduler_of(flush=flush, cost=lambda: model, controller=Planner(), max_queued_seconds=1.0)
+    for now in (0.0, 1.0):  # the first batch is formed before anything is planned
+        ask(scheduler, now=now)
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        scheduler.complete(batch, [Done()], 0.044, now + 0.044)
+    assert admitted(scheduler) == pytest.approx(1.0 / (0.004 + 0.040 / 70), rel=0.05)
 
 
 def test_b13_a_guess_refuses_nobody() -> None:
