@@ -103,10 +103,20 @@ def test_f14_size_is_refused_where_the_graph_has_its_own_or_where_it_is_none(
     bright_graph(tmp_path / "graph.onnx")
     run = ran("a=chaos:", "--onnx", "graph.onnx", "--size", "32", cwd=tmp_path, status=2)
     assert "--onnx=graph.onnx: size 32x32: input 'images' takes width 64 and height 64" in run.log[-1]
+    assert not any("connected" in line for line in run.log), "before any camera is opened"
     monkeypatch.chdir(tmp_path)
     for wrong in ("0", "64x", "99999", "a"):
         said = refusal(capsys, "a=chaos:", "--onnx", "graph.onnx", "--size", wrong)
         assert f"--size={wrong}: must be pixels of a side" in said
+
+
+def test_f14_a_model_that_means_nothing_known_is_refused_before_a_camera_opens(tmp_path: Path) -> None:
+    bright_graph(tmp_path / "graph.onnx", "raw rows", metadata={"names": ""})
+    said = ran("a=chaos:", "--onnx", "graph.onnx", cwd=tmp_path, status=2).log
+    assert "'output0' [n, 84, 7] for a picture of 64 × 64" in said[-1]
+    assert "give the names of its classes: --names FILE" in said[-1]
+    assert len(said[-1]) < 700
+    assert not any("connected" in line for line in said)
 
 
 def test_f14_provider_is_the_one_onnx_runtime_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

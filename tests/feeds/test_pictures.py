@@ -210,6 +210,15 @@ def test_i18_a_picture_is_small_and_what_was_found_is_in_its_place(shape: tuple[
         assert not coloured[55:, 65:].any()
 
 
+def test_i18_the_class_of_a_picture_stands_in_its_corner() -> None:
+    value = {"labels": ["cat"], "scores": [0.9], "text": "cat 0.90"}
+    picture = simplejpeg.decode_jpeg(
+        jpeg_of(Result(Frame(np.full((480, 640, 3), 100, np.uint8), 0, None, 0.0), "a", value, 0.0), SMALL)
+    )
+    assert picture[:12, :30].min() < 30
+    assert np.ptp(picture[30:]) < 10
+
+
 def test_i18_keypoints_and_masks_are_in_their_place_in_a_smaller_picture() -> None:
     image = np.full((480, 640, 3), 100, np.uint8)
     mask = {"box": [200, 200, 400, 400], "size": [1, 1], "counts": [0, 1]}

@@ -58,7 +58,7 @@ class PictureSize:
     drawn: tuple[str, ...]
 
 
-SMALL: Final = PictureSize(".jpg", 320, 1.0, 70, ("labels", "masks"))
+SMALL: Final = PictureSize(".jpg", 320, 1.0, 70, ("labels", "text", "masks"))
 LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "text", "masks"))
 
 
