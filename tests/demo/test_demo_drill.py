@@ -162,7 +162,7 @@ def test_demo_ab_breaks_b_and_brings_it_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("reflex_runtime.cli.demo_ab.SPLIT", 50)  # of few episodes some begin on b after it is mended
-    options = ["--robots", "3", "--episodes", "6", "--serve", "--probe-cooldown-s 0.1", "--out", str(tmp_path)]
+    options = ["--robots", "3", "--episodes", "6", "--serve", "--probe-cooldown-s 0.3", "--out", str(tmp_path)]
     assert main(["demo", "--ab", *options]) == 0, capsys.readouterr().out
     out = capsys.readouterr().out
     for words in ("every call of b fails", "asks anew", "b is drained", "b is mended", "the probe, and is back"):
@@ -173,11 +173,11 @@ def test_demo_ab_breaks_b_and_brings_it_back(
     assert [note.fields["action"] for note in recording.noted("decision")] == ["fault", "drain", "mended", "return"]
     assert len(recording.noted("outcome")) == 18, "every robot said how every episode ended"
     ended = [note.fields for note in recording.noted("outcome")]
-    table = re.search(r"│ all +│ +(\d+)/(\d+) │ +(\d+)/(\d+) │ +(\d+)/(\d+) │", out)
+    table = re.search(r"│ all +│([^│]+)│([^│]+)│([^│]+)│", out)
     assert table is not None, out
-    for slot, solved, played in zip(("a", "b", None), *[map(int, table.groups()[i::2]) for i in (0, 1)], strict=True):
+    for slot, cell in zip(("a", "b", None), table.groups(), strict=True):
         mine = [e["success"] for e in ended if e["slot"] == slot]
-        assert (sum(mine), len(mine)) == (solved, played), slot
+        assert cell.strip() == (f"{sum(mine)}/{len(mine)}" if mine else ""), slot
     failed = [line for line in recording.requests if line.error is not None]
     assert {(line.slot, line.error.slug) for line in failed if line.error} == {("b", "processor_failed")}
     assert f"b failed {len(failed)} calls" in out
