@@ -155,11 +155,9 @@ def test_x7_the_container_copies_what_is_there_and_builds_a_package_whose_comman
     (install,) = (step for step in steps() if step.startswith("RUN") and "pip install" in step)
     expand = ["sh", "-c", f"EXTRAS=; printf %s {install.split()[-1]}"]
     what = subprocess.run(expand, capture_output=True, text=True, check=True).stdout
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile",
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--no-build-isolation",
                "--disable-pip-version-check", "--target", tmp_path / "prefix", what]  # fmt: skip
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
-    if "No matching distribution found for hatchling" in done.stderr:
-        pytest.skip("hatchling cannot be installed here: the package cannot be built")
     assert done.returncode == 0, done.stderr
     entry = next(step for step in steps() if step.startswith("ENTRYPOINT"))
     assert entry == 'ENTRYPOINT ["reflex"]'
