@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -71,6 +72,23 @@ def test_urgent_requests_shorten_the_batches_of_others() -> None:
         planner.arrived(Ticket(request, i, at), at, 0)
         found.append(planner.policy(BASE, lambda: DEVICE, at, "").max_batch_cost)
     assert max(found[1000:]) < 0.5 * BASE.max_batch_cost
+
+
+def test_thousands_of_time_limits_count_roughly_and_few_as_they_are() -> None:
+    """Callers that send the same deadline at different times have a limit each, and a plan looks at all of them."""
+    planner = Planner()
+    for i in range(3000):
+        at = i / 1000.0
+        planner.arrived(Ticket(Request(client=i, time_limit=5.0 - at), i, at), at, 0)
+    planner.policy(BASE, lambda: DEVICE, 3.0, "")
+    assert len(planner._demand) <= Planner.KINDS
+    assert sum(d.rates[-1] * d.seen for d in planner._demand.values()) > 2900.0, "each is counted"
+    assert len(planner._counts) <= Planner.CLIENTS + Planner.KINDS
+    few = Planner()
+    for i, limit in enumerate((0.125, 1.25, inf)):
+        few.arrived(Ticket(Request(client=i, time_limit=limit), i, 0.0), 0.0, 0)
+    few.policy(BASE, lambda: DEVICE, 0.5, "")
+    assert [limit for _, limit in few._demand] == [0.125, 1.25, inf]
 
 
 # -- models with a large fixed part ------------------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Planner:
 
     PERIOD = 0.100  # seconds between plans
     TAU = 1.0  # seconds over which rates are measured
-    CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one
+    CLIENTS = 1024  # (tier, time limit, client) followed; those beyond count as one for each time limit, roughly
+    KINDS = 64  # (tier, time limit) planned for as they are; if there are more, time limits count roughly
     LONGEST = 2.0  # seconds that a batch may take because of its fixed part
     SHARED = 2.0  # times its fixed part, where others would wait for it: half of the device's time
 
@@ -72,7 +73,7 @@ class Planner:
             if self._since == -inf:
                 self._since = self._planned = now
             if len(self._counts) >= self.CLIENTS:
-                key = (*key[:2], None)
+                key = (key[0], _rough(key[1]), None)
             count = self._counts.get(key, 0.0)
             self._weights[key] = request.weight
         self._counts[key] = count + 1.0
@@ -143,8 +144,10 @@ class Planner:
         """The present demand by tier and time limit, tiers in order; ages the counts."""
         seen = self.TAU * -expm1((self._since - now) / self.TAU)
         clients: dict[tuple[Priority, float], list[tuple[float, float]]] = {}
+        many = len({key[:2] for key in self._counts}) > self.KINDS
         for key in sorted(self._counts, key=lambda k: k[:2]):
-            clients.setdefault(key[:2], []).append((self._counts[key] / seen, self._weights[key]))
+            kind = (key[0], _rough(key[1])) if many else key[:2]
+            clients.setdefault(kind, []).append((self._counts[key] / seen, self._weights[key]))
         fade = exp((self._planned - now) / self.TAU)
         self._counts = {key: count * fade for key, count in self._counts.items() if count * fade > _FORGOTTEN}
         self._weights = {key: self._weights[key] for key in self._counts}
@@ -157,6 +160,11 @@ _FORGOTTEN = 0.02  # arrivals: four seconds after a single one
 _GREEDY = 1.5  # times the fair share
 _SURE = 3.0  # standard deviations; a smaller difference may be chance, and planning for it costs goodput
 _SURPLUS = 0.25  # value of serving a client beyond its fair share
+
+
+def _rough(limit: float) -> float:
+    """A time limit to two digits. Clients that send the same deadline at different times have a limit each."""
+    return float(f"{limit:.2g}")
 
 
 class _Demand:
