@@ -28,7 +28,6 @@ from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Priority
 from reflex_runtime.llm import LLMEngine, SamplingParams
 from reflex_runtime.llm.checkpoint import Checkpoint
-from reflex_runtime.llm.openvino_runner import OpenVinoRunner
 from reflex_runtime.llm.toy import ByteTokenizer
 
 PRECISIONS = {"bfloat16": "bf16", "float32": "f32"}
@@ -58,15 +57,16 @@ def llm(root: Path, out: Path, scale: float) -> list[Row]:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def write_model(directory: Path, dtype: str) -> Path:
-    """A Llama with random weights, as a Hugging Face directory."""
+def write_model(directory: Path, dtype: str, **other: int) -> Path:
+    """A Llama with random weights, as a Hugging Face directory. other: dimensions other than those of 42 M parameters,
+    by their names in its configuration."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": 512,
         "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192,
         "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": dtype, "eos_token_id": 2, "bos_token_id": 1,
-    }  # fmt: skip
+    } | other  # fmt: skip
     (directory / "config.json").write_text(json.dumps(config))
     shapes = _shapes(config)
     width, kind = (2, "BF16") if dtype == "bfloat16" else (4, "F32")
@@ -81,15 +81,17 @@ def write_model(directory: Path, dtype: str) -> Path:
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(table).to_bytes(8, "little") + table)
         for name, shape in shapes.items():
-            values = np.ones(shape, np.float32) if "norm" in name else rng.normal(0.0, 0.05, shape).astype(np.float32)
+            random = np.ones if "norm" in name else rng.standard_normal
+            values = random(shape, dtype=np.float32) * np.float32(1.0 if "norm" in name else 0.05)
             file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes() if width == 2 else values.tobytes())
     Checkpoint.open(directory)
     return directory
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    hidden, inner, keys = config["hidden_size"], config["intermediate_size"], 4 * 64
-    shapes = {"model.embed_tokens.weight": [VOCAB, hidden], "model.norm.weight": [hidden]}
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         shapes |= {
@@ -99,7 +101,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, list[int]]:
             f"{layer}mlp.down_proj.weight": [hidden, inner], f"{layer}input_layernorm.weight": [hidden],
             f"{layer}post_attention_layernorm.weight": [hidden],
         }  # fmt: skip
-    return shapes | {"lm_head.weight": [VOCAB, hidden]}
+    return shapes | {"lm_head.weight": [vocab, hidden]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +135,15 @@ class Words(ByteTokenizer):
 
 
 class Ours:
-    """Our engine; tells when each token came."""
+    """Our engine; tells when each token came. runner: by default OpenVINO on the model in `directory`."""
 
     name = "reflex"
 
-    def __init__(self, directory: Path, dtype: str, **config: Any) -> None:
-        runner = OpenVinoRunner(directory, dtype=dtype, threads=2, num_blocks=BLOCKS)
+    def __init__(self, directory: Path, dtype: str, runner: Any = None, **config: Any) -> None:
+        if runner is None:
+            from reflex_runtime.llm.openvino_runner import OpenVinoRunner
+
+            runner = OpenVinoRunner(directory, dtype=dtype, threads=2, num_blocks=BLOCKS)
         config = {"max_num_batched_tokens": BUDGET, "max_num_seqs": REQUESTS, "enable_prefix_caching": False} | config
         self.engine = LLMEngine(runner, Words(), sinks=[self._watch], **config)
         self.times: dict[str, list[float]] = {}

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from reflex_runtime.policies import DeviceOptions, Policy, PolicySpec, load_policy
-from reflex_runtime.policies.models.torch_models import Tensors, TorchStaged, TorchWhole
+from reflex_runtime.policies.models.torch_models import Tensors, TorchStaged, TorchWhole, torch_device
 
 WIDTH, LAYERS, SIDE, STATE, ACTIONS, CHUNK, STEPS = 256, 4, 224, 8, 7, 16, 10
 SPEC = PolicySpec(
@@ -26,20 +26,21 @@ SPEC = PolicySpec(
 
 
 class Vla(nn.Module):  # type: ignore[misc]
-    """Two pictures of 196 tokens each through a transformer; steps look at what it made."""
+    """Two pictures of 196 tokens each through a transformer; steps look at what it made, `looks` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS, looks: int = 2) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, WIDTH, 16, 16)
-        layer = nn.TransformerEncoderLayer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
-        self.scene = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
-        self.state, self.time, self.x = (nn.Linear(size, WIDTH) for size in (STATE, 1, ACTIONS))
-        self.look = nn.ModuleList(nn.MultiheadAttention(WIDTH, 8, batch_first=True) for _ in range(2))
-        self.out = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, ACTIONS))
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.scene = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.state, self.time, self.x = (nn.Linear(size, width) for size in (STATE, 1, ACTIONS))
+        self.look = nn.ModuleList(nn.MultiheadAttention(width, 8, batch_first=True) for _ in range(looks))
+        self.out = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, ACTIONS))
 
     def prefix(self, inputs: Tensors) -> dict[str, Tensor]:
         """The scene, [n, tokens, width]."""
-        pictures = [inputs[name].permute(0, 3, 1, 2).float() / 255 for name in ("image", "image_wrist")]
+        kind = self.x.weight.dtype
+        pictures = [inputs[name].permute(0, 3, 1, 2).to(kind) / 255 for name in ("image", "image_wrist")]
         seen = [self.patches(picture).flatten(2).transpose(1, 2) for picture in pictures]
         return {"scene": self.scene(torch.cat(seen, dim=1))}
 
@@ -63,6 +64,13 @@ def make(device: DeviceOptions) -> TorchStaged:
     """Joined at denoise steps."""
     torch.manual_seed(0)
     return TorchStaged(SPEC, Vla(), device)
+
+
+def make_large(device: DeviceOptions) -> TorchStaged:
+    """The size of a small real one, for a GPU: 270 million parameters, and 16 layers that look in each step."""
+    torch.manual_seed(0)
+    with torch.device(torch_device(device)):
+        return TorchStaged(SPEC, Vla(1024, 16, 16), device)
 
 
 def make_whole(device: DeviceOptions) -> TorchWhole:

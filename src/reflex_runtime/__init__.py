@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the same names as in _NAMES, for type checkers and editors
     from reflex_runtime.core.errors import Drained as Drained
     from reflex_runtime.core.errors import Dropped as Dropped
     from reflex_runtime.core.errors import Expired as Expired
+    from reflex_runtime.core.errors import GpuLost as GpuLost
     from reflex_runtime.core.errors import InFlightCapReached as InFlightCapReached
     from reflex_runtime.core.errors import NonFiniteResult as NonFiniteResult
     from reflex_runtime.core.errors import ProcessorError as ProcessorError
@@ -86,8 +87,8 @@ _NAMES = {
     "core.batch": "Batch Cause Done Failed FlushReason More",
     "core.cost": "CostModel TimedUnits TokenCost UnitCost",
     "core.errors": (
-        "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired InFlightCapReached "
-        "NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
+        "Cancelled Closed ConfigError CutShort Displaced Drained Dropped Expired GpuLost "
+        "InFlightCapReached NonFiniteResult ProcessorError ProcessorHung QueueFull ReflexError Rejected "
         "ResultCountMismatch Shed Superseded TooLarge TooLate WaitTimeout"
     ),
     "core.events": (

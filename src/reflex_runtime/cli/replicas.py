@@ -50,6 +50,11 @@ def devices_of(config: ServeConfig, places: Places) -> list[str]:
     return devices
 
 
+def providers_of(config: ServeConfig, devices: Sequence[str]) -> list[str]:
+    """What the replicas on these devices run on, each once."""
+    return list(dict.fromkeys(_on_device(device)[0].get("provider", config.provider) for device in devices))
+
+
 def _listeners_of(config: ServeConfig, number: int) -> dict[str, str]:
     """The addresses of a replica for wires that are not HTTP: their connections cannot be handed over, so every replica
     has ports of its own, one after the other. A port 0 is any free one."""

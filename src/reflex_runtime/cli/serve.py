@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reflex_runtime.cli import logs
-from reflex_runtime.cli.replicas import devices_of, replica_plans
+from reflex_runtime.cli.replicas import devices_of, providers_of, replica_plans
 from reflex_runtime.cli.serve_policies import PolicyAsked, plans_of, policies_of
 from reflex_runtime.cli.serving import check_trace, options_of, show_settings, url, warn_if_open
 from reflex_runtime.config import OWN_SETTINGS, LLMServeConfig, ServeConfig
@@ -145,7 +145,8 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
     """What is served. ConfigError for what can be found before anything is loaded."""
     from reflex_runtime.telemetry.tracing import check_otel
 
-    plans = plans_of(config, places, asked)
+    devices = devices_of(config, places)
+    plans = plans_of(config, places, asked, () if devices == [""] else providers_of(config, devices))
     if config.record:
         try:
             Path(config.record).mkdir(parents=True, exist_ok=True)
@@ -153,7 +154,6 @@ def _checked(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
             raise ConfigError(f"--record={one_line(config.record)}: cannot be made: {error.strerror}") from None
     check_trace(config.trace)
     check_otel(config.otel)
-    devices_of(config, places)
     _check_listener("gr00t", config.gr00t, config.api_key, "zmq", "pyzmq", "gr00t")
     _check_listener("oip-grpc", config.oip_grpc, config.api_key, "grpc", "grpcio", "grpc")
     _check_listener("lerobot", config.lerobot, config.api_key, "grpc", "grpcio", "grpc")

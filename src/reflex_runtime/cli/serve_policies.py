@@ -133,9 +133,15 @@ def _same(one: str, other: str) -> bool:
 # -- before anything is loaded -----------------------------------------------------------------------------------------
 
 
-def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) -> list[PolicyPlan]:
-    """What is served. ConfigError for what can be found before anything is loaded."""
-    from reflex_runtime.policies import read_source
+def plans_of(
+    config: ServeConfig, places: Places, asked: Sequence[PolicyAsked], elsewhere: Sequence[str] = ()
+) -> list[PolicyPlan]:
+    """What is served. ConfigError for what can be found before anything is loaded.
+
+    elsewhere: the providers of the processes that will run it, if this one will not: then it touches no GPU, and keeps
+    nothing that was loaded to read the policies.
+    """
+    from reflex_runtime.policies import DeviceOptions, read_source
     from reflex_runtime.policies.serving.served import PolicyPlan
     from reflex_runtime.policies.serving.slots import device_of
 
@@ -143,13 +149,17 @@ def plans_of(config: ServeConfig, places: Places, asked: Sequence[PolicyAsked]) 
     plans = []
     for policy in asked:
         with _told(policy.where):
-            device = device_of(policy.config)
+            device = DeviceOptions(dtype=device_of(policy.config).dtype) if elsewhere else device_of(policy.config)
             specs = {slot: read_source(source, device) for slot, source in policy.sources.items()}
+            for spec in specs.values() if elsewhere else ():
+                spec.forget()
             plans.append(PolicyPlan(policy.name, policy.config, specs, policy.weight))
     check_needs(config, places, _missing([spec for plan in plans for spec in plan.specs.values()]))
     for policy, plan in zip(asked, plans, strict=True):
         check_needs(policy.config, policy.places, _missing(list(plan.specs.values())))
         with _told(policy.where):
+            for provider in elsewhere or (policy.config.provider,):
+                _check_device(replace(policy.config, provider=provider), plan.specs)
             _check(policy.config, plan.specs)
     return plans
 
@@ -199,7 +209,6 @@ def _check(config: ServeConfig, specs: Mapping[str, PolicySource]) -> None:
     if config.ramp:
         shares, every = Ramp.shares_of(config.ramp), Ramp.every_of(config.ramp_every)
         Ramp(shares, every, None, Comparison(50) if config.ramp_evidence else None, 0.0)
-    _check_device(config, specs)
     _check_specs(config, specs)
 
 

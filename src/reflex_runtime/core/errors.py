@@ -145,6 +145,10 @@ class ProcessorHung(ProcessorError):
     code = "processor_hung"
 
 
+class GpuLost(ProcessorError):
+    """The GPU answers this process no more; another process may find it in order."""
+
+
 class CutShort(ProcessorError):
     """It was still running when the time for the shutdown was over."""
 

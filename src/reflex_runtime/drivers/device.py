@@ -1,13 +1,12 @@
 """One device: a scheduler, the lock that guards it, and the thread that runs its batches.
 
 The device thread completes a batch and takes the next one while it holds the lock once; other threads submit, cancel
-and wake it. It sleeps until `wake_at` or an input, without polling. Drivers for callers (`Batcher`, `batched`) deliver
-the results. `LoopDevice` also runs batches on an event loop.
+and wake it. It sleeps, without polling. Drivers deliver the results. `LoopDevice` also runs batches on an event loop.
 
 A thread that hangs in a processor, or dies, is given up: its batch fails at once, and one replacement is started. The
-second time the device itself is given up (`on_fatal`): open requests are answered with errors, and none is admitted.
-A thread lost to an expendable group stops only that group. With `one_thread` there is no replacement: the device waits
-for a thread that hangs, and ends with one that dies.
+second time, or with a GPU that is lost, the device itself is given up (`on_fatal`): open requests are answered with
+errors, and none is admitted. A thread lost to an expendable group stops only that group. With `one_thread` there is no
+replacement: the device waits for a thread that hangs, and ends with one that dies.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from math import inf
 from typing import Any, Final
 
 from reflex_runtime.core.batch import Batch, Failed, Outcome
-from reflex_runtime.core.errors import ConfigError, CutShort, ProcessorError, ProcessorHung, ReflexError
+from reflex_runtime.core.errors import ConfigError, CutShort, GpuLost, ProcessorError, ProcessorHung, ReflexError
 from reflex_runtime.core.events import Event
 from reflex_runtime.core.request import Request, Ticket
 from reflex_runtime.core.scheduler import Scheduler
@@ -449,6 +448,7 @@ class Device:
         with self._lock:
             if generation != self._generation:
                 return
+            self._restarts += 2 * isinstance(error, GpuLost)  # no other thread could reach it, whatever the group
             self._lose(ProcessorError(f"the device thread died: {type(error).__name__}: {error}"))
         self._tell_lost()
 

@@ -20,7 +20,7 @@ from reflex_runtime.llm.checkpoint import Checkpoint, ModelConfig
 from reflex_runtime.llm.memory import BLOCK_SIZES, GIB, blocks_in, free_bytes
 from reflex_runtime.llm.runner import Step
 from reflex_runtime.llm.torch_model import Decoder, Tensor, functional, torch
-from reflex_runtime.processors.cuda_graphs import Record, cuda_graph
+from reflex_runtime.processors.cuda_graphs import Record, recorder
 
 _MOST_RECORDED: Final = 256  # sequences in a recorded step; larger ones are busy enough to be launched one by one
 _Masks = dict[int | None, Tensor]  # by sliding window; None: a layer that sees everything
@@ -114,7 +114,7 @@ class TorchRunner:
         shape = (self.num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self._keys = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
         self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
-        self._record: Record | None = cuda_graph if device == "cuda" and cuda_graphs else None
+        self._record: Record | None = recorder() if device == "cuda" and cuda_graphs else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:

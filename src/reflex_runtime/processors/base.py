@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reflex_runtime.core.batch import Apart, Batch, Done, Failed, More, Outcome
 from reflex_runtime.core.errors import ProcessorError, ProcessorHung, ReflexError, ResultCountMismatch
 from reflex_runtime.core.request import Ticket
+from reflex_runtime.processors.gpu import lost_gpu
 
 if TYPE_CHECKING:  # with a default, so that `Processor` alone is one of any values
     from typing_extensions import TypeVar
@@ -63,11 +64,13 @@ def run_batch(processor: Processor, batch: Batch) -> list[Outcome]:
 
     A call that raises is `Apart` for its tickets: the scheduler repeats it in parts until the bad ones run alone.
     A batch of one, or one whose call cannot be repeated, fails. So does one that hung, and one with a wrong number of
-    results: whose is missing cannot be known.
+    results: whose is missing cannot be known. Raises GpuLost if no further batch can run in this process.
     """
     try:
         return outcomes_of(processor.run(batch), batch)
     except Exception as error:
+        if lost := lost_gpu(error):
+            raise lost from error
         return failure_of(error, batch, processor.repeatable)  # kept in no variable: its traceback keeps the frame
 
 

@@ -12,21 +12,29 @@ Record = Callable[[Callable[[], None]], Callable[[], None]]
 """What launches work → what launches it again, on the same tensors."""
 
 
-def cuda_graph(run: Callable[[], None]) -> Callable[[], None]:
-    """Record the launches of `run`, after two plain runs in which libraries choose kernels and make workspaces.
+def recorder() -> Record:
+    """What records the graphs of one model.
 
-    While it is recorded, `run` must neither wait for the device nor copy from the host's memory: torch raises then.
+    They share the memory of what they compute in between. So two of them must not run at the same time, and each must
+    leave its results in tensors made outside.
+
+    A graph is recorded after two plain runs, in which libraries choose kernels and make workspaces. While it is
+    recorded, the work must neither wait for the device nor copy from the host's memory: torch raises then.
     """
     import torch
 
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        run()
-        run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    aside, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    return record

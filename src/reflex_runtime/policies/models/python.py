@@ -38,6 +38,9 @@ class PythonSource(PolicySource):
         model.spec = self
         return model
 
+    def forget(self) -> None:
+        self.made.clear()
+
 
 def read_python(source: str, device: DeviceOptions) -> PythonSource:
     """Import the module, call its factory, and check what it made. ConfigError says what is wrong with it.

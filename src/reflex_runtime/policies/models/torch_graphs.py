@@ -47,7 +47,7 @@ class CapturedStep:
     call: (packed, moving, all steps n) → x after one more step, [rows, …]; see `run`. It neither writes to its inputs
         nor waits for the device, and what it computes of a row depends on that row alone.
     sizes: batch sizes, ascending. Rows are padded to the next one with copies of the last.
-    record: makes a graph, such as `cuda_graph`.
+    record: makes a graph, as that of `recorder` does.
 
     A graph is for one size, one n and one set of row shapes and types. Graphs of all sizes share their input buffers,
     which are as large as the largest size. Graphs are captured while the policy warms up and never later: capturing

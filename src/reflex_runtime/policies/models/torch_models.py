@@ -6,6 +6,7 @@ The only module here that imports torch; import it only when a PyTorch policy is
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
@@ -18,7 +19,7 @@ from reflex_runtime.policies.policy.model import StagedModel, WholeModel
 from reflex_runtime.policies.policy.observation import Observation
 from reflex_runtime.policies.policy.spec import DeviceOptions, PolicySpec
 from reflex_runtime.policies.policy.units import Floats
-from reflex_runtime.processors.cuda_graphs import Record, cuda_graph
+from reflex_runtime.processors.cuda_graphs import Record, recorder
 from reflex_runtime.processors.onnx import CPU, CUDA
 
 try:
@@ -66,8 +67,7 @@ class _Placed:
         self.masks = masks
         self.device = torch_device(device)
         self.dtype = torch_dtype(device)
-        if device.provider == CPU:
-            torch.set_num_threads(device.threads)
+        torch.set_num_threads(device.threads)
         if isinstance(module, torch.nn.Module):
             module.eval().requires_grad_(False)
             module.to(device=self.device, dtype=self.dtype)
@@ -96,10 +96,10 @@ class GraphedStaged(StagedModel):
     pads_prefix = False
     _captured: CapturedStep | None = None
 
-    def capture(self, sizes: Sequence[int], record: Record = cuda_graph) -> None:
+    def capture(self, sizes: Sequence[int], record: Record | None = None) -> None:
         """From now on run steps as graphs of these batch sizes, ascending; the warm-up captures them."""
         self.captured_sizes = tuple(sizes)
-        self._captured = CapturedStep(self.compute_step, sizes, record)
+        self._captured = CapturedStep(self.compute_step, sizes, record or recorder())
 
     def compute_step(self, packed: Tensors, moving: Tensors, n: int) -> Tensor:
         """x after one more of n steps, from tensors [rows, …] alone: what is captured."""
@@ -185,8 +185,10 @@ def torch_device(device: DeviceOptions) -> str:
     if device.captured_sizes and name != "cuda":
         raise ConfigError(f"--cuda-graphs: {device.provider} has no graphs to capture; leave the option out")
     if name == "cuda" and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise ConfigError(
-            "--provider=cuda: PyTorch sees no GPU here; check nvidia-smi, install a CUDA build of torch, or use "
+            f"--provider=cuda: PyTorch sees no GPU here{among}; check nvidia-smi, install a CUDA build of torch, or use "
             "--provider cpu"
         )
     return name

@@ -125,6 +125,9 @@ class PolicySource(PolicySpec):
         """Load the model onto the device; a StagedModel if `staged`. Slow. ConfigError if it cannot be loaded."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Free what was loaded to read it: this process will not open it."""
+
 
 def stacked(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Rows of one shape as a batch; np.stack takes four times as long for small ones."""
