@@ -86,8 +86,9 @@ class Decoder:
         cos, sin = self._rotations(positions)
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):
-            q, k, v = self._heads(layer, rms_norm(x, layer.norm, eps))
-            mixed = attend(i, rotate(q, cos, sin), rotate(k, cos, sin), v)
+            turned, v = self._heads(layer, rms_norm(x, layer.norm, eps), cos, sin)
+            q, k = turned.split([self.config.num_heads, self.config.num_kv_heads], dim=1)
+            mixed = attend(i, q, k, v)
             x = x + layer.out(mixed.flatten(1))
             gate, up = layer.gate_up(rms_norm(x, layer.mlp_norm, eps)).chunk(2, dim=-1)
             x = x + layer.down(functional.silu(gate) * up)
@@ -97,31 +98,33 @@ class Decoder:
         """[n, hidden_size] → float32 [n, vocab_size]."""
         return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
 
-    def _heads(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """(rotated queries, and behind them rotated keys; values), each [t, heads, head_dim]."""
         config = self.config
         heads = layer.qkv(x).view(len(x), -1, config.head_dim)
-        q, k, v = heads.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        both, v = heads.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        return q, k, v
+            q, k = both.split([config.num_heads, config.num_kv_heads], dim=1)
+            eps = config.rms_norm_eps
+            both = torch.cat([rms_norm(q, layer.q_norm, eps), rms_norm(k, layer.k_norm, eps)], dim=1)
+        return rotate(both, cos, sin), v
 
     def _rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each position's angles, float32 [t, 1, head_dim / 2]."""
+        """For `rotate`: cosine of each position's angles, and sine, negative first, float32 [t, 1, head_dim]."""
         angles = (positions[:, None].float() * self._frequencies)[:, None]
-        factor = self.config.attention_factor
-        return angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos() * self.config.attention_factor, angles.sin() * self.config.attention_factor
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x over the root of its mean square along the last axis, in float32 whatever x is, times weight."""
-    y = x.float()
-    return weight * (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return weight * functional.rms_norm(x, (x.shape[-1],), None, eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    """Each head's dimensions i and i + head_dim / 2 turned as a pair; x is [t, heads, head_dim]. In few kernels: on a
+    GPU their number is what a step of few tokens takes."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 class _Loader:

@@ -116,6 +116,7 @@ class TorchRunner:
         self._values = [torch.zeros(shape, dtype=kind, device=device) for _ in range(config.num_layers)]
         self._record: Record | None = recorder() if device == "cuda" and cuda_graphs else None
         self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._host = torch.empty(0, 0)
 
     def forward(self, step: Step) -> npt.NDArray[np.float32]:
         """Logits [n, vocab_size] after each sequence's last token of the step.
@@ -131,12 +132,21 @@ class TorchRunner:
             else:
                 last = self._tensor(step.begins[1:].astype(np.int64) - 1)
                 logits = self._run(self._tensor(step.token_ids), self._tensor(step.positions), self._plan(step), last)
-            result: npt.NDArray[np.float32] = logits.cpu().numpy()
+            return self._on_host(logits)
+
+    def _on_host(self, logits: Tensor) -> npt.NDArray[np.float32]:
+        """The same in numpy; from a GPU through pinned memory that the next call uses again."""
+        if self._device == "cuda":
+            if len(self._host) < len(logits):
+                self._host = torch.empty(_power_of_two(len(logits)), self.vocab_size, pin_memory=True)
+            logits = self._host[: len(logits)].copy_(logits)
+        result: npt.NDArray[np.float32] = logits.numpy()
         return result
 
     def close(self) -> None:
         """Free weights, cache and recorded graphs."""
         self._recorded.clear()
+        self._host = torch.empty(0, 0)
         self._keys.clear()
         self._values.clear()
         self.__dict__.pop("_decoder", None)

@@ -23,7 +23,7 @@ def answers(policy: Policy, starts: list[int]) -> list[Any]:
     return [chunk.actions for chunk in policy.answers([asked(policy, i) for i in range(len(starts))], starts)]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports modules that warn of themselves
+@pytest.mark.filterwarnings("ignore")  # those of torch.compile, about itself
 @pytest.mark.parametrize("sizes", [(), (1, 2, 4, 8)], ids=["plain", "graphs"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
 def test_p7_a_gpu_answers_as_the_cpu(sizes: tuple[int, ...], compiled: bool) -> None:

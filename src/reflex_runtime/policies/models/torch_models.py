@@ -188,8 +188,8 @@ def torch_device(device: DeviceOptions) -> str:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
         raise ConfigError(
-            f"--provider=cuda: PyTorch sees no GPU here{among}; check nvidia-smi, install a CUDA build of torch, or use "
-            "--provider cpu"
+            f"--provider=cuda: PyTorch sees no GPU here{among}; check nvidia-smi, install a CUDA build of torch, or "
+            "use --provider cpu"
         )
     return name
 
