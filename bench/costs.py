@@ -17,7 +17,7 @@ from unittest import mock
 from bench.apps.ablated import STAGES
 from bench.load import Answered
 from bench.report import Row, row, say
-from bench.servers import Server, hello, running
+from bench.servers import Server, hello, reflex, running
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Planner
 from reflex_runtime.core.backlog import Backlog
@@ -34,6 +34,8 @@ from reflex_runtime.core.shares import Shares
 from reflex_runtime.core.time_cost import TimeCost
 
 HELLO = "bare ASGI hello"
+REFLEX = "reflex"
+FLOOR = ("json", "scheduler", "model")  # what is left without promises, see `bench.apps.floor`
 FIXED, MARGINAL, AWAY = 0.0001, 0.00001, 0.0003  # seconds of a batch, of each member, and until callers ask again
 SIZES = (1, 8, 32)  # of batches, for the scheduler alone
 
@@ -43,13 +45,19 @@ def ablated(export: Path, stage: str) -> Server:
     return Server(stage, ["-m", "bench.apps.ablated", str(export), "PORT", stage])
 
 
+def floor(export: Path, stage: str) -> Server:
+    """The least that a server does up to this stage."""
+    return Server(f"least: {stage}", ["-m", "bench.apps.floor", str(export), "PORT", stage])
+
+
 def costs(tiny: Path, scale: float) -> list[Row]:
     """CPU of the server per request by stage: differences of neighbours within a round, with 32 callers and with one.
 
     The last stage replaces the one before: with it batches run on the device thread, which brief ones do not.
     """
     found: dict[tuple[str, int], list[Answered]] = defaultdict(list)
-    with running(hello(tiny), *(ablated(tiny, stage) for stage in STAGES)) as servers:
+    plain = (hello(tiny), reflex(tiny), *(floor(tiny, stage) for stage in FLOOR))
+    with running(*plain, *(ablated(tiny, stage) for stage in STAGES)) as servers:
         for i in range(rounds := max(3, round(5 * scale))):
             say(f"  costs: round {i + 1} of {rounds}")
             for server in servers[:: -1 if i % 2 else 1]:
@@ -127,12 +135,16 @@ def _seconds(n: int, scale: float, without: list[tuple[type, str]]) -> float:
         return (time.thread_time() - began) / times / n
 
 
-def _cycle(n: int) -> Callable[[], None]:
-    """What makes n callers ask once, and answers them, with a cost model that has learned."""
+def serving_group() -> GroupConfig:
+    """The group of a policy, as `reflex serve` makes it by default."""
     config = ServeConfig()
     flush = FlushPolicy.window(None, inf, config.max_batch_size)
-    group = GroupConfig("prod", flush, config.max_queue, max_queued_seconds=config.max_queue_s, controller=Planner())
-    scheduler, now = Scheduler([group]), 0.0
+    return GroupConfig("prod", flush, config.max_queue, max_queued_seconds=config.max_queue_s, controller=Planner())
+
+
+def _cycle(n: int) -> Callable[[], None]:
+    """What makes n callers ask once, and answers them, with a cost model that has learned."""
+    scheduler, now = Scheduler([serving_group()]), 0.0
 
     def ask(some: int) -> None:
         nonlocal now
@@ -176,10 +188,15 @@ def _rows(found: dict[tuple[str, int], list[Answered]], callers: int) -> list[Ro
     def cpu(name: str) -> list[float]:
         return [a.cpu / a.requests * 1e6 for a in found[name, callers]]
 
-    rows = [row(case, f"CPU, {HELLO}", cpu(HELLO), "us"), row(case, STAGES["http"][0], cpu("http"), "us")]
+    rows = [row(case, STAGES["http"][0], cpu("http"), "us")]
     for before, stage in pairwise(STAGES):
         more = [b - a for a, b in zip(cpu(before), cpu(stage), strict=True)]
         rows.append(row(case, STAGES[stage][0], more, "us"))
     rows.append(row(case, "all but the hand-over", cpu("sinks"), "us"))
-    rows.append(row(case, "p50", [a.quantile(0.5) * 1e3 for a in found["sinks", callers]], "ms"))
+    for name in (HELLO, *(f"least: {stage}" for stage in FLOOR), REFLEX):
+        times = [mine / bare for mine, bare in zip(cpu(name), cpu(HELLO), strict=True)]
+        rows.append(row(case, f"CPU, {name}", cpu(name), "us"))
+        rows.append(row(case, f"CPU over that of {HELLO}, {name}", times, "x", most=1.7 if name == REFLEX else None))
+        p50 = [a.quantile(0.5) * 1e3 for a in found[name, callers]]
+        rows.append(row(case, f"p50, {name}", p50, "ms", most=0.35 if (name, callers) == (REFLEX, 1) else None))
     return rows

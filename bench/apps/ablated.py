@@ -50,17 +50,11 @@ def _json() -> None:
 
 
 def _request() -> None:
-    def queue(self: asking.Asking, ask: Any, question: Any) -> None:
-        ask.served = self.served
-        placement = ask.placement = self.served.place(question.episode_id, ask.request_id)
-        version = ask.version = self.served.slots[placement.slot].version
-        version.users += 1
-        observation = asking._observe(version.policy, ask.request_id, question, ask.received)
-        version.policy.request(observation, client=ask.client)
+    def submit(self: asking.Asking, ask: Any, request: Any) -> None:
         ask.settle(copy(ANSWER))
         self._end(ask)
 
-    asking.Asking._queue = queue  # type: ignore[method-assign]
+    asking.Asking._submit = submit  # type: ignore[method-assign]
 
 
 def _on_loop(on: bool = True) -> None:
@@ -69,11 +63,13 @@ def _on_loop(on: bool = True) -> None:
 
 
 def _without_answer() -> None:
-    def settled(self: asking.Asking, ask: Any, ticket: Any) -> None:
-        ask.settle(copy(ANSWER))
-        self._end(ask)
+    def answer(self: asking.Asking) -> None:
+        over, self._over = self._over, []
+        for ask, _ in over:
+            ask.settle(copy(ANSWER))
+            self._end(ask)
 
-    asking.Asking._settled = settled  # type: ignore[method-assign]
+    asking.Asking._answer = answer  # type: ignore[method-assign]
     _without_sinks()
 
 

@@ -520,7 +520,7 @@ def test_w4_small_messages_wait_unparsed_behind_the_one_that_is_answered() -> No
 def test_w4_what_comes_on_a_closing_websocket_is_not_kept_and_not_waited_for(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "CLOSING", 0.5)
+    monkeypatch.setattr(connections, "CLOSES", 0.5)
 
     async def check(run: Running) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", run.port)

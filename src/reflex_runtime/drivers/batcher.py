@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -38,6 +39,9 @@ else:
     from typing import TypeVar
 
     V = TypeVar("V")
+
+
+log = logging.getLogger("reflex.batcher")
 
 
 class Batcher(Generic[V]):
@@ -86,6 +90,7 @@ class Batcher(Generic[V]):
         self._on_fatal = on_fatal
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_due = self._pump_due = False
+        self._first: list[Callable[[], None]] = []
         self._cancels = Cancels(self.device.input)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = inf
@@ -154,6 +159,15 @@ class Batcher(Generic[V]):
         if ticket.deadline < self._timer_at:
             self._arm(ticket.deadline)
         return ticket
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Call it in the loop's next turn, before a batch is formed there. Only on the loop.
+
+        For one who submits what comes in a turn together.
+        """
+        assert self._loop is not None
+        self._first.append(action)
+        self._wake_soon(self._loop)
 
     def prepared(self, ticket: Ticket, made: Request | ReflexError) -> None:
         """Make a ticket ready with the request `made`, or end it with that error. Only on the loop."""
@@ -226,6 +240,12 @@ class Batcher(Generic[V]):
             loop.call_soon(self._wake)
 
     def _wake(self) -> None:
+        first, self._first = self._first, []
+        for action in first:
+            try:
+                action()
+            except Exception:
+                log.exception("what was to be called before the next batch failed")
         self._wake_due = False
         if self.device.turn():
             self._pump()

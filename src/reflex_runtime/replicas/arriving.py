@@ -12,7 +12,7 @@ from reflex_runtime.placing import Begun, begun
 from reflex_runtime.web.app import App
 from reflex_runtime.web.arrival import file_of
 from reflex_runtime.web.connection import HttpConnection
-from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.connections import ANSWERED, BODY, HEAD
 from reflex_runtime.web.errors import Overloaded
 
 Give = Callable[[Begun, str, int, bytes], bool]
@@ -30,7 +30,7 @@ class ArrivingConnection(asyncio.Protocol):
 
     def __init__(self, app: App, give: Give, first: bytes = b"", begun: Begun | None = None) -> None:
         self.app, self._give, self._data, self._known = app, give, first, begun
-        self.phase = Phase.ANSWERED
+        self.phase = ANSWERED
         self.heard = 0.0
         self._next_look = 0  # bytes: a caller that sends one at a time must not have all of them read each time
         self._loop = asyncio.get_running_loop()
@@ -76,7 +76,7 @@ class ArrivingConnection(asyncio.Protocol):
     def _look(self) -> None:
         known = self._known or begun(self._data)
         if known is None or not known.enough:
-            phase = Phase.HEAD if known is None else Phase.BODY
+            phase = HEAD if known is None else BODY
             if phase is not self.phase:
                 self.app.connections.move(self, phase)
             if known is not None:

@@ -155,12 +155,12 @@ class Metrics:
         self._stopped.labels(*labels).set_function(failed)
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, BatchScheduled):
+        if isinstance(event, RequestAnswered):  # most of them are
+            self._slots[event.slot].answered(event)
+        elif isinstance(event, BatchScheduled):
             self._slots[event.batch.group].scheduled(event)
         elif isinstance(event, BatchFinished):
             self._slots[event.batch.group].finished(event)
-        elif isinstance(event, RequestAnswered):
-            self._slots[event.slot].answered(event)
 
     def ended(self, slot: str, success: bool) -> None:
         """An episode of the slot ended."""
@@ -205,8 +205,10 @@ class _Slot:
         self.graph = metrics._graph.labels(*labels)
         self.wait = metrics._wait.labels(*labels)
         self.prepare = metrics._prepare.labels(*labels)
-        self.latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
-        self.requests = {(o, wire): metrics._requests.labels(*labels, o, wire) for o in OUTCOMES for wire in wires}
+        latency = {o: metrics._latency.labels(*labels, o) for o in OUTCOMES}
+        self.answers = {
+            (o, wire): (metrics._requests.labels(*labels, o, wire), latency[o]) for o in OUTCOMES for wire in wires
+        }
         self.act = metrics._act.labels(*labels)
         self.warnings = {kind: metrics._warnings.labels(*labels, kind) for kind in WARNINGS}
         self.error = metrics._error.labels(*labels)
@@ -258,15 +260,17 @@ class _Slot:
             self.injected.inc(notes["injected_ms"] / 1e3)
 
     def answered(self, event: RequestAnswered) -> None:
-        self.requests[event.outcome, event.wire].inc()
-        self.latency[event.outcome].observe(event.latency)
+        requests, latency = self.answers[event.outcome, event.wire]
+        requests.value += 1.0
+        latency.observe(event.latency)
         ticket = event.ticket
         if ticket is None or not isinstance(ticket.outcome, Done):
             return
         self.act.observe(event.at - ticket.arrived)
+        value = ticket.outcome.value
         if ticket.request.stage == "":  # in one call: its steps were not separate batches
-            self.steps.inc(getattr(ticket.outcome.value, "denoising_steps", 0))
-        cache = getattr(ticket.outcome.value, "cache", "off")
+            self.steps.inc(getattr(value, "denoising_steps", 0))
+        cache = getattr(value, "cache", "off")
         if cache == "miss":
             self.miss.inc()
         elif cache != "off":

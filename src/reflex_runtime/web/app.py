@@ -189,7 +189,6 @@ class App:
 
     def answers(self, exchange: Exchange, status: int) -> None:
         """The head of the answer is being sent."""
-        self.bodies.release(exchange)
         if self._on_answer is not None:
             self._on_answer(exchange, status)
 

@@ -72,7 +72,8 @@ class Bodies:
 
     def release(self, owner: Holder) -> None:
         """The body is no longer needed: stop counting it."""
-        self.keep(owner, 0)
+        self.held -= owner.held
+        owner.held = 0
 
     def keep(self, owner: Holder, size: int) -> None:
         """Count only this many bytes of it from now on."""

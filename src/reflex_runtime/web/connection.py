@@ -30,7 +30,7 @@ from reflex_runtime.core.errors import ReflexError
 from reflex_runtime.web.app import App
 from reflex_runtime.web.arrival import arrived, file_of
 from reflex_runtime.web.bodies import LARGE
-from reflex_runtime.web.connections import Phase
+from reflex_runtime.web.connections import ANSWERED, BODY, HEAD, IDLE, SLOW
 from reflex_runtime.web.errors import BodyTooLarge, CallerLeft, ClientError, Overloaded
 from reflex_runtime.web.exchange import CLOSE, Exchange, retry_headers
 from reflex_runtime.web.form import Headers
@@ -52,7 +52,7 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self, app: App) -> None:
         self.app = app
-        self.phase = Phase.ANSWERED
+        self.phase = ANSWERED
         self.heard = 0.0
         self._loop = asyncio.get_running_loop()
         self._parser = _parser_for(self)
@@ -60,7 +60,8 @@ class HttpConnection(asyncio.Protocol):
         self._coming: Exchange | None = None  # the last whose head has come
         self._resumed: asyncio.Future[None] | None = None  # set while the caller does not read
         self._late = b""  # the answer of the first, if it came while the caller did not read
-        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = self._rests = False
+        self._in_head = self._skip_head = self._refusing = self._ended = self._lost = False
+        self._rests = self._paused = False
         self._head = 0
         self._arrived = 0.0
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
@@ -92,7 +93,7 @@ class HttpConnection(asyncio.Protocol):
                 self._refuse(ClientError(f"the head of the request has over {MAX_HEAD} bytes"))
         self._advance()
         coming = self._coming
-        if coming is not None and coming.wanted and not coming.whole and coming.size > LARGE_BODY:
+        if coming is not None and coming.size > LARGE_BODY and coming.wanted and not coming.whole:
             self._rests = True  # otherwise one turn of the loop reads megabytes of it
             self.app.bodies.line_up(self.read_again, self._loop)
         self._read_on()
@@ -138,10 +139,10 @@ class HttpConnection(asyncio.Protocol):
 
     def cut(self, error: ReflexError) -> None:
         """End the connection: it has taken too long, or others need its place."""
-        if self.phase in (Phase.HEAD, Phase.BODY) and not self._refusing:
+        if self.phase in (HEAD, BODY) and not self._refusing:
             self._refuse(error)
             self._advance()
-        elif self.phase is Phase.SLOW:
+        elif self.phase is SLOW:
             self.transport.abort()
         else:
             self.transport.close()
@@ -188,22 +189,21 @@ class HttpConnection(asyncio.Protocol):
             self._resumed.set_result(None)
             self._resumed = None
 
-    def _take_time(self) -> None:
-        """Set the phase of the connection, for its time limit."""
-        first = self._turns[0] if self._turns else None
+    def _take_time(self, anew: bool = False) -> None:
+        """Set the phase of the connection, for its time limit. anew: the same phase begins again."""
         if self._resumed is not None:
-            phase = Phase.SLOW
-        elif first is not None:
-            phase = Phase.ANSWERED if first.whole else Phase.BODY
+            phase = SLOW
+        elif self._turns:
+            phase = ANSWERED if self._turns[0].whole else BODY
         elif self.transport.is_closing():
-            phase = Phase.SLOW  # until its last answer is taken
+            phase = SLOW  # until its last answer is taken
         elif self._coming is not None and not self._coming.whole:  # answered before its end: the rest is dropped
-            phase = Phase.BODY
+            phase = BODY
         else:
-            phase = Phase.HEAD if self._in_head else Phase.IDLE
-        if phase is Phase.BODY:
+            phase = HEAD if self._in_head else IDLE
+        if phase is BODY:
             self.heard = self._loop.time()
-        if phase is not self.phase:
+        if anew or phase is not self.phase:
             self.app.connections.move(self, phase)
 
     # -- requests, one at a time ---------------------------------------------------------------------------------------
@@ -248,11 +248,13 @@ class HttpConnection(asyncio.Protocol):
 
     def _hand_over(self, exchange: Exchange) -> None:
         parts, exchange.body, exchange.wanted = exchange.body, [], False
-        if exchange.size > LARGE and len(parts) > 1:
+        if len(parts) == 1:
+            self._run(exchange, parts[0])
+        elif exchange.size > LARGE:
             joining = self.app.bodies.beside(b"".join, parts)
             joining.add_done_callback(partial(self._joined, exchange))
         else:
-            self._run(exchange, parts[0] if len(parts) == 1 else b"".join(parts))
+            self._run(exchange, b"".join(parts))
 
     def _joined(self, exchange: Exchange, joining: asyncio.Future[bytes]) -> None:
         if not exchange.done and not joining.cancelled():
@@ -271,9 +273,7 @@ class HttpConnection(asyncio.Protocol):
         elif self._turns:  # on the next turn of the loop, or a long pipeline would nest and hold the loop
             self._loop.call_soon(self._advance_next)
             return
-        elif not self.transport.is_closing():
-            self.app.connections.move(self, Phase.IDLE)
-        self._take_time()
+        self._take_time(anew=True)
 
     def _advance_next(self) -> None:
         if not self._lost:
@@ -283,13 +283,15 @@ class HttpConnection(asyncio.Protocol):
 
     def _read_on(self) -> None:
         """Client is not reading: reply later and stop reading its requests. Otherwise read, to notice a disconnect."""
-        if self._lost or self.transport.is_closing():
-            return
         coming = self._coming
-        ahead = coming is not None and not coming.opened and coming.size > MAX_AHEAD
-        if self._rests or ahead or len(self._turns) > MAX_PIPELINE:
+        ahead = coming is not None and coming.size > MAX_AHEAD and not coming.opened
+        pause = self._rests or ahead or len(self._turns) > MAX_PIPELINE
+        if pause is self._paused or self._lost or self.transport.is_closing():
+            return
+        self._paused = pause
+        if pause:
             self.transport.pause_reading()
-        elif not self.transport.is_reading():
+        else:
             self.transport.resume_reading()
 
     # -- answers -------------------------------------------------------------------------------------------------------
@@ -302,8 +304,7 @@ class HttpConnection(asyncio.Protocol):
     def reply(self, exchange: Exchange, status: int, headers: Headers, body: bytes) -> None:
         if not self._turns or self._turns[0] is not exchange:
             return
-        head = self._head_of(exchange, status, headers)
-        data = head if exchange.method == "HEAD" else head + body
+        data = self._head_of(exchange, status, headers, b"" if exchange.method == "HEAD" else body)
         if self._resumed is None:
             self._send_last(exchange, data)
         else:
@@ -338,25 +339,26 @@ class HttpConnection(asyncio.Protocol):
         self._next(exchange)
 
     @staticmethod
-    def _head_of(exchange: Exchange, status: int, headers: Headers) -> bytes:
-        if CLOSE in headers:
+    def _head_of(exchange: Exchange, status: int, headers: Headers, body: bytes = b"") -> bytes:
+        """The head of an answer, and its body behind it."""
+        if headers[-1] == CLOSE:
             exchange.keep_alive = False
         elif not exchange.keep_alive:
             headers.append(CLOSE)
-        return b"".join([_STATUS[status], _date(), *[b"%s: %s\r\n" % header for header in headers], b"\r\n"])
+        lines = [b"%b: %b\r\n" % header for header in headers]
+        return b"".join([_STATUS[status], _date(), *lines, b"\r\n", body])
 
     # -- the parser ----------------------------------------------------------------------------------------------------
 
     def _parse(self, data: bytes) -> ClientError | None:
         """Feed the parser; returns an error in the data, or None."""
-        rest = memoryview(data)
-        while rest:
+        while data:
             try:
-                self._parser.feed_data(rest)
+                self._parser.feed_data(data)
                 return None
             except httptools.HttpParserUpgrade as upgrade:
-                rest = rest[upgrade.args[0] :]
-                if self._upgrade(bytes(rest)):
+                data = data[upgrade.args[0] :]
+                if self._upgrade(data):
                     return None
                 if not self._decline_upgrade():
                     return ClientError("the request is not framed as its headers say")
@@ -395,15 +397,17 @@ class HttpConnection(asyncio.Protocol):
         version = self._parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise ClientError(f"HTTP/{version} is not spoken here, HTTP/1.1 is")
-        hosts = sum(name == b"host" for name, _ in self._headers)
-        if hosts > 1 or (not hosts and version == "1.1"):
-            raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
+        headers = dict(self._headers)
+        if b"host" not in headers or len(headers) < len(self._headers):
+            hosts = sum(name == b"host" for name, _ in self._headers)
+            if hosts > 1 or (not hosts and version == "1.1"):
+                raise ClientError(f"the request has {hosts} Host headers, HTTP/1.1 wants one")
         self._coming = Exchange(
             self.app,
             self,
             self._parser.get_method().decode("ascii"),
             _path_of(self._url),
-            dict(self._headers),
+            headers,
             self._client,
             self._arrived,
             version == "1.1" and self._parser.should_keep_alive(),

@@ -191,6 +191,7 @@ class Exchange:
         headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks]
         if self._closes:
             headers.append(CLOSE)
+        self.app.bodies.release(self)
         self.app.answers(self, status)
         self.carrier.begin(self, status, headers)
 

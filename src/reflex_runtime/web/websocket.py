@@ -29,7 +29,7 @@ from websockets.protocol import State
 from reflex_runtime.core.errors import Closed, ReflexError
 from reflex_runtime.web.arrival import arrived, file_of
 from reflex_runtime.web.bodies import Bodies
-from reflex_runtime.web.connections import Connections, Phase
+from reflex_runtime.web.connections import ANSWERED, BODY, CLOSING, IDLE, SLOW, Connections
 from reflex_runtime.web.errors import ClientError, Overloaded, known
 from reflex_runtime.web.incoming import SocketProtocol
 
@@ -100,7 +100,7 @@ class WebSocket(asyncio.BufferedProtocol):
     ) -> None:
         self.app, self.transport, self.id, self.query = app, transport, id, query
         self.headers: Mapping[bytes, bytes] = {}
-        self.phase = Phase.ANSWERED
+        self.phase = ANSWERED
         self.heard = 0.0
         self.held = 0  # bytes of the message that is coming
         self._protocol = protocol
@@ -268,7 +268,7 @@ class WebSocket(asyncio.BufferedProtocol):
         if self._paused or not self.open:
             self.transport.abort()
         else:
-            self.close(POLICY if self.phase is Phase.BODY else GOING_AWAY, error.code)
+            self.close(POLICY if self.phase is BODY else GOING_AWAY, error.code)
             self.transport.close()
 
     def shutdown(self) -> None:
@@ -286,14 +286,14 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self.open:
             self._leave()
         if self._paused:
-            phase = Phase.SLOW
+            phase = SLOW
         elif not self.open:
-            phase = Phase.CLOSING
+            phase = CLOSING
         elif self._asked is None and self.held:
-            phase = Phase.BODY
+            phase = BODY
         else:
-            phase = Phase.IDLE if self._asked is None and not self._owes else Phase.ANSWERED
-        if phase is not self.phase or phase is Phase.IDLE:  # any frame, also a ping, ends idleness
+            phase = IDLE if self._asked is None and not self._owes else ANSWERED
+        if phase is not self.phase or phase is IDLE:  # any frame, also a ping, ends idleness
             self.app.connections.move(self, phase)
 
     # -- messages ------------------------------------------------------------------------------------------------------

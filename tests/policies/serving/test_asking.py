@@ -104,6 +104,27 @@ def test_what_is_wrong_with_a_question_is_said_when_it_is_made_or_settled_once(t
     with_app(tiny, check)
 
 
+def test_what_comes_in_one_turn_is_queued_together_and_a_wrong_one_alone_is_refused(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        robot = Robot(Asking(runtime))
+        for state in (STATE, [1.0], STATE, None, STATE):
+            robot.asking.ask(robot.begin(), Question(state=state, seed=7))
+        gone = robot.begin()
+        robot.asking.ask(gone, Question(state=STATE))
+        robot.asking.leave(gone)
+        assert runtime.batcher.scheduler.unsettled("prod") == 0
+        assert robot.results.empty()
+        results = [await robot.results.get() for _ in range(6)]
+        assert [type(result) for result in results[:3]] == [CallerLeft, InvalidRequest, InvalidRequest]
+        for answer in results[3:]:
+            assert isinstance(answer, ActAnswer)
+            np.testing.assert_allclose(answer.actions, expected(STATE, 7), atol=1e-5)
+        assert runtime.active == 0
+        assert runtime.policies["default"].slots["prod"].version.users == 0
+
+    with_app(tiny, check)
+
+
 def test_a_deadline_counts_from_when_the_request_arrived(tiny: Path) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
         robot = Robot(Asking(runtime))

@@ -122,8 +122,9 @@ class Policy(BaseProcessor):
         Raises InvalidRequest naming the field when something this policy needs is missing or wrong.
         """
         spec = self.spec
-        sent = self._all_found(images or {})
-        self._check_text(instruction)
+        sent = self._all_found(images or {}) if spec.images else {}
+        if spec.takes_text:
+            self._check_text(instruction)
         robot_state, normalised = self._state(state)
         tokens, mask = self._tokens(instruction or "", normalised)
         if seed is None:
@@ -136,7 +137,8 @@ class Policy(BaseProcessor):
         }
         observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         observation.token_mask, observation.robot_state = mask, robot_state
-        observation.present = {name: name in sent for name in spec.images}
+        if spec.images:
+            observation.present = {name: name in sent for name in spec.images}
         if self.history is not None:
             observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
         if instruction:
@@ -195,7 +197,7 @@ class Policy(BaseProcessor):
         return ()
 
     def _check_text(self, instruction: str | None) -> None:
-        if self.spec.takes_text and (not instruction or not instruction.strip()):
+        if not instruction or not instruction.strip():
             raise InvalidRequest("instruction: missing, and this policy needs it", "instruction")
 
     def _tokens(
@@ -223,12 +225,11 @@ class Policy(BaseProcessor):
         if sent.shape != (dim,) or sent.dtype.kind not in "fiu":
             raise InvalidRequest(f"state: must be {dim} numbers", "state")
         changed: NDArray[np.float32] = sent
-        with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
-            if sent.dtype != np.float32:
-                changed = sent.astype(np.float32)
-            if transforms:
-                changed = transformed(changed, transforms)
-            values = changed if norm is None else norm.normalise(changed)
+        values = changed
+        if norm is not None or transforms or sent.dtype != np.float32:
+            with np.errstate(all="ignore"):  # values too large for float32 become infinite, and are refused as such
+                changed = transformed(sent.astype(np.float32, copy=False), transforms)
+                values = changed if norm is None else norm.normalise(changed)
         if not isfinite(sum(values.tolist())):  # for some dozen numbers twice as fast as numpy
             raise InvalidRequest("state: must be finite numbers", "state")
         return (changed, values) if self.spec.takes_state else (None, None)

@@ -7,7 +7,7 @@ zero is a motion command.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -75,11 +75,14 @@ class ActionGuard:
         low, high = self._ranges[:, 0], self._ranges[:, 1]
         return bool(((actions >= low) & (actions <= high)).all())  # NaN is on neither side
 
-    def passed(self, chunk: ActionChunk, episode_id: str) -> None:
-        """Add the guard's report to a clean chunk."""
-        chunk.guard = _CLEAN
-        if self.on_bad_action == "hold" and episode_id:
-            self._remember((self.slot, episode_id), chunk.actions[-1].copy())
+    def passed(self, chunks: Sequence[ActionChunk], tickets: Iterable[Ticket]) -> None:
+        """Add the guard's report to clean chunks. tickets: theirs."""
+        for chunk in chunks:
+            chunk.guard = _CLEAN
+        if self.on_bad_action == "hold":
+            for chunk, ticket in zip(chunks, tickets, strict=True):
+                if episode_id := _episode(ticket):
+                    self._remember((self.slot, episode_id), chunk.actions[-1].copy())
 
     def _hold(self, chunk: ActionChunk, episode_id: str) -> ActionChunk:
         bad = ~np.isfinite(chunk.actions)
@@ -128,8 +131,7 @@ class GuardedProcessor:
             return results
         chunks = [r.value for r in results if isinstance(r, Done) and isinstance(r.value, ActionChunk)]
         if chunks and len(chunks) == len(results) and self.guard.clean(chunks):
-            for ticket, chunk in zip(batch.grants, chunks, strict=True):
-                self.guard.passed(chunk, self._episode(ticket))
+            self.guard.passed(chunks, batch.grants)
             return results
         guard = self.guard
         before = guard.clamped, guard.held, guard.refused
@@ -144,17 +146,17 @@ class GuardedProcessor:
         if not (isinstance(result, Done) and isinstance(result.value, ActionChunk)):
             return result
         try:
-            return Done(self.guard.check(result.value, self._episode(ticket)))
+            return Done(self.guard.check(result.value, _episode(ticket)))
         except NonFiniteResult as error:
             return error
-
-    @staticmethod
-    def _episode(ticket: Ticket) -> str:
-        observation = ticket.request.payload
-        return observation.episode_id if isinstance(observation, Observation) else ""
 
     def drop(self, tickets: Sequence[Ticket]) -> None:
         self._inner.drop(tickets)
 
     def stop(self) -> None:
         self._inner.stop()
+
+
+def _episode(ticket: Ticket) -> str:
+    observation = ticket.request.payload
+    return observation.episode_id if isinstance(observation, Observation) else ""

@@ -30,8 +30,9 @@ class MonolithicPolicy(Policy):
         if len(actions) != len(seen):
             raise ProcessorError(f"{self.spec.source}: the model answered {len(actions)} rows for {len(seen)}")
         steps = self.spec.num_denoising_steps
-        for ticket in batch.grants:
-            self._remember(ticket)
+        if self.history is not None:
+            for ticket in batch.grants:
+                self._remember(ticket)
         return [Done(ActionChunk(row, steps, o.cache)) for o, row in zip(seen, actions, strict=True)]
 
     def _enter(self, observation: Observation) -> tuple[Observation, str, float]:

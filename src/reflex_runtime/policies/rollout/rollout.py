@@ -78,6 +78,7 @@ class Rollout:
         self.breaker = breaker
         self.poison = {slot: Poison() for slot in self.slots}
         self.router = Router(split) if len(self.slots) == 2 else None
+        self._only = Placement(self.slots[0])  # of every request, if there is one slot
         self.comparison = Comparison(split, margin=margin) if self.router is not None else None
         self.ramp: Ramp | None = None
         self._make_ramp = ramp
@@ -104,10 +105,9 @@ class Rollout:
     def place(self, episode_id: str | None, request_id: str, now: float) -> Placement:
         """The slot of the request; raises `Degraded` if all are drained."""
         if self.router is None:
-            slot = self.slots[0]
-            if self.breaker.place(slot, episode_id or request_id, now) is None:
+            placement = self._only
+            if self.breaker.place(placement.slot, episode_id or request_id, now) is None:
                 raise self._degraded()
-            placement = Placement(slot)
         else:
             routing = self.router.route(episode_id, request_id, now)
             if routing.degraded and not self._warned:

@@ -26,14 +26,14 @@ class VerdictSink:
         self._counted: BatchFinished | None = None  # the last one
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestAnswered):
-            slot = self._slots.get(event.slot)
-            if slot is not None and (event.ticket is not None or event.outcome == "ok"):
-                self._rollout.answered(slot, event.outcome, event.latency)
-        elif isinstance(event, RequestSettled):
+        if isinstance(event, RequestSettled):
             slot = self._slots.get(event.ticket.request.group)
             if slot is not None:
                 self._settled(slot, event.ticket, event.at)
+        elif isinstance(event, RequestAnswered):
+            slot = self._slots.get(event.slot)
+            if slot is not None and (event.ticket is not None or event.outcome == "ok"):
+                self._rollout.answered(slot, event.outcome, event.latency)
         elif isinstance(event, BatchFinished):
             self._count(event)
 

@@ -10,15 +10,18 @@ A wire makes an `Ask` when a request begins to come, and calls
 
 and `Ask.settle` is called once, with the answer or the error. Admission, versions, deadlines, shadow, recording and
 counting happen here for all of them. Nothing is a coroutine: a task costs more than all of the scheduling.
+
+What comes in one turn of the loop is queued together, and what settles together is answered together, each step for all
+of them before the next step: its code and data are then in the processor's caches, which saves a third of the time.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from reflex_runtime.core.batch import Done
 from reflex_runtime.core.errors import Closed, Expired, ReflexError
@@ -27,6 +30,8 @@ from reflex_runtime.core.request import AdmittedBatch, Request, Ticket
 from reflex_runtime.options import did_you_mean
 from reflex_runtime.placing import identity_of
 from reflex_runtime.policies import ActionChunk, Observation, Policy
+from reflex_runtime.policies.policy.observation import Doubt
+from reflex_runtime.policies.rollout.shadowing import Shadowing
 from reflex_runtime.policies.serving.ask import Ask
 from reflex_runtime.policies.serving.images import Pictures, check_names
 from reflex_runtime.policies.serving.preparing import SHADOW_CLIENT, SHADOW_SHARE, SHARES, Job
@@ -45,6 +50,8 @@ from reflex_runtime.web.json import printable
 
 log = logging.getLogger("reflex.server")
 
+T = TypeVar("T")
+
 
 class Asking:
     """Takes requests for one policy of a server, or for the one that each request names.
@@ -60,6 +67,8 @@ class Asking:
         self._named: dict[tuple[str, bool], Asking] = {}  # others, by policy and whether they are fixed to it
         self._readings: dict[str, Readings] = {}
         self._described: tuple[AdmittedBatch, dict[str, Any]] | None = None
+        self._came: list[tuple[Ask, Question]] = []  # in this turn of the loop
+        self._over: list[tuple[Ask, Ticket]] = []  # settled, and not answered yet
 
     @property
     def served(self) -> ServedPolicy:
@@ -124,7 +133,10 @@ class Asking:
         return not ask.ended
 
     def ask(self, ask: Ask, question: Question, received: float | None = None) -> None:
-        """The request has been read: place, prepare and queue it. received: when its last byte was read, else now."""
+        """The request has been read: place, prepare and queue it, with all others that come in this turn of the loop.
+
+        received: when its last byte was read, else now.
+        """
         if ask.ended:
             return
         ask.received = time.monotonic() if received is None else received
@@ -134,9 +146,14 @@ class Asking:
         if ask.hand_on is not None and self._elsewhere(ask, question):
             return
         try:
-            self.of(question.policy)._queue(ask, question)
+            asking = self if question.policy is None else self.of(question.policy)
+            ask.served = asking.served
         except Exception as error:
             self.fail(ask, error)
+            return
+        if not asking._came:
+            self.runtime.batcher.soon(asking._queue)
+        asking._came.append((ask, question))
 
     def _elsewhere(self, ask: Ask, question: Question) -> bool:
         """Whether another replica serves this caller, and has the request now."""
@@ -193,7 +210,7 @@ class Asking:
         self._end(ask)
 
     def _check_open(self) -> None:
-        limit, others = self.config.max_concurrent, self.runtime.active - 1
+        runtime, limit, others = self.runtime, self.config.max_concurrent, self.runtime.active - 1
         if limit and others >= limit:
             raise TooManyRequests(
                 f"{others} requests are being answered, at most {limit} may be",
@@ -201,8 +218,8 @@ class Asking:
                 concurrent_requests=others,
                 max_concurrent=limit,
             )
-        self.runtime.need_policy()
-        if self.runtime.state == "draining":
+        runtime.need_policy()
+        if runtime.state == "draining":
             raise Closed("the server is shutting down", retry_after=1.0)
 
     def _end(self, ask: Ask) -> None:
@@ -216,44 +233,58 @@ class Asking:
 
     # -- queueing ------------------------------------------------------------------------------------------------------
 
-    def _queue(self, ask: Ask, question: Question) -> None:
-        """Submit it: ready to run, or with its pictures to be decoded once it is admitted."""
-        ask.served = self.served
-        placement = ask.placement = self.served.place(question.episode_id, ask.request_id)
-        version = ask.version = self.served.slots[placement.slot].version
+    def _queue(self) -> None:
+        """Submit what has come: ready to run, or with its pictures to be decoded once it is admitted."""
+        came, self._came = self._came, []
+        placed = [one for one in came if self._try(self._place, *one)]
+        made = [(one[0], request) for one in placed if (request := self._try(self._prepare, *one)) is not None]
+        for one in made:
+            self._try(self._submit, *one)
+
+    def _try(self, step: Callable[..., T], ask: Ask, *arguments: Any) -> T | None:
+        """A step of one request; None if that fails the request."""
+        try:
+            return step(ask, *arguments)
+        except Exception as error:
+            self.fail(ask, error)
+            return None
+
+    def _place(self, ask: Ask, question: Question) -> bool:
+        """Choose the version that answers. False if the request was answered before its turn came."""
+        if ask.ended:
+            return False
+        served = self.served
+        placement = ask.placement = served.place(question.episode_id, ask.request_id)
+        version = ask.version = served.slots[placement.slot].version
         version.users += 1
-        policy, priority = version.policy, question.priority
         if question.images:
-            check_names(question, self.served.cameras)
+            check_names(question, served.cameras)
         if ask.left:
             raise CallerLeft("the caller left")
-        client, limit = question.robot_id or question.episode_id or ask.client, self._time_limit(ask, question)
-        settled = partial(self._settled, ask)
+        return True
+
+    def _prepare(self, ask: Ask, question: Question) -> Request:
+        """What is submitted: the request, or a reservation where pictures are to be decoded."""
+        assert ask.version is not None
+        policy, priority = ask.version.policy, question.priority
+        client = question.robot_id or question.episode_id or ask.client
+        limit = _time_limit(ask, question, self.served.config.deadline_ms)
         if not question.images:
             observation = _observe(policy, ask.request_id, question, ask.received)
-            request = policy.request(observation, client=client, priority=priority, time_limit=limit)
-            ask.ticket = self.runtime.batcher.submit(request, settled)
-            if ask.span is not None:
-                join_span(self.runtime.spans, ask)
-            return
+            return policy.request(observation, client=client, priority=priority, time_limit=limit)
         done = partial(self._prepared, ask)
         job = _job(policy, ask.request_id, question, ask.received, client, SHARES[priority], done)
-        request = policy.reservation(
+        return policy.reservation(
             job, ask.request_id, question.episode_id or "", client=client, priority=priority, time_limit=limit
         )
-        ask.ticket = self.runtime.batcher.submit(request, settled, ready=False)
-        self.runtime.preparing.add(job)
+
+    def _submit(self, ask: Ask, request: Request) -> None:
+        job = request.payload if isinstance(request.payload, Job) else None
+        ask.ticket = self.runtime.batcher.submit(request, partial(self._settled, ask), ready=job is None)
+        if job is not None:
+            self.runtime.preparing.add(job)
         if ask.span is not None:
             join_span(self.runtime.spans, ask)
-
-    def _time_limit(self, ask: Ask, question: Question) -> float | None:
-        limit = question.deadline_ms if question.deadline_ms is not None else self.served.config.deadline_ms
-        if not limit:
-            return None
-        left = limit / 1e3 - (time.monotonic() - ask.started)
-        if left <= 0.0:
-            raise Expired("its deadline passed while it was read")
-        return left
 
     def _prepared(self, ask: Ask, observation: Observation | None, error: Exception | None) -> None:
         ticket, version = ask.ticket, ask.version
@@ -272,33 +303,42 @@ class Asking:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _settled(self, ask: Ask, ticket: Ticket) -> None:
+        if not self._over:
+            self.runtime.audience.then(self._answer)
+        self._over.append((ask, ticket))
+
+    def _answer(self) -> None:
+        """Answer those whose requests have settled."""
+        over, self._over = self._over, []
+        now = time.monotonic()
+        made = [(*one, answer) for one in over if (answer := self._try(self._made, *one, now)) is not None]
+        sent = [one for one in made if self._try(_send, one[0], one[2])]
+        for ask, ticket, answer in sent:
+            self._publish(ask, "ok", 200, now, answer, ticket.outcome.value)
+            self._end(ask)
+            if ask.served is not None and ask.served.shadow is not None:
+                self._ask_shadow(ask.served.shadow, ask, ticket, ticket.outcome.value)
+
+    def _made(self, ask: Ask, ticket: Ticket, now: float) -> ActAnswer | None:
+        """The answer; None if the request has none and was told so."""
         outcome = ticket.outcome
         if not isinstance(outcome, Done):
             if isinstance(ticket.request.payload, Job):  # its pictures need not be decoded
                 self.runtime.preparing.discard(ticket.request.payload)
             self.fail(ask, outcome.error)
             _forget_frames(outcome.error)
-            return
-        now = time.monotonic()
-        try:
-            answer = self._answer(ask, ticket, outcome.value, now)
-            ask.settle(answer)
-        except Exception as error:
-            self.fail(ask, error)
-            return
-        self._publish(ask, "ok", 200, now, answer, outcome.value)
-        self._end(ask)
-        self._ask_shadow(ask, ticket, outcome.value)
-
-    def _answer(self, ask: Ask, ticket: Ticket, chunk: ActionChunk, now: float) -> ActAnswer:
-        assert ticket.admission is not None
-        assert ticket.started is not None
-        if self._described is None or self._described[0] is not ticket.admission:  # the same for all of one batch
-            self._described = (ticket.admission, _batch_of(ticket.admission))
-        total, started = now - ask.received, ticket.started
-        spent, latency = _ms(total), self.served.config.inject_latency_ms
-        assert ask.version is not None
-        mode, model_hash, config_hash = ask.version.told
+            return None
+        chunk: ActionChunk = outcome.value
+        admission, started, version, served = ticket.admission, ticket.started, ask.version, ask.served
+        assert admission is not None
+        assert started is not None
+        assert version is not None
+        assert served is not None
+        if self._described is None or self._described[0] is not admission:  # the same for all of one batch
+            self._described = (admission, _batch_of(admission))
+        total = now - ask.received
+        spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
+        mode, model_hash, config_hash = version.told
         return ActAnswer(
             actions=chunk.actions,
             num_actions=chunk.actions.shape[0],
@@ -318,18 +358,16 @@ class Asking:
             rtc=chunk.rtc,
             policy_changed=ask.moved or (ask.placement is not None and ask.placement.changed),
             injected={"latency_ms": latency} if latency else None,
-            warnings=self._warnings(ticket),
+            warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
         )
 
-    def _warnings(self, ticket: Ticket) -> list[str]:
-        doubts = ticket.request.payload.doubts
+    def _warnings(self, slot: str, doubts: Sequence[Doubt]) -> list[str]:
         for doubt in doubts:
-            self.runtime.metrics.warned(ticket.request.group, doubt.kind)
+            self.runtime.metrics.warned(slot, doubt.kind)
         return [doubt.message for doubt in doubts]
 
-    def _ask_shadow(self, ask: Ask, ticket: Ticket, chunk: ActionChunk) -> None:
-        shadow = self.served.shadow
-        if shadow is None or ask.question is None or not shadow.takes(ask.request_id):
+    def _ask_shadow(self, shadow: Shadowing, ask: Ask, ticket: Ticket, chunk: ActionChunk) -> None:
+        if ask.question is None or not shadow.takes(ask.request_id):
             return
         request_id, question, received = ask.request_id, ask.question, ask.received
 
@@ -352,16 +390,30 @@ class Asking:
         served = ask.served or self._served or runtime.first  # an error that names no policy counts somewhere
         slot = served.group(served.served[0] if placement is None else placement.slot)
         detail = None
-        if ask.question is not None and runtime.journals:
+        if runtime.journals and ask.question is not None:
             try:
                 detail = asked_and_answered(ask, slot, now, answer, chunk, error, served.config.deadline_ms)
             except Exception:  # the caller gets the answer all the same
                 log.exception("request %s could not be recorded", ask.request_id)
-        latency, served_in = now - ask.started, now - ask.received
-        event = RequestAnswered(
-            now, slot, outcome, status, latency, ask.ticket, detail, served_in, ask.wire, error, ask.span
-        )
-        runtime.audience.publish(event)
+        times = now - ask.started, now - ask.received
+        fields = now, slot, outcome, status, times[0], ask.ticket, detail, times[1], ask.wire, error, ask.span
+        runtime.audience.publish(tuple.__new__(RequestAnswered, fields))  # its own constructor takes twice the time
+
+
+def _time_limit(ask: Ask, question: Question, default_ms: float) -> float | None:
+    """Seconds that are left of its deadline, None without one. default_ms: of requests that bring none; 0 is none."""
+    limit = default_ms if question.deadline_ms is None else question.deadline_ms
+    if not limit:
+        return None
+    left = limit / 1e3 - (time.monotonic() - ask.started)
+    if left <= 0.0:
+        raise Expired("its deadline passed while it was read")
+    return left
+
+
+def _send(ask: Ask, answer: ActAnswer) -> bool:
+    ask.settle(answer)
+    return True
 
 
 def _job(
