@@ -75,7 +75,7 @@ class App:
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
-        self.elsewhere: Callable[[Exchange], Route | None] = lambda exchange: None
+        self.elsewhere: Callable[[Exchange], Route | None] | None = None
         self.connections = connections_of(settings)
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
         self.scratch = memoryview(bytearray(SCRATCH))
@@ -104,9 +104,8 @@ class App:
         if self.form.keeps_id:
             exchange.request_id = self.form.own_id(exchange.headers.get(b"x-request-id", b"")) or exchange.number
         try:
-            route = exchange.route = (
-                self.elsewhere(exchange) or self.routes.get(exchange.path) or self._find(exchange.path)
-            )
+            elsewhere = None if self.elsewhere is None else self.elsewhere(exchange)
+            route = exchange.route = elsewhere or self.routes.get(exchange.path) or self._find(exchange.path)
             if route is None or route.checked:
                 self._check_caller(exchange, route)
             if exchange.upgrades and route is not None and route.socket is not None:

@@ -134,7 +134,8 @@ class HttpConnection(asyncio.Protocol):
         self._resume()
         if self._late:
             late, self._late = self._late, b""
-            self._send_last(self._turns[0], late)
+            self.transport.write(late)
+            self._next(self._turns[0])
         self._take_time()
 
     def cut(self, error: ReflexError) -> None:
@@ -306,7 +307,8 @@ class HttpConnection(asyncio.Protocol):
             return
         data = self._head_of(exchange, status, headers, b"" if exchange.method == "HEAD" else body)
         if self._resumed is None:
-            self._send_last(exchange, data)
+            self.transport.write(data)
+            self._next(exchange)
         else:
             self._late = data  # until it reads, nothing more is read from it either
 
@@ -324,7 +326,9 @@ class HttpConnection(asyncio.Protocol):
 
     def end(self, exchange: Exchange) -> None:
         if self._turns and self._turns[0] is exchange:
-            self._send_last(exchange, b"0\r\n\r\n" if exchange.streams and exchange.method != "HEAD" else b"")
+            if exchange.streams and exchange.method != "HEAD":
+                self.transport.write(b"0\r\n\r\n")
+            self._next(exchange)
 
     async def drained(self) -> None:
         if self._resumed is not None:
@@ -332,11 +336,6 @@ class HttpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         self.transport.abort()
-
-    def _send_last(self, exchange: Exchange, data: bytes) -> None:
-        if data:
-            self.transport.write(data)
-        self._next(exchange)
 
     @staticmethod
     def _head_of(exchange: Exchange, status: int, headers: Headers, body: bytes = b"") -> bytes:

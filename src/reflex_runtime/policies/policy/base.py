@@ -126,18 +126,18 @@ class Policy(BaseProcessor):
         if spec.takes_text:
             self._check_text(instruction)
         robot_state, normalised = self._state(state)
-        tokens, mask = self._tokens(instruction or "", normalised)
+        tokens, mask = self._tokens(instruction or "", normalised) if spec.takes_text else (None, None)
         if seed is None:
             seed = seed_of(request_id) if spec.takes_noise else 0
         elif not 0 <= seed < 1 << 64:
             raise InvalidRequest("seed: must be an integer in [0, 2^64)", "seed")
-        seen = {
-            name: self._image(name, *sent[name]) if name in sent else _black(size)
-            for name, size in spec.images.items()
-        }
-        observation = Observation(seen, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
+        observation = Observation({}, tokens, normalised, seed, request_id, episode_id or "", executed=executed)
         observation.token_mask, observation.robot_state = mask, robot_state
         if spec.images:
+            observation.images = {
+                name: self._image(name, *sent[name]) if name in sent else _black(size)
+                for name, size in spec.images.items()
+            }
             observation.present = {name: name in sent for name in spec.images}
         if self.history is not None:
             observation = self._with_past(observation, self.history, time.monotonic() if received is None else received)
@@ -203,9 +203,9 @@ class Policy(BaseProcessor):
     def _tokens(
         self, instruction: str, state: NDArray[np.float32] | None
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.bool_] | None]:
-        """Tokens and their mask; None where the policy reads no text, or its model makes the tokens."""
+        """Tokens and their mask; None where its model makes the tokens."""
         tokenizer, prompt = self.spec.tokenizer, self.spec.prompt
-        if not self.spec.takes_text or tokenizer is None:
+        if tokenizer is None:
             return None, None
         return tokenizer.row(prompt.render(instruction, state) if prompt else instruction, self.spec.max_tokens)
 

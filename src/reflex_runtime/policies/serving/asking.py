@@ -312,8 +312,14 @@ class Asking:
         over, self._over = self._over, []
         now = time.monotonic()
         made = [(*one, answer) for one in over if (answer := self._try(self._made, *one, now)) is not None]
-        sent = [one for one in made if self._try(_send, one[0], one[2])]
-        for ask, ticket, answer in sent:
+        for ask, _, answer in made:
+            try:
+                ask.settle(answer)
+            except Exception as error:
+                self.fail(ask, error)
+        for ask, ticket, answer in made:
+            if ask.ended:  # it could not be written
+                continue
             self._publish(ask, "ok", 200, now, answer, ticket.outcome.value)
             self._end(ask)
             if ask.served is not None and ask.served.shadow is not None:
@@ -339,6 +345,7 @@ class Asking:
         total = now - ask.received
         spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
         mode, model_hash, config_hash = version.told
+        routing = None if ask.placement is None else ask.placement.routing
         return ActAnswer(
             actions=chunk.actions,
             num_actions=chunk.actions.shape[0],
@@ -356,7 +363,7 @@ class Asking:
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
             rtc=chunk.rtc,
-            policy_changed=ask.moved or (ask.placement is not None and ask.placement.changed),
+            policy_changed=ask.moved or (routing is not None and routing.changed),
             injected={"latency_ms": latency} if latency else None,
             warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
         )
@@ -409,11 +416,6 @@ def _time_limit(ask: Ask, question: Question, default_ms: float) -> float | None
     if left <= 0.0:
         raise Expired("its deadline passed while it was read")
     return left
-
-
-def _send(ask: Ask, answer: ActAnswer) -> bool:
-    ask.settle(answer)
-    return True
 
 
 def _job(
