@@ -340,7 +340,7 @@ class HttpConnection(asyncio.Protocol):
     @staticmethod
     def _head_of(exchange: Exchange, status: int, headers: Headers, body: bytes = b"") -> bytes:
         """The head of an answer, and its body behind it."""
-        if headers[-1] == CLOSE:
+        if CLOSE in headers:
             exchange.keep_alive = False
         elif not exchange.keep_alive:
             headers.append(CLOSE)
