@@ -102,6 +102,7 @@ class Caller:
     def _send(self, data: bytes) -> None:
         head, self._head = self._head, b""
         self.connection.data_received(head + data)
+        self.connection.app.read()  # each part comes in a turn of the loop of its own
 
     def say(self, body: bytes, more: bool = False) -> None:
         """Send a part of the body, which is the last unless there is more."""

@@ -399,6 +399,42 @@ def test_a_connection_that_was_asked_something_is_not_the_one_idle_for_longest(t
     with_app(tiny, check, max_connections=2)
 
 
+def test_what_comes_in_one_turn_is_read_together_and_one_that_breaks_ends_no_other(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    get = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    steps: list[str] = []
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        made = [connected(app) for _ in range(4)]
+        for i, (connection, _) in enumerate(made):
+            for step in ("parse", "go_on"):
+                monkeypatch.setattr(connection, step, _noting(steps, f"{step} {i}", getattr(connection, step)))
+        monkeypatch.setattr(made[1][0], "parse", lambda: [][0])
+        for connection, _ in made:
+            connection.data_received(get[:9])
+            connection.data_received(get[9:])
+        made[3][0].connection_lost(None)
+        assert not steps
+        assert [wire.written.qsize() for _, wire in made] == [0, 0, 0, 0]
+        answers = [parse_answers(await made[i][1].written.get()) for i in (0, 2)]
+        assert [[answer.status for answer in some] for some in answers] == [[200], [200]]
+        assert steps == ["parse 0", "parse 2", "parse 3", "go_on 0", "go_on 2"]
+        assert made[1][1].aborted
+        assert made[3][1].written.empty()
+
+    with_app(tiny, check)
+    assert "IndexError" in caplog.text
+
+
+def _noting(steps: list[str], name: str, step: Callable[[], Any]) -> Callable[[], Any]:
+    def noted() -> Any:
+        steps.append(name)
+        return step()
+
+    return noted
+
+
 def test_h4_a_body_that_stopped_coming_makes_room_for_others(tiny: Path) -> None:
     async def check(app: App, runtime: PolicyRuntime) -> None:
         connection, wire = connected(app)
@@ -512,6 +548,7 @@ def test_a_connection_says_what_it_takes_its_time_over(tiny: Path) -> None:
 
         def phase_after(data: bytes) -> Phase:
             connection.data_received(data)
+            app.read()
             return connection.phase
 
         assert connection.phase is Phase.IDLE
@@ -542,6 +579,7 @@ def test_h4_of_the_connections_with_large_bodies_one_is_read_in_each_turn_of_the
         made = [connected(app) for _ in range(3)]
         for connection, _ in made:
             connection.data_received(b"POST /act HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999\r\n\r\n")
+            app.read()
             assert connection.transport.is_reading()
             connection.data_received(b" " * 100_000)
         assert [wire.reading for _, wire in made] == [False, False, False]

@@ -103,4 +103,5 @@ class ArrivingConnection(asyncio.Protocol):
         http.connection_made(self.transport)
         if data:
             http.data_received(data)
+            self.app.read()
         return http

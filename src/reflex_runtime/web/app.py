@@ -44,6 +44,19 @@ class WebSettings(ConnectionSettings, Protocol):
     def max_bodies_mb(self) -> float: ...
 
 
+class Reader(Protocol):
+    """A connection on which something has come."""
+
+    def parse(self) -> bool:
+        """Parse what has come. Returns whether `go_on` is to follow."""
+
+    def go_on(self) -> None:
+        """Hand over the requests that were parsed."""
+
+    def abort(self) -> None:
+        """Close it."""
+
+
 class Listener(Protocol):
     """A listener for another protocol than HTTP."""
 
@@ -84,6 +97,7 @@ class App:
         self.closing = False
         self.listeners: list[Listener] = []
         self.marks: Headers = []
+        self._lined: list[Reader] = []
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
@@ -94,6 +108,20 @@ class App:
     def has_key(self) -> bool:
         """Whether callers need a key."""
         return bool(self._key)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def line_up(self, connection: Reader, loop: asyncio.AbstractEventLoop) -> None:
+        """Something has come on a connection: `read` it at the end of this turn of the loop."""
+        if not self._lined:
+            loop.call_soon(self.read)
+        self._lined.append(connection)
+
+    def read(self) -> None:
+        """Read what has come: parse all of it, then hand over the requests. Each step's code stays in the caches."""
+        lined, self._lined = self._lined, []
+        for connection in [one for one in lined if _read(one, one.parse)]:
+            _read(connection, connection.go_on)
 
     # -- a request -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +251,7 @@ class App:
 
     def close(self) -> None:
         """From now on refuse POSTs, and close every connection after its next answer."""
+        self.read()  # what came before is not refused
         self.closing = True
         self._tell()
 
@@ -247,6 +276,16 @@ class App:
             self._all_entered.set()
         if not self.active:
             self._all_answered.set()
+
+
+def _read(connection: Reader, step: Callable[[], bool | None]) -> bool | None:
+    """A step of reading a connection; one that fails ends the connection, and no other."""
+    try:
+        return step()
+    except Exception:
+        log.exception("a connection could not be read, and is closed")
+        connection.abort()
+        return False
 
 
 def _incomplete() -> Closed:

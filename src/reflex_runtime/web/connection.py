@@ -4,6 +4,7 @@
 - Invalid HTTP is answered in the application's own form, after the answers that are still due.
 - The head of a request is limited in bytes. `Connections` limits the time for head and body, and the number of
   connections.
+- What comes on all connections in one turn of the loop is read together, each step for all of them (`App.read`).
 - A request's age counts from when it reached this machine; a busy process reads it later.
 - A caller that sends a whole request and then closes its sending side still gets an answer. If the request waits in a
   queue, this counts as a disconnect, and the answer says so: the two look the same on the wire.
@@ -40,6 +41,7 @@ MAX_HEAD: Final = 64 * 1024  # bytes
 MAX_PIPELINE: Final = 16  # requests waiting behind another on their connection; with more of them it is not read
 MAX_AHEAD: Final = 64 * 1024  # bytes of a body whose turn has not come; with more the connection is not read
 LARGE_BODY: Final = 64 * 1024  # bytes; connections with a larger body are read in turns
+AT_ONCE: Final = 16 * 1024  # bytes that are read when they come: less waits for the end of the loop's turn
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 _PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus} | {499: "Client Closed Request"}
 _STATUS: Final = {code: f"HTTP/1.1 {code} {phrase}\r\n".encode() for code, phrase in _PHRASES.items()}
@@ -63,7 +65,8 @@ class HttpConnection(asyncio.Protocol):
         self._in_head = self._skip_head = self._refusing = self._ended = self._lost = False
         self._rests = self._paused = False
         self._head = 0
-        self._arrived = 0.0
+        self._unread = b""  # what has come and is not parsed; `_seen`: when it came
+        self._arrived = self._seen = 0.0
         self._url, self._headers = b"", list[tuple[bytes, bytes]]()
 
     # -- the transport -------------------------------------------------------------------------------------------------
@@ -73,24 +76,43 @@ class HttpConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
         self._file = file_of(transport)
+        self.app.read()  # else one that has just been asked something may be closed, as one that is idle
         try:
             self.app.connections.enter(self, self._loop)
         except Overloaded as error:
             self._refuse(error)
 
     def data_received(self, data: bytes) -> None:
-        if self._refusing:
-            return
+        """What is small is read at the end of the loop's turn, with what came on all connections (`App.read`)."""
+        if not self._unread:
+            self._seen = time.monotonic()
+            if len(data) <= AT_ONCE:
+                self.app.line_up(self, self._loop)
+        self._unread += data
+        if len(self._unread) > AT_ONCE and self.parse():
+            self.go_on()
+
+    def parse(self) -> bool:
+        """Parse what has come. Returns whether `go_on` is to follow."""
+        data, self._unread = self._unread, b""
+        if not data or self._refusing:
+            return False
         self._arrived = 0.0
         error = self._parse(data)
         if self._lost:  # it is a websocket now
-            return
+            return False
         if error is not None:
             self._refuse(error)
         elif self._in_head:  # what came with its beginning is not counted: it may end another
             self._head = 0 if self._head < 0 else self._head + len(data)
             if self._head > MAX_HEAD:
                 self._refuse(ClientError(f"the head of the request has over {MAX_HEAD} bytes"))
+        return True
+
+    def go_on(self) -> None:
+        """Open and hand over what was parsed."""
+        if self._lost:
+            return
         self._advance()
         coming = self._coming
         if coming is not None and coming.size > LARGE_BODY and coming.wanted and not coming.whole:
@@ -105,6 +127,7 @@ class HttpConnection(asyncio.Protocol):
         self._read_on()
 
     def eof_received(self) -> bool:
+        self.app.read()
         if not self._turns or not self._turns[-1].whole:
             return False
         self._turns[-1].keep_alive = False
@@ -114,7 +137,7 @@ class HttpConnection(asyncio.Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost = True
+        self._lost, self._unread = True, b""
         self.app.connections.leave(self)
         self._resume()
         turns, self._turns = self._turns, deque()
@@ -140,6 +163,7 @@ class HttpConnection(asyncio.Protocol):
 
     def cut(self, error: ReflexError) -> None:
         """End the connection: it has taken too long, or others need its place."""
+        self._unread = b""
         if self.phase in (HEAD, BODY) and not self._refusing:
             self._refuse(error)
             self._advance()
@@ -171,7 +195,7 @@ class HttpConnection(asyncio.Protocol):
         None, and nothing has happened, if one of those is not complete, or an answer is still being sent.
         """
         asked = list(self._turns)
-        unsent = self._lost or self.transport.get_write_buffer_size() or self._in_head
+        unsent = self._lost or self.transport.get_write_buffer_size() or self._in_head or self._unread
         if unsent or asked[:1] != [exchange] or not all(e.whole or e.upgrades for e in asked):
             return None
         parts = [_as_sent(exchange, body), *(_as_sent(e, b"".join(e.body)) for e in asked[1:])]
@@ -376,7 +400,7 @@ class HttpConnection(asyncio.Protocol):
             self._in_head, self._head = True, -1
             self._url, self._headers = b"", []
             if not self._arrived:
-                self._arrived = arrived(self._file)
+                self._arrived = min(self._seen, arrived(self._file))
 
     def on_url(self, url: bytes) -> None:
         """httptools: a part of its target."""
