@@ -44,7 +44,7 @@ class WebSettings(ConnectionSettings, Protocol):
     def max_bodies_mb(self) -> float: ...
 
 
-class Reader(Protocol):
+class LinedUp(Protocol):
     """A connection on which something has come."""
 
     def parse(self) -> bool:
@@ -97,7 +97,7 @@ class App:
         self.closing = False
         self.listeners: list[Listener] = []
         self.marks: Headers = []
-        self._lined: list[Reader] = []
+        self._lined: list[LinedUp] = []
         self._key = settings.api_key.encode()
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
@@ -111,7 +111,7 @@ class App:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def line_up(self, connection: Reader, loop: asyncio.AbstractEventLoop) -> None:
+    def line_up(self, connection: LinedUp, loop: asyncio.AbstractEventLoop) -> None:
         """Something has come on a connection: `read` it at the end of this turn of the loop."""
         if not self._lined:
             loop.call_soon(self.read)
@@ -278,7 +278,7 @@ class App:
             self._all_answered.set()
 
 
-def _read(connection: Reader, step: Callable[[], bool | None]) -> bool | None:
+def _read(connection: LinedUp, step: Callable[[], bool | None]) -> bool | None:
     """A step of reading a connection; one that fails ends the connection, and no other."""
     try:
         return step()

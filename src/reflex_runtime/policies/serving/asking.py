@@ -345,7 +345,6 @@ class Asking:
         total = now - ask.received
         spent, latency, doubts = _ms(total), served.config.inject_latency_ms, ticket.request.payload.doubts
         mode, model_hash, config_hash = version.told
-        routing = None if ask.placement is None else ask.placement.routing
         return ActAnswer(
             actions=chunk.actions,
             num_actions=chunk.actions.shape[0],
@@ -363,7 +362,7 @@ class Asking:
             cache=chunk.cache,
             guard=chunk.guard.as_dict() if chunk.guard is not None else None,
             rtc=chunk.rtc,
-            policy_changed=ask.moved or (routing is not None and routing.changed),
+            policy_changed=ask.moved or (ask.placement is not None and ask.placement.changed),
             injected={"latency_ms": latency} if latency else None,
             warnings=self._warnings(ticket.request.group, doubts) if doubts else [],
         )
