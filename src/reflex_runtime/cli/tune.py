@@ -113,9 +113,10 @@ def told(tuning: Tuning, present: str, source: str) -> str:
     if tuning.why:
         lines += ["", columns(rows[0], rows[1:]), "", f"Nothing to change: {tuning.why}."]
         return "\n".join(lines)
+    least, most = tuning.expected
     rows = _rows(
-        {"measured": tuning.measured, "predicted": tuning.predicted, "simulated now": before.figures,
-         "simulated then": after.figures}
+        {"measured": tuning.measured, "predicted": tuning.predicted, "at least": least, "at most": most,
+         "simulated now": before.figures, "simulated then": after.figures}
     )  # fmt: skip
     flags = after.knobs.flags(before.knobs)
     if after.knobs.hold != before.knobs.hold and after.knobs.hold == float("inf"):

@@ -349,6 +349,11 @@ class BatchCoordinator:
         """Everything counted so far, as one consistent snapshot."""
         return self.between(self._meter.take)()
 
+    @property
+    def consecutive_errors(self) -> int:
+        """Batches in a row without any result, of those whose end was delivered."""
+        return self._meter.errors_in_a_row
+
     def between(self, action: Callable[[], T]) -> T:
         """Deliver every event up to now, then call `action` before the next one. Returns its result."""
         try:

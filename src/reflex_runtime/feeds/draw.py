@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from math import ceil, floor
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ MOST_BOXES = 1000  # drawn in a picture
 MOST_TEXT = 500  # characters drawn of a text
 MOST_CELLS = 4_000_000  # of a mask
 VEIL = 110  # of 255: how much of the colour of a mask covers the picture
+_SHORT = 40  # characters of a text that is kept as drawn
 
 
 def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArray[np.uint8]:
@@ -32,9 +34,9 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
     """
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
-    font = _font(max(10, min(28, picture.height // 24)))
+    height = max(10, min(28, picture.height // 24))
     if caption:
-        _caption(picture, pen, font, caption)
+        _caption(picture, pen, _font(height), caption)
     if isinstance(value, Mapping):
         boxes = [None if box is None else _within(box, picture.size) for box in _boxes(value.get("boxes"))]
         words = [_words(value, i) for i in range(len(boxes))]
@@ -48,9 +50,9 @@ def annotated(image: NDArray[np.uint8], value: Any, caption: str = "") -> NDArra
             _dots(pen, points, colour, 2 * thick)
         for box, (label, colour) in zip(boxes, words, strict=True):
             if box is not None and label:
-                _label(pen, font, picture.size, box, label, colour)
+                _label(picture, height, box, label, colour)
         if value.get("text") is not None:
-            _text(pen, font, (2, 2), str(value["text"]), DARK)
+            _paste(picture, _sign(str(value["text"]), DARK, height), (2, 2))
     return np.asarray(picture)
 
 
@@ -126,12 +128,12 @@ def _words(value: Mapping[Any, Any], i: int) -> tuple[str, Colour]:
     return words, COLOURS[mixed % len(COLOURS)]
 
 
-def _label(
-    pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, size: tuple[int, int], box: Box, words: str, colour: Colour
-) -> None:
-    above, lowest = box[1] - font.size - 5, size[1] - font.size - 5
-    left = max(0.0, min(box[0], size[0] - 3 - pen.textlength(words[:MOST_TEXT].splitlines()[0], font=font)))
-    _text(pen, font, (left, above if above >= 0.0 else min(box[3] + 1.0, lowest)), words, colour)
+def _label(picture: Image.Image, height: int, box: Box, words: str, colour: Colour) -> None:
+    """height: of its letters."""
+    size, sign = picture.size, _sign(words, colour, height)
+    above, lowest = box[1] - height - 5, size[1] - height - 5
+    left = max(0.0, min(box[0], size[0] - 3 - sign.first))
+    _paste(picture, sign, (left, above if above >= 0.0 else min(box[3] + 1.0, lowest)))
 
 
 def _caption(picture: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.FreeTypeFont, words: str) -> None:
@@ -148,18 +150,33 @@ def _caption(picture: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.Fre
     pen.text(at, words, fill=LIGHT, font=font)
 
 
-def _text(
-    pen: ImageDraw.ImageDraw,
-    font: ImageFont.FreeTypeFont,
-    at: tuple[float, float],
-    words: str,
-    background: tuple[int, int, int],
-) -> None:
+class _Sign(NamedTuple):
+    """Text on its ground. at: of its corner, from where the text begins. first: the length of its first line."""
+
+    picture: Image.Image
+    at: tuple[int, int]
+    first: float
+
+
+def _sign(words: str, background: Colour, height: int) -> _Sign:
+    """Drawn once, as long as it is short: the same labels come with every frame."""
     words = words[:MOST_TEXT]
-    x0, y0, x1, y1 = pen.textbbox(at, words, font=font)
-    pen.rectangle((x0 - 2, y0 - 1, x1 + 2, y1 + 1), fill=background)
+    return _drawn(words, background, height) if len(words) <= _SHORT else _drawn.__wrapped__(words, background, height)
+
+
+@lru_cache(256)
+def _drawn(words: str, background: Colour, height: int) -> _Sign:
+    font, pen = _font(height), ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    x0, y0, x1, y1 = pen.textbbox((0, 0), words, font=font)
+    left, top = floor(x0) - 2, floor(y0) - 1
+    picture = Image.new("RGB", (ceil(x1) + 3 - left, ceil(y1) + 2 - top), background)
     bright = sum(background) > 330
-    pen.text(at, words, fill=DARK if bright else LIGHT, font=font)
+    ImageDraw.Draw(picture).text((-left, -top), words, fill=DARK if bright else LIGHT, font=font)
+    return _Sign(picture, (left, top), pen.textlength(words.splitlines()[0], font=font) if words else 0.0)
+
+
+def _paste(picture: Image.Image, sign: _Sign, at: tuple[float, float]) -> None:
+    picture.paste(sign.picture, (round(at[0]) + sign.at[0], round(at[1]) + sign.at[1]))
 
 
 def _items(values: Any) -> Sequence[Any]:

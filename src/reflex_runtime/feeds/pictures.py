@@ -1,6 +1,6 @@
 """The newest pictures of feeds as JPEG, with what was found drawn on them, made only while somebody looks.
 
-    GET /feeds/NAME.jpg     a small one, at most one a second of each feed, the same for all who ask
+    GET /feeds/NAME.jpg     a small one, at most one in two seconds of each feed, the same for all who ask
     GET /feeds/NAME.mjpeg   larger ones until the caller leaves, at most ten a second, each made once for all
 
 One thread makes them, and rests three times as long as it works: pictures take at most a quarter of a core, and become
@@ -36,7 +36,7 @@ log = logging.getLogger("reflex.feeds")
 
 UNDER: Final = "/feeds/"
 STREAMS: Final = 16  # watchers of /feeds/NAME.mjpeg
-PATIENCE: Final = 2.0  # seconds that a caller of /feeds/NAME.jpg waits for the next frame; then it is 204
+PATIENCE: Final = 3.0  # seconds that a caller of /feeds/NAME.jpg waits for the next frame; then it is 204
 UNREAD: Final = 10.0  # seconds without reading after which a stream is cut off
 RESTS: Final = 3.0  # times as long as a picture took
 _NEXT: Final = b"--frame\r\n"  # behind each picture, so that a browser shows it without waiting for the next one
@@ -58,7 +58,7 @@ class PictureSize:
     drawn: tuple[str, ...]
 
 
-SMALL: Final = PictureSize(".jpg", 320, 1.0, 70, ("labels", "text", "masks"))
+SMALL: Final = PictureSize(".jpg", 320, 2.0, 70, ("labels", "text", "masks"))
 LARGE: Final = PictureSize(".mjpeg", 960, 0.1, 80, ("labels", "scores", "text", "masks"))
 
 
@@ -101,7 +101,7 @@ class FeedPictures:
     # -- who looks -----------------------------------------------------------------------------------------------------
 
     def _ask(self, exchange: Exchange, _: bytes) -> None:
-        """Answer with the last small picture if it is younger than a second, else with the next."""
+        """Answer with the last small picture if it is younger than two seconds, else with the next."""
         view = self._view(exchange, SMALL)
         if view.picture is None:
             view.ask(exchange)

@@ -25,7 +25,7 @@ from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.consume import Sink
 from reflex_runtime.feeds.feed import FILE, Feed, FeedConfig, close_sink
 from reflex_runtime.feeds.pipeline import Pipeline
-from reflex_runtime.feeds.snapshot import RuntimeSnapshot
+from reflex_runtime.feeds.snapshot import FeedSnapshot, RuntimeSnapshot
 from reflex_runtime.feeds.source import Source
 from reflex_runtime.feeds.subscription import Events
 from reflex_runtime.telemetry.health import Health, HealthEvent, ThreadDetached
@@ -307,6 +307,12 @@ class Runtime:
             feeds={name: feed.snapshot() for name, feed in feeds.items()},
             coordinators={name: coordinator.metrics() for name, (coordinator, _) in coordinators.items()},
         )
+
+    def feed_snapshots(self) -> dict[str, FeedSnapshot]:
+        """The feeds of a snapshot alone."""
+        with self._lock:
+            feeds = dict(self._feeds)
+        return {name: feed.snapshot() for name, feed in feeds.items()}
 
     # -- within --------------------------------------------------------------------------------------------------------
 

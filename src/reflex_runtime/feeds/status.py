@@ -45,9 +45,14 @@ def health_of(snapshot: RuntimeSnapshot, lost: Mapping[str, object]) -> dict[str
         for name, figures in snapshot.coordinators.items()
     }
     well = all(feed["state"] in WELL for feed in feeds.values()) and all(
-        c["alive"] and c["consecutive_errors"] < FAILING for c in coordinators.values()
+        answers(bool(c["alive"]), c["consecutive_errors"]) for c in coordinators.values()
     )
     return {"status": "ok" if well else "failing", "feeds": feeds, "coordinators": coordinators}
+
+
+def answers(alive: bool, consecutive_errors: int) -> bool:
+    """Whether a coordinator is well."""
+    return alive and consecutive_errors < FAILING
 
 
 class StatusSettings(Protocol):

@@ -10,7 +10,7 @@ from reflex_runtime.drivers.coordinator import BatchCoordinator
 from reflex_runtime.feeds.pictures import FeedPictures
 from reflex_runtime.feeds.runtime import Runtime
 from reflex_runtime.feeds.snapshot import FeedSnapshot
-from reflex_runtime.feeds.status import WELL, health_of
+from reflex_runtime.feeds.status import WELL, answers
 from reflex_runtime.telemetry.live import Live, LiveSnapshot
 from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
@@ -50,22 +50,23 @@ class FeedPages:
 
 
 def _server(runtime: Runtime, coordinator: BatchCoordinator) -> dict[str, Any]:
-    snapshot = runtime.snapshot()
-    health = health_of(snapshot, {coordinator.id: coordinator.lost})
-    state, error = "ready" if health["status"] == "ok" else health["status"], _attention(snapshot.feeds, coordinator)
+    feeds = runtime.feed_snapshots()
+    well = answers(coordinator.lost is None, coordinator.consecutive_errors)
+    well = well and all(feed.state in WELL for feed in feeds.values())
+    error = _attention(feeds, coordinator)
     queues = coordinator.queues()
     waiting = queues[coordinator.id]["queued"]
     running = queues[coordinator.id]["unsettled"] - waiting
     return {
         "product": "feeds",
         "version": __version__,
-        "state": state,
+        "state": "ready" if well else "failing",
         "error": error,
         "unit": "requests",
         "queues": queues,
         "processes": [own_process("running", None, running, waiting)],
-        "feeds": {name: _feed(feed) for name, feed in sorted(snapshot.feeds.items())[:MOST]},
-        "feeds_known": len(snapshot.feeds),
+        "feeds": {name: _feed(feed) for name, feed in sorted(feeds.items())[:MOST]},
+        "feeds_known": len(feeds),
     }
 
 

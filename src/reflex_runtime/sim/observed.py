@@ -12,11 +12,12 @@ alone do not say what another setting would bring. Each client of the journal be
 Two things are seen only in all clients together. Connections of a pool take turns: a connection that was free for long
 asks next, whoever is behind it. Their think times are long and nearly those of the one before; they do not wait.
 Callers that were answered together share what delays them, such as a busy processor: they get think times that were
-recorded together.
+recorded together, of those beside a free device or beside a running batch, as in the simulation.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.percentile import percentile
 from reflex_runtime.core.request import Request
 from reflex_runtime.sim.replay import request_of
+from reflex_runtime.sim.sharing import HURRIED, Stolen, shares_cores, stolen_in
 from reflex_runtime.sim.workload import Arrival, RecordedArrivals, RequestStream, WorkloadPart
 from reflex_runtime.telemetry.journal import BatchLine
 from reflex_runtime.telemetry.journal_reader import Journal
@@ -40,6 +42,7 @@ Kind = Literal["returns", "by the clock", "does not wait"]
 OVERLAPS = 0.02  # share of a client's requests that may come before its last answer: it was cancelled, or is shared
 FEW = 4  # requests of a client that show no habit
 CLEARLY = 0.0001  # seconds by which gaps must be more regular than think times, as for holds
+AT_ONCE = 0.001  # seconds within which a batch begins that did not wait for those who were just answered
 ALIKE = 0.6  # correlation of one think time with the next from which on callers are delayed together, and
 POOLED = 0.9  # of a pool, whose
 LONG = 2.0  # think times are that many times the latency
@@ -89,50 +92,60 @@ class _RecordedCallerStream:
         self._last = 0.0
 
     def next(self, now: float) -> Arrival | None:
-        caller, turn = self._caller, self._asked
+        caller, turn, busy_at = self._caller, self._asked, None
         if turn == 0:
             at = caller.first
         else:
-            if self._shared is None:
-                pause = caller.pauses[(turn - 1) % len(caller.pauses)]
+            if self._shared is not None:
+                pause, beside = self._shared.pauses(now)
+                busy_at = now + beside
             else:
-                pause = self._shared.pause(now)
+                pause = caller.pauses[(turn - 1) % len(caller.pauses)]
             at = max(now, self._last + pause) if caller.by_clock else now + pause
         if at > caller.until:
             return None
         self._asked, self._last = turn + 1, at
-        return Arrival(at, caller.requests[turn % len(caller.requests)], prepared_in=caller.prepared_in)
+        request = caller.requests[turn % len(caller.requests)]
+        return Arrival(at, request, prepared_in=caller.prepared_in, busy_at=busy_at)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroup:
     """Callers that are delayed together; a part of a workload. cohorts: think times of callers that were answered at
-    the same time, in the order in which they asked."""
+    the same time, in the order in which they asked. beside: the same where a batch ran then. hurried: the first over
+    the second, where one of them is empty."""
 
     callers: Sequence[RecordedCaller]
     cohorts: Sequence[Sequence[float]]
+    beside: Sequence[Sequence[float]] = ()
+    hurried: float = 1.0
 
     def streams(self, seed: str) -> Sequence[RequestStream]:
-        shared = _Cohorts(self.cohorts, Random(seed))
+        free = self.cohorts or [[self.hurried * think for think in cohort] for cohort in self.beside]
+        beside = self.beside or [[think / self.hurried for think in cohort] for cohort in self.cohorts]
+        shared = _Cohorts((free, beside), Random(seed))
         return [_RecordedCallerStream(caller, shared) for caller in self.callers]
 
 
 class _Cohorts:
-    """Draws one of the recorded cohorts for all that are answered at one time."""
+    """Draws one of the recorded cohorts of each kind for all that are answered at one time."""
 
-    def __init__(self, cohorts: Sequence[Sequence[float]], rng: Random) -> None:
-        self._cohorts, self._rng = cohorts, rng
-        self._weights = [len(cohort) for cohort in cohorts]
+    def __init__(self, kinds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]], rng: Random) -> None:
+        self._kinds, self._rng = kinds, rng
+        self._weights = [[len(cohort) for cohort in cohorts] for cohorts in kinds]
         self._now = -inf
-        self._drawn: Sequence[float] = ()
+        self._drawn: list[Sequence[float]] = []
         self._taken = 0
 
-    def pause(self, now: float) -> float:
+    def pauses(self, now: float) -> tuple[float, float]:
+        """Beside a free device, and beside a running batch."""
         if now != self._now:
-            (self._drawn,) = self._rng.choices(self._cohorts, self._weights)
+            choose = self._rng.choices
+            self._drawn = [choose(*kind)[0] for kind in zip(self._kinds, self._weights, strict=True)]
             self._now, self._taken = now, 0
         self._taken += 1
-        return self._drawn[(self._taken - 1) % len(self._drawn)]
+        free, beside = (cohort[(self._taken - 1) % len(cohort)] for cohort in self._drawn)
+        return free, beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +154,8 @@ class ObservedLoad:
 
     parts: to simulate. span: how long it lasts. steady: all callers wait and were there all the time, so it may be
     simulated for longer. clients: how many of each kind. pauses: all think times, all gaps. open_rate: requests a
-    second that do not wait. between: what passes between two batches while work waits. prepared_in: seconds that a
+    second that do not wait. between: what passes between two batches while work waits. stolen:
+    by which a request that comes while a batch runs makes it longer. prepared_in: seconds that a
     request's pictures take, one after the other.
     """
 
@@ -153,6 +167,7 @@ class ObservedLoad:
     pauses: Mapping[Kind, Sequence[float]]
     open_rate: float
     between: float
+    stolen: Stolen
     prepared_in: float
 
     def text(self) -> str:
@@ -199,12 +214,14 @@ def observe(journal: Journal) -> ObservedLoad:
         caller = RecordedCaller(requests, values, kind == "by the clock", begins, until, pictures)
         (together if alike and kind == "returns" else parts).append(caller)
     if together:
-        parts.append(RecordedGroup(together, _cohorts(seen)))
+        hurried = HURRIED if shares_cores(journal) else 1.0
+        parts.append(RecordedGroup(together, *cohorts_of(seen, journal.batches), hurried))
     if unasked:
         parts.append(RecordedArrivals(unasked))
+    stolen = stolen_in(journal.batches, [one.came for one in seen], shares_cores(journal))
     return ObservedLoad(
         seen, parts, span, steady and not unasked, clients, pauses, len(unasked) / span,
-        _between(journal.batches, seen), prepared_in,
+        _between(journal.batches, seen), stolen, prepared_in,
     )  # fmt: skip
 
 
@@ -275,11 +292,25 @@ def _with_next(values: Sequence[float]) -> float:
         return 0.0
 
 
-def _cohorts(seen: Sequence[SeenRequest]) -> list[list[float]]:
+def cohorts_of(
+    seen: Sequence[SeenRequest], batches: Sequence[BatchLine]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """The think times of those that were answered together, beside a free device and beside a batch that ran at once.
+    A kind of which there are few counts as none."""
     found: dict[float, list[float]] = defaultdict(list)
     for answered, think, _ in _thinks(seen):
         found[answered].append(think)
-    return list(found.values())
+    began = sorted(batch.at for batch in batches)
+    kinds: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for answered, cohort in found.items():
+        place = bisect_left(began, answered)
+        kinds[place < len(began) and began[place] <= answered + AT_ONCE].append(cohort)
+    for few, other in (kinds, kinds[::-1]):
+        if len(few) < FEW:
+            other += few
+            few.clear()
+            break
+    return kinds
 
 
 def _by_client(seen: Sequence[SeenRequest]) -> dict[tuple[str, Hashable], list[SeenRequest]]:

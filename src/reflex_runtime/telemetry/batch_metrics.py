@@ -199,7 +199,8 @@ class BatchMeter:
 
     It is called with one event at a time. `snapshot` and `take` need the lock under which it is called: then every
     figure is of the same moment.
-    max_batch_size: what a batch can hold, for the fill ratio.
+    max_batch_size: what a batch can hold, for the fill ratio. errors_in_a_row: batches without any
+    result, up to now.
     """
 
     events = frozenset(
@@ -211,7 +212,7 @@ class BatchMeter:
         self._feeds: dict[Any, _FeedCounters] = {}
         self._limit = FEEDS
         self._forgotten = dict.fromkeys(COUNTERS, 0)
-        self._batches = self._errors_in_a_row = 0
+        self._batches = self.errors_in_a_row = 0
         self._sizes: dict[int, int] = {}
         self._processing, self._formation = Times(), Times()
 
@@ -229,7 +230,7 @@ class BatchMeter:
         elif isinstance(event, BatchFinished):
             self._processing.add(event.elapsed)
             if not event.apart:  # what becomes of its members is not known yet
-                self._errors_in_a_row = self._errors_in_a_row + 1 if event.crashed else 0
+                self.errors_in_a_row = self.errors_in_a_row + 1 if event.crashed else 0
         elif isinstance(event, RequestRejected):
             self._rejected(event)
         elif isinstance(event, RequestAbandoned):
@@ -245,7 +246,7 @@ class BatchMeter:
             _metrics,
             feeds,
             dict(self._forgotten),
-            (self._batches, self._errors_in_a_row, self._max_batch_size),
+            (self._batches, self.errors_in_a_row, self._max_batch_size),
             dict(self._sizes),
             (self._processing.take(), self._formation.take()),
         )

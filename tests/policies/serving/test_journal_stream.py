@@ -151,14 +151,18 @@ def test_x7_several_replicas_have_no_journal_together() -> None:
 def test_x4_tune_watches_a_server(
     server: Server, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "MOST", 100)
+    for name in ("HOLDS", "BUDGETS", "SIZES"):  # few settings, and each for a short time
+        monkeypatch.setattr(tuning, name, getattr(tuning, name)[:1])
+    monkeypatch.setattr(tuning, "MOST", 50)
+    monkeypatch.setattr(tuning, "LEAST", 0.1)
     url = f"http://127.0.0.1:{server.port}"
     with asking(server) as statuses:
         assert main(["tune", url, "--seconds", "1", "--api-key", "s3cret"]) == 0
     out = capsys.readouterr().out
     assert set(statuses) == {200}
     assert f"{url}: " in out
-    assert "2 callers wait for their answer, then" in out
+    assert " requests in 1." in out or " requests in 0." in out
+    assert "callers" in out
     assert "size ≤ 7" in out
 
 

@@ -2,7 +2,7 @@
 import { fill, pill } from "./tables.js";
 import { milliseconds, round } from "./strip.js";
 
-const AGAIN = 1000; // milliseconds between two small pictures of a feed
+const AGAIN = 2000; // milliseconds between two small pictures of a feed
 const GOOD = new Set(["running", "ended", "stopped"]);
 
 export class Feeds {
