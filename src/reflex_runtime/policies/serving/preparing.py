@@ -161,6 +161,7 @@ class Preparing:
         self._idle: list[_Worker] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._made: deque[tuple[Job, Any, Exception | None]] = deque()  # what the loop is to be told
+        self._telling = threading.Lock()  # taken last: a refusal is told with the other one held
         self._pace = 0.0  # seconds per pixel of large requests, a slow mean
         self._closed = False
 
@@ -250,7 +251,7 @@ class Preparing:
     def _tell(self, job: Job, value: Any, error: Exception | None) -> None:
         """Tell the loop. It is woken once for all that are made until it comes to them: each time is a system call."""
         assert self._loop is not None
-        with self._lock:
+        with self._telling:
             sleeps = not self._made
             self._made.append((job, value, error))
         if sleeps:
@@ -260,7 +261,7 @@ class Preparing:
     def _deliver(self) -> None:
         """On the loop: those that are made, and the rest of many in its next turn."""
         assert self._loop is not None
-        with self._lock:
+        with self._telling:
             told = [self._made.popleft() for _ in range(min(AT_ONCE, len(self._made)))]
             if self._made:
                 self._loop.call_soon(self._deliver)
