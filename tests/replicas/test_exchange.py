@@ -24,7 +24,7 @@ ROBOTS = {
 
 @pytest.fixture(scope="module")
 def server(pair: Pair) -> Iterator[Server]:
-    options = ("--replicas", "2", "--guard", "p50=10s", "--probe-cooldown-s", "480", "--no-rtc")
+    options = ("--replicas", "2", "--guard", "p50=10s", "--ramp-every", "1s", "--probe-cooldown-s", "480")
     with Server(pair.v1, *options) as running:
         yield running
 
@@ -115,6 +115,21 @@ def test_v12_x7_a_guard_brings_back_the_version_before_in_every_replica(server: 
     assert versions(server) == before
     killed(server, 1)
     assert versions(server) == before
+
+
+def test_v12_x7_a_guard_that_is_kept_lets_every_replica_unload_the_version_before(server: Server, pair: Pair) -> None:
+    """It counts the answers of all replicas: none of them has the 30 that it takes."""
+    began = len(server.log)
+    assert admin(server, "load", slot="prod", path=str(pair.v1)).status == 200
+
+    def unloaded() -> set[str]:
+        return {name for line in server.log[began:] if "is unloaded" in line for name in NAMES if name in line}
+
+    for robot in [*ROBOTS.values()] * 18:
+        assert server.act(robot_id=robot).status == 200
+    until(lambda: unloaded() == set(NAMES))
+    assert kinds(server)[-2:] == ["load", "guard"]
+    assert versions(server) == dict.fromkeys(NAMES, "v1")
 
 
 def test_v13_x7_a_load_waits_for_all_replicas(server: Server, pair: Pair) -> None:

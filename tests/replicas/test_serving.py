@@ -367,7 +367,7 @@ def test_x7_the_dashboard_shows_all_replicas(server: Server) -> None:
 
 def test_x7_devices_is_a_replica_for_each(tiny: Path) -> None:
     """And a drain answers what was asked."""
-    with Server(tiny, "--devices", "cpu,cpu", "--inject-latency-ms", "300") as server:
+    with Server(tiny, "--devices", "cpu,cpu", "--inject-latency-ms", "2000") as server:
         assert [told["device"] for told in replicas(server)] == ["cpu", "cpu"]
         pids = [told["pid"] for told in replicas(server)]
         psutil.Process(pids[0]).suspend()
