@@ -434,7 +434,7 @@ MUTANTS = [
         "if False:",
     ),
     M("core/affine.py", "drift goes unnoticed", "_CUSUM_ALARM = 0.75, 6.0", "_CUSUM_ALARM = 0.75, 600.0"),
-    M("core/affine.py", "a new class counts as drift", "if n > 0.0]) <= _WARM_SAMPLES:", "if n > 0.0]) <= 0:"),
+    M("core/affine.py", "a new class counts as drift", "if fewest <= _WARM_SAMPLES:", "if fewest <= 0:"),
     M("core/affine.py", "a guess is an anchor", "guessed = i > 0 and", "guessed = False and"),
     M("core/affine.py", "negative fixed costs", "if theta[0] < 0.0:", "if False:"),
     # company and value

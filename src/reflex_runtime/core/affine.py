@@ -130,10 +130,15 @@ class AffineFit:
         self.samples += 1
         if len(self._sizes) < 64:
             self._sizes.add(sum(counts.values()))
-        self._seen = [k + (n > 0.0) for k, n in zip(self._seen, x, strict=True)]
+        fewest, seen = self.samples, self._seen
+        for i, n in enumerate(x):
+            if n > 0.0:
+                seen[i] += 1
+                if seen[i] < fewest:
+                    fewest = seen[i]
         # The first batches of a class are predicted from a guess, so they do not count for drift. They are weighted
         # by their own time, so that one slow start counts less than the batches after it.
-        if min([k for k, n in zip(self._seen, x, strict=True) if n > 0.0]) <= _WARM_SAMPLES:
+        if fewest <= _WARM_SAMPLES:
             self._learn(x, seconds, 1.0 / seconds**2, self._time(x))
         elif not self._drifted(counts, x, seconds):
             self._learn_robustly(x, seconds)
@@ -209,10 +214,12 @@ class AffineFit:
         gram, moment, anchor = self._gram, self._moment, self._anchor
         least = _SHARE * scale / max(1.0, sum(x[1:]))
         left, right = [], []
-        for i, (one, t) in enumerate(zip(x, self._theta, strict=True)):
-            ridge = _RIDGE / (max(least, t) if i else scale) ** 2
-            weighted = weight * one
-            row = gram[i] = [_FORGET * g + weighted * other for g, other in zip(gram[i], x, strict=True)]
+        n = len(x)
+        for i in range(n):  # by number, and no lists but those: n is nearly always 2, and this runs after every batch
+            ridge = _RIDGE / (max(least, self._theta[i]) if i else scale) ** 2
+            weighted, row = weight * x[i], gram[i]
+            for j in range(n):
+                row[j] = _FORGET * row[j] + weighted * x[j]
             moment[i] = _FORGET * moment[i] + weighted * seconds
             left.append(row.copy())
             left[i][i] += ridge
@@ -221,7 +228,9 @@ class AffineFit:
         if theta[0] < 0.0:  # a batch cannot cost less than nothing: the slopes alone explain it
             theta = [0.0, *solve([row[1:] for row in left[1:]], right[1:])]
         floor = 1e-3 * scale
-        self._theta = [theta[0], *[t if t > floor else floor for t in theta[1:]]]
-        for i, t in enumerate(self._theta):
+        for i in range(n):
+            if i and not theta[i] > floor:
+                theta[i] = floor
             guessed = i > 0 and self._seen[i] <= _WARM_SAMPLES  # a guess is no anchor
-            anchor[i] = t if guessed else 0.9 * anchor[i] + 0.1 * t
+            anchor[i] = theta[i] if guessed else 0.9 * anchor[i] + 0.1 * theta[i]
+        self._theta = theta

@@ -256,8 +256,8 @@ class Scheduler:
         """The batch came back: one outcome per ticket, in the order of its grants. elapsed: seconds."""
         if batch not in self._in_flight:
             raise ValueError(f"batch {batch.id} is not in flight")
-        if len(outcomes) != len(batch):
-            raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {len(outcomes)}")
+        if (n := len(outcomes)) != len(batch):
+            raise ValueError(f"batch {batch.id} needs {len(batch)} outcomes, not {n}")
         group = self._groups[batch.group]
         apart = isinstance(outcomes[0], Apart)
         failed = sum([isinstance(outcome, _BAD) for outcome in outcomes])
@@ -272,7 +272,7 @@ class Scheduler:
             group.evidence.returned(batch, elapsed, now, not failed)
         resources = group.config.resources
         if resources is not None:
-            resources.rollback(batch) if failed == len(outcomes) else resources.commit(batch)
+            resources.rollback(batch) if failed == n else resources.commit(batch)
         partition.in_flight -= 1
         crashed = not apart and group.crashed(partition, batch, failed)
         if BatchFinished not in self.unheard:
@@ -280,7 +280,7 @@ class Scheduler:
         if apart:
             self._settle(group, partition, self._apart(partition, batch))
         else:
-            self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / len(batch)))
+            self._settle(group, partition, self._ended(group, partition, batch, outcomes, elapsed / n))
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
