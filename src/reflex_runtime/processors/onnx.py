@@ -175,7 +175,7 @@ class OnnxSession:
         self, n: int, rows: Rows, size: int, notes: dict[str, Any] | None
     ) -> dict[str, NDArray[Any]]:
         """Calls of `size` rows."""
-        if notes is not None and n > size:
+        if notes is not None and (n > size or size == 1):
             notes["fanout"] = "sequential"
         parts = []
         for start in range(0, n, size):
