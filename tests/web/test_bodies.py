@@ -19,7 +19,7 @@ import msgpack
 import pytest
 
 from reflex_runtime.config import LLMServeConfig
-from reflex_runtime.llm.serving import fields as openai
+from reflex_runtime.llm.serving import reading as openai
 from reflex_runtime.llm.serving.local_model import opened
 from reflex_runtime.llm.serving.openai import OpenAI
 from reflex_runtime.llm.serving.served_model import ServedModel
@@ -412,7 +412,8 @@ def test_l9_a_long_conversation_with_many_commas_is_taken() -> None:
     content = "role, type, " * 20_000 + '"role" and "type"'
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": content}] * 3}).encode()
     asked = openai.chat(body)
-    assert asked.messages == [{"role": "user", "content": content}] * 3
+    assert asked.conversation is not None
+    assert asked.conversation.messages == [{"role": "user", "content": content}] * 3
 
 
 def test_max_bodies_mb_has_a_range() -> None:
