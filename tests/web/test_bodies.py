@@ -291,9 +291,9 @@ def test_l9_a_large_body_of_a_model_is_decoded_beside_the_loop(monkeypatch: pyte
     threads: list[str] = []
     decode = openai.completion
 
-    def seen(body: bytes) -> openai.CompletionRequest:
+    def seen(body: bytes, **more: Any) -> openai.CompletionRequest:
         threads.append(threading.current_thread().name.rpartition("_")[0])
-        return decode(body)
+        return decode(body, **more)
 
     monkeypatch.setattr(openai, "completion", seen)
     with Toy() as toy:
