@@ -100,9 +100,11 @@ def _read(found: re.Match[bytes] | None) -> str:
     if found is None:
         return ""
     try:
-        return str(json.loads(b'"%b"' % found[1] if found.re is not _NUMBER else found[1]))
+        text = str(json.loads(b'"%b"' % found[1] if found.re is not _NUMBER else found[1]))
+        text.encode()  # JSON can write lone surrogates, which no message to a replica can hold
     except ValueError:
         return ""
+    return text
 
 
 def _unpacked(body: bytes, name: bytes) -> str:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from reflex_runtime.cluster.front import KEY_VARIABLE, EpisodeFront, middlewares
+from reflex_runtime.core.errors import ConfigError
 
 JSON, PACKED = b"application/json", b"application/msgpack"
 
@@ -142,9 +143,16 @@ def test_x7_the_key_of_rays_proxies_is_that_of_their_environment(monkeypatch: py
     starlette.Middleware = lambda kind, **more: made.append((kind, more))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "starlette", ModuleType("starlette"))
     monkeypatch.setitem(sys.modules, "starlette.middleware", starlette)
-    monkeypatch.setenv(KEY_VARIABLE, "abc")
-    middlewares()
-    assert made == [(EpisodeFront, {"key": "abc"})]
+    digest = hashlib.sha256(b"right").hexdigest()
+    for written in ("", digest, f"{digest}\n", digest.upper()):  # a file of a secret often ends with a line
+        monkeypatch.setenv(KEY_VARIABLE, written)
+        middlewares()
+        assert made.pop() == (EpisodeFront, {"key": digest if written else ""})
+    for wrong in ("right", f"{digest}  -", digest[1:], "\u00e9" * 64):
+        monkeypatch.setenv(KEY_VARIABLE, wrong)
+        with pytest.raises(ConfigError, match="RAY_REFLEX_KEY_SHA256: must be the SHA-256 of the key"):
+            middlewares()
+    assert not made
 
 
 BROKEN = [b"", b"{", b'{"episode_id": "', b"\xaaepisode_id", b"\xaaepisode_id\xd9", b"\xff" * 99]

@@ -132,6 +132,13 @@ def test_v12_x7_a_guard_that_is_kept_lets_every_replica_unload_the_version_befor
     assert versions(server) == dict.fromkeys(NAMES, "v1")
 
 
+def test_x7_a_name_that_is_no_unicode_is_refused(server: Server) -> None:
+    """Whichever process reads it first."""
+    for field in ("robot_id", "episode_id"):
+        answer = server.act(**{field: "\ud800"})
+        assert (answer.status, answer.json["field"]) == (422, field)
+
+
 def test_v13_x7_a_load_waits_for_all_replicas(server: Server, pair: Pair) -> None:
     """One that is starting has not loaded anything yet: the operator is told which one it is."""
 

@@ -21,8 +21,8 @@ from reflex_runtime.replicas import arriving
 from reflex_runtime.replicas import replica as replica_module
 from reflex_runtime.replicas.arriving import ArrivingConnection
 from reflex_runtime.replicas.front import FrontRuntime
-from reflex_runtime.replicas.inside import settings_of
-from reflex_runtime.replicas.messages import AskReplica, ReplicaAnswer, Serve
+from reflex_runtime.replicas.inside import ReplicaProcess, settings_of
+from reflex_runtime.replicas.messages import BACK, DROP, SETTLE, SWITCH, AskReplica, ReplicaAnswer, Serve, SlotOf
 from reflex_runtime.replicas.placing_table import ReplicaTable
 from reflex_runtime.replicas.replica import Replica, ReplicaPlan, answers
 from reflex_runtime.replicas.views import recorded
@@ -222,6 +222,26 @@ def test_x7_a_replica_that_starts_while_what_it_serves_changes_starts_again() ->
         {"name": "default", "sources": {"a": "v1", "b": "v3"}, "config": {"inject_fault": ["b:raise:1"]}}
     ]
     assert asked[0].asked == [told]
+
+
+@pytest.mark.parametrize("decided", [SETTLE, BACK])
+def test_v12_x7_what_a_guard_decides_of_an_earlier_version_ends_no_load(decided: str) -> None:
+    """The slot is exchanged again, one replica has loaded and waits for another, and the first watch ends."""
+
+    async def main() -> None:
+        process, served, beside = ReplicaProcess(Mock()), Mock(), Mock()
+        process._runtime = cast(Any, SimpleNamespace(policies={"p": served}))
+        process._beside["p", "prod"] = beside
+        process._exchange(decided, SlotOf("p", "prod"))
+        process._exchange(SWITCH, SlotOf("p", "prod"))
+        served.switch.assert_called_once_with("prod", beside)
+        assert not process._stop.is_set()
+        assert process._beside == {}
+        process._beside["p", "prod"] = beside
+        process._exchange(DROP, SlotOf("p", "prod"))
+        assert process._beside == {}
+
+    run(main)
 
 
 def test_x7_a_connection_that_is_given_tells_whether_its_episode_was_moved() -> None:

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 from policies.wires.callers import Caller, Groot, Lerobot, OipGrpc, Refused
+from reflex_runtime.cli.replicas import devices_of
+from reflex_runtime.config import ServeConfig
+from reflex_runtime.core.errors import ConfigError
 from serving.exports import expected
 from serving.harness import STATE, Server, refusal
 from serving.pair import until
@@ -78,6 +81,25 @@ def test_x7_every_replica_has_its_ports_for_wires_that_are_not_http(tiny: Path) 
 def test_x7_a_port_that_no_replica_may_have_is_refused_by_name(tiny: Path, flag: str) -> None:
     told = refusal(tiny, "--replicas", "2", flag, "127.0.0.1:65535")
     assert f"{flag}=127.0.0.1:65535: replica 1 would have port 65536" in told
+
+
+def devices(**changed: Any) -> list[str]:
+    return devices_of(ServeConfig(replicas=3, **changed), {})
+
+
+def test_x7_two_wires_of_replicas_may_not_meet_at_one_port() -> None:
+    """The replica would say that its port is taken, and not by whom."""
+    with pytest.raises(ConfigError) as error:
+        devices(gr00t="tcp://127.0.0.1:9000", lerobot="127.0.0.1:9002")
+    assert error.value.message == (
+        "--gr00t=tcp://127.0.0.1:9000: with 3 replicas port 9002 would be that of --lerobot of replica 0 and of "
+        "--gr00t of replica 2; leave 3 ports from each number on"
+    )
+    for host, given in (("127.0.0.1", "tcp://*:7999"), ("0.0.0.0", "tcp://10.0.0.1:7999"), ("::1", "tcp://[::1]:7998")):
+        with pytest.raises(ConfigError, match="port 8000 would be that of the server and of --gr00t of replica"):
+            devices(host=host, gr00t=given)
+    devices(gr00t="tcp://127.0.0.1:9000", lerobot="127.0.0.1:9003", oip_grpc="10.0.0.1:9000")
+    devices(gr00t="tcp://127.0.0.1:0", lerobot="127.0.0.1:0", oip_grpc="127.0.0.1:0")
 
 
 def test_x7_a_port_that_is_taken_ends_the_start_with_its_address(tiny: Path) -> None:

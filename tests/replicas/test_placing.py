@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from reflex_runtime.placing import MAX_HEAD, SCANNED, Begun, begun, identity_of
 from reflex_runtime.rendezvous import owner
 from reflex_runtime.replicas.merging import PageSum
-from reflex_runtime.replicas.placing_table import EPISODES, SETTLED, ReplicaTable
+from reflex_runtime.replicas.placing_table import EPISODES, LONGEST, SETTLED, ReplicaTable
 
 
 def request(path: str, body: bytes = b"", headers: str = "", method: str = "POST") -> bytes:
@@ -100,6 +100,26 @@ def test_x7_an_episode_stays_where_it_began_and_only_a_lost_replicas_move() -> N
     assert new == {name: owner(f"episode:{name}", names) for name in new}
     assert not table.settled(10.0 + SETTLED)
     assert table.settled(10.1 + SETTLED)
+
+
+@pytest.mark.parametrize("name", ["robot_id", "episode_id", "sequence_id"])
+def test_x7_a_name_that_is_no_unicode_names_nobody(name: str) -> None:
+    """A message to a replica could not hold it: the caller's connection would stay open, answered by nobody."""
+    for text in ('"\\ud800"', '"a\\udfffb"'):
+        found = begun(request("/act", b'{"%b": %b}' % (name.encode(), text.encode())))
+        assert found == Begun(True)
+    found = begun(request("/act", b'{"%b": "\\ud83d\\ude00"}' % name.encode()))
+    assert found is not None
+    assert found.identity.endswith(":\U0001f600")
+
+
+def test_x7_an_episode_that_is_longer_than_any_is_not_remembered() -> None:
+    """A header holds one of 64 KiB, and comes from callers without a key."""
+    table = ReplicaTable()
+    table.began_with(["r0"])
+    for length in (LONGEST, LONGEST + 1):
+        assert table.place("episode:e", "e" * length) == "r0"
+    assert list(table._runs) == ["e" * LONGEST]
 
 
 def test_x7_the_table_is_bounded_and_may_be_empty() -> None:

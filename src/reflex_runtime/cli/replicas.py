@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _DEVICE: Final = re.compile(r"cpu|cuda(?::(\d{1,3}))?")
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _MOST: Final = 64
+_EVERYWHERE: Final = frozenset({"*", "0.0.0.0", "::"})  # hosts that mean all addresses
 _LISTENERS: Final = ("gr00t", "oip_grpc", "lerobot")  # wires with ports of their own
 
 
@@ -46,8 +47,26 @@ def devices_of(config: ServeConfig, places: Places) -> list[str]:
         if "provider" in places:
             told = places["provider"]
             raise ConfigError(f"{where} {told}: --devices says it already; leave one out", field="devices")
-    _listeners_of(config, len(devices) - 1)
+    if len(devices) > 1:
+        _check_ports(config, len(devices))
     return devices
+
+
+def _check_ports(config: ServeConfig, replicas: int) -> None:
+    """ConfigError if two listeners would have one port."""
+    taken = [(config.host, config.port, "the server")]
+    for number in range(replicas):
+        for name, address in _listeners_of(config, number).items():
+            place, _, text = address.removeprefix("tcp://").rpartition(":")
+            host, port, own = place.strip("[]"), int(text), f"{flag(name)} of replica {number}"
+            for other, number_of_other, owner in taken:
+                if port == number_of_other and (host == other or not _EVERYWHERE.isdisjoint((host, other))):
+                    raise ConfigError(
+                        f"{flag(name)}={one_line(getattr(config, name))}: with {replicas} replicas port {port} would "
+                        f"be that of {owner} and of {own}; leave {replicas} ports from each number on",
+                        field=name,
+                    )
+            taken.append((host, port, own))
 
 
 def providers_of(config: ServeConfig, devices: Sequence[str]) -> list[str]:

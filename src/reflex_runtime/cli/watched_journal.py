@@ -13,11 +13,12 @@ from typing import Final
 import msgspec
 
 from reflex_runtime.cli.progress import ProgressLine
-from reflex_runtime.cli.server_address import ServerAddress
+from reflex_runtime.cli.server_address import PATIENCE, ServerAddress
 from reflex_runtime.cli.status import snapshot_from
 from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.telemetry.journal import JournalError
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.web.json import printable
 
 JOURNAL: Final = "/diagnostics/journal"
 LEAST: Final = 1.0  # seconds, as the server takes them
@@ -64,7 +65,10 @@ def _read(response: http.client.HTTPResponse, file: Path, seconds: float) -> Non
         while size < MOST and (data := response.read1(_AT_ONCE)):
             out.write(data)
             size += len(data)
-            progress(int(time.monotonic() - began), int(seconds) + 1)
+            passed = time.monotonic() - began
+            if passed > seconds + PATIENCE:  # of a slow network; the rest may be without end
+                break
+            progress(int(passed), int(seconds) + 1)
     progress(1, 1)
 
 
@@ -72,8 +76,8 @@ def _why(url: str, key: str, status: int, body: bytes) -> str:
     """Why a server has no journal to send."""
     if status != 404:
         try:
-            return str(msgspec.json.decode(body)["message"])
-        except (msgspec.DecodeError, KeyError, TypeError):
+            return printable(str(msgspec.json.decode(body)["message"]))
+        except (msgspec.DecodeError, UnicodeError, RecursionError, KeyError, TypeError):
             return f"answers {status} at {JOURNAL}; is it a server of reflex?"
     snapshot = snapshot_from(url, key)
     product = "" if snapshot is None else str(snapshot.server.get("product", ""))

@@ -87,6 +87,7 @@ def run(
     on_ready: Callable[[], None],
 ) -> str:
     """Start Ray on this machine, serve until `stop` is set, and end everything. Returns "" or why it did not start."""
+    os.environ.pop(KEY_VARIABLE, None)  # of another server's: no key would fit
     if config.api_key:
         os.environ[KEY_VARIABLE] = hashlib.sha256(config.api_key.encode()).hexdigest()
     ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING, configure_logging=False)

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final
 from urllib.parse import quote
 
-from reflex_runtime.core.errors import ReflexError
+from reflex_runtime.core.errors import ConfigError, ReflexError
 from reflex_runtime.placing import EPISODE_HEADER, named_by, names_in
 from reflex_runtime.web.asgi import Receive, Scope, Send
 from reflex_runtime.web.errors import NotReady
@@ -180,4 +180,13 @@ def middlewares() -> list[Any]:
     """For Ray, which asks for them by the name in RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
     from starlette.middleware import Middleware  # comes with Ray
 
-    return [Middleware(EpisodeFront, key=os.environ.get(KEY_VARIABLE, ""))]
+    return [Middleware(EpisodeFront, key=_digest(os.environ.get(KEY_VARIABLE, "")))]
+
+
+def _digest(text: str) -> str:
+    """The digest as it is compared, from how files and tools write it. ConfigError for what is none: no key would fit,
+    and no request would be placed."""
+    digest = text.strip().lower()
+    if digest and not re.fullmatch("[0-9a-f]{64}", digest):
+        raise ConfigError(f"{KEY_VARIABLE}: must be the SHA-256 of the key in hexadecimal, 64 digits and no more")
+    return digest

@@ -291,7 +291,9 @@ class ReplicaProcess:
     def _exchange(self, what: str, of: SlotOf) -> None:
         """What the front has decided of a slot. Without what it takes, this process ends and is started with that."""
         assert self._runtime is not None
-        served, beside = self._runtime.policies[of.policy], self._beside.pop((of.policy, of.slot), None)
+        served = self._runtime.policies[of.policy]
+        ends_load = what in (say.SWITCH, say.DROP)  # the other two are of an earlier one, whose guard has decided
+        beside = self._beside.pop((of.policy, of.slot), None) if ends_load else None
         if what == say.SWITCH and beside is not None:
             served.switch(of.slot, beside)
         elif what == say.SETTLE:

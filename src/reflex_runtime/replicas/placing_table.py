@@ -8,6 +8,7 @@ from collections.abc import Collection
 from reflex_runtime.rendezvous import owner
 
 EPISODES = 10_000  # remembered: as many as a router has
+LONGEST = 256  # characters of one: a replica refuses longer ones, but the front has not checked them
 SETTLED = 3600.0  # seconds after which a replica counts as one that was always there: an episode idle as long is over
 
 
@@ -54,7 +55,7 @@ class ReplicaTable:
         if found is not None:
             return found
         name = owner(identity, self.live)
-        if name is not None and episode:
+        if name is not None and 0 < len(episode) <= LONGEST:
             self.runs(episode, name)
         return name
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 
-from reflex_runtime.cli import main
+from reflex_runtime.cli import main, watched_journal
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving import journal_stream
 from reflex_runtime.replicas.front import FrontRuntime
@@ -183,3 +185,60 @@ def test_x4_tune_says_for_which_products_it_is_not(capsys: pytest.CaptureFixture
     with Toy() as model:
         assert main(["tune", f"http://127.0.0.1:{model.port}", "--seconds", "1"]) == 2
     assert "serves a language model, whose budget is one of tokens: reflex trace" in capsys.readouterr().err
+
+
+class Liar(BaseHTTPRequestHandler):
+    """Answers as its class says, in pieces, as long as somebody reads."""
+
+    status: int
+    pieces: Iterable[bytes]
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.end_headers()
+        with suppress(ConnectionError):
+            for piece in self.pieces:
+                self.wfile.write(piece)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (409, b'{"message": "\\u001b[2Jno\\nway"}', "\ufffd[2Jno\ufffdway"),
+        (409, b"[" * 4096, "answers 409 at /diagnostics/journal; is it a server of reflex?"),
+        (500, b'{"message": "\xff"}', "answers 500 at /diagnostics/journal; is it a server of reflex?"),
+        (301, b"", "answers 301 at /diagnostics/journal; is it a server of reflex?"),
+        (200, b"", ", line 1: empty, not even a header"),
+    ],
+)
+def test_x4_tune_believes_no_server(status: int, body: bytes, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with lying(status, [body]) as url:
+        assert main(["tune", url, "--seconds", "1"]) in (1, 2)
+        told = capsys.readouterr().err
+        assert url in told
+        assert said in told
+
+
+def test_x4_tune_reads_no_journal_that_does_not_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece comes in time, and there is always one more."""
+    monkeypatch.setattr(watched_journal, "PATIENCE", -1.0)
+    with lying(200, repeat(b"\n" * 1000)) as url:
+        assert main(["tune", url, "--seconds", "1"]) == 1
+
+
+@contextmanager
+def lying(status: int, pieces: Iterable[bytes]) -> Iterator[str]:
+    kind = type("OneLiar", (Liar,), {"status": status, "pieces": pieces})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http_server.server_address[1]}"
+        finally:
+            http_server.shutdown()
+            thread.join()
