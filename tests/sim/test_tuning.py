@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import islice, pairwise
 from math import inf
 from random import Random
@@ -191,6 +192,16 @@ def test_a_device_beyond_the_sizes_seen_may_be_steeper() -> None:
     seen = flat.usual(4)
     assert steep.usual(4) == seen
     assert steep.usual(8) - seen == pytest.approx(2 * (flat.usual(8) - seen))
+
+
+def test_a_resampled_journal_always_has_times_of_the_device() -> None:
+    """Nearly all of its batches crashed: drawn anew with the others, they would leave none that has a time."""
+    journal, _ = journal_of(served(Knobs(0.1, inf, 256)), EIGHT, DEVICE, 6.0)
+    batches = [replace(batch, crashed=n >= 5) for n, batch in enumerate(journal.batches)]
+    assert len(batches) > 100
+    tuner = Tuner(dataclasses.replace(journal, batches=batches))
+    for turn in range(8):
+        assert tuner._resampled(turn).device.usual(8) < 1.0
 
 
 def test_too_few_requests_are_an_error() -> None:

@@ -236,7 +236,8 @@ class Tuner:
 
     def _resampled(self, turn: int) -> Likely:
         rng = Random(f"{turn}/again")
-        ordered = sorted(self.journal.batches, key=lambda b: b.at)
+        timed = [one for one in self.journal.batches if not one.crashed and not one.apart and one.size]
+        ordered = sorted(timed, key=lambda b: b.at)
         size = max(1, len(ordered) // BLOCKS)
         blocks = [ordered[i : i + size] for i in range(0, len(ordered), size)]
         batches = [batch for block in rng.choices(blocks, k=len(blocks)) for batch in block]
