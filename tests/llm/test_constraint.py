@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.demo.scribe import model_directory
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm import LLMEngine, SamplingParams, constraint, form_check
 from reflex_runtime.llm.constraint import Constraints, check_constraint
 from reflex_runtime.llm.sampler import sample
 from reflex_runtime.llm.sequence import Choice, Sequence
@@ -141,7 +142,7 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("constraint", "told"),
+    ("form", "told"),
     [
         (Constraint("json", '{"type": "nothing"}'), "json: .*nothing"),
         (Constraint("json", "{"), "json: "),
@@ -151,9 +152,50 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
     ],
     ids=lambda value: value.text[:12] if isinstance(value, Constraint) else "",
 )
-def test_l8_a_form_that_is_none_is_told(constraint: Constraint, told: str, tokenizer: HFTokenizer) -> None:
+def test_l8_a_form_that_is_none_is_told(form: Constraint, told: str, tokenizer: HFTokenizer) -> None:
     for check in (Constraints(tokenizer.vocabulary).compile, check_constraint):
         with pytest.raises(ConfigError, match=told):
-            check(constraint)
+            check(form)
     with pytest.raises(ConfigError, match="1 to 200000"):
         Constraint("regex", "x" * 200_001)
+
+
+def _chain(length: int) -> dict[str, Any]:
+    """A schema whose definitions refer to one another, one after the other."""
+    names = [f"d{i}" for i in range(length)]
+    chain = {name: {"type": "array", "items": {"$ref": f"#/$defs/{after}"}} for name, after in pairwise(names)}
+    return {"$defs": chain | {names[-1]: {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Constraint("grammar", "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(5000)) + '\na5000: "x"'),
+        Constraint("json", json.dumps(_chain(3000))),
+        Constraint("json", '{"type": "integer", "multipleOf": 99999999}'),
+        Constraint("regex", "((((a{1000}){1000}){1000}){1000})"),
+    ],
+    ids=["deep rules", "deep references", "a huge expression", "a long first step"],
+)
+def test_l8_a_form_that_would_end_or_stop_the_server_is_refused(form: Constraint) -> None:
+    """Without a look at it elsewhere the first two end this process, and the third computes for minutes."""
+    with pytest.raises(ConfigError, match=f"{form.kind}: is too complex"):
+        Constraints(ByteTokenizer().vocabulary).compile(form)
+
+
+def test_l8_forms_of_everyday_are_not_too_complex() -> None:
+    compile = Constraints(ByteTokenizer().vocabulary).compile
+    compile(Constraint("json", json.dumps(_chain(60))))
+    compile(Constraint("json", json.dumps({"type": "string", "pattern": "^[a-z]{1,20}(-[0-9]+)*$"})))
+
+
+def test_l8_words_that_can_be_costly_are_found_however_they_are_written() -> None:
+    for text in ('{"multipleOf": 9}', r'{"mul\u0074ipleOf": 9}', '{"$ref": "#"}', " " * 10_001 + "{}"):
+        assert not constraint._plain(Constraint("json", text))
+    assert constraint._plain(Constraint("json", r'{"type": "object", "required": ["\u00fcber"]}'))
+
+
+def test_l8_a_look_at_a_form_that_cannot_be_taken_is_an_error_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_check, "__file__", "/nowhere/form_check.py")
+    with pytest.raises(ProcessorError, match=r"cannot be checked: .*nowhere"):
+        check_constraint(Constraint("regex", "never seen before"))

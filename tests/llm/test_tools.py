@@ -68,6 +68,15 @@ def test_l9_calls_are_read_and_what_is_none_stays_text(
     assert found[2] == len(calls)
 
 
+def test_l9_arguments_are_json_that_can_be_sent() -> None:
+    call = '<tool_call>{"name": "move", "arguments": %s}</tool_call>'
+    (half,) = ToolParser("hermes", NAMES).feed(call % r'{"x": "\ud800"}')
+    assert isinstance(half, ToolCall)
+    assert half.arguments.encode() == rb'{"x": "\ud800"}'
+    for none in ('{"x": NaN}', '{"x": 1e999}'):
+        assert ToolParser("hermes", NAMES).feed(call % none) == [call % none]
+
+
 def test_l9_text_before_a_mark_is_said_as_soon_as_it_is_sure() -> None:
     parser = ToolParser("hermes", NAMES)
     assert parser.feed("I go <") == ["I go"]

@@ -1,15 +1,20 @@
 """Output that must have a form: a JSON Schema, a regular expression, one of several texts, a grammar.
 
-The library `llguidance` knows which tokens may come next; here is what the engine needs of it. A form is compiled once
-for a tokenizer, off the event loop, and each sequence works on its own copy. What may come next is computed while the
-model runs.
+The library `llguidance` knows which tokens may come next; here is what the engine needs of it. A form is looked at in
+a process of its own first (`form_check.py`), and compiled once for a tokenizer, off the event loop. Each sequence works
+on its own copy. What may come next is computed while the model runs.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -17,11 +22,16 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError, ProcessorError
 from reflex_runtime.ipc.sampling import Constraint
+from reflex_runtime.llm import form_check
 
 Mask = npt.NDArray[np.bool_]
 # A model that is allowed any number of spaces may write nothing else until its tokens are used up.
 SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
+_PLAIN: Final = 10_000  # characters of a schema that is looked at here, if it has none of the words that can be costly
+_COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
+_TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
+_LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is very busy
 
 
 class Matcher:
@@ -79,6 +89,7 @@ class Constraints:
         return self._compiled(constraint).copy()
 
     def _compile(self, constraint: Constraint) -> Matcher:
+        check_constraint(constraint)
         library = _library()
         if self._vocabulary is None:  # built twice if two threads come at once: the same
             self._vocabulary = self._read()
@@ -88,12 +99,40 @@ class Constraints:
         return Matcher(core)
 
 
+@lru_cache(_KEPT)
 def check_constraint(constraint: Constraint) -> None:
-    """Raise what `Constraints.compile` would, where there is no tokenizer."""
+    """Raise what `Constraints.compile` would, as far as it can be known without a tokenizer. For most forms it starts a
+    process, which takes about a tenth of a second."""
     library = _library()
-    error = library.LLMatcher.validate_grammar(_grammar(library, constraint))
+    form = _grammar(library, constraint)
+    error = library.LLMatcher.validate_grammar(form) if _plain(constraint) else _looked_at(constraint, form)
     if error and not error.startswith("WARNING"):
         raise _wrong(constraint, error)
+
+
+def _plain(constraint: Constraint) -> bool:
+    """Whether the form cannot be costly."""
+    text = constraint.text
+    return constraint.kind == "choice" or (
+        constraint.kind == "json" and len(text) <= _PLAIN and _COSTLY.search(text) is None
+    )
+
+
+def _looked_at(constraint: Constraint, form: str) -> str:
+    """What is wrong with it, found in another process."""
+    command = [sys.executable, "-P", str(Path(form_check.__file__))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            command, input=form.encode(), capture_output=True, timeout=_LONGEST, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _wrong(constraint, _TOO_COMPLEX) from None
+    if done.returncode < 0 or done.returncode == form_check.FAILED:
+        raise _wrong(constraint, _TOO_COMPLEX)
+    if done.returncode:
+        raise ProcessorError(f"the form of the output cannot be checked: {_first_line(done.stderr.decode()[-300:])}")
+    return done.stdout.decode()
 
 
 def _library() -> Any:

@@ -7,6 +7,7 @@ marks, Llama 3 writes an object alone, Mistral a list of them.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
@@ -17,6 +18,7 @@ from reflex_runtime.llm.constraint import SPACES
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_GAP: Final = re.compile(r"[ \n\t;]*")
 _MOST: Final = 16  # calls that are forced at once
 _ARGUMENTS: Final = {"hermes": "arguments", "llama3": "parameters", "mistral": "arguments"}
 
@@ -156,17 +158,31 @@ def _bare_calls(text: str, key: str) -> list[tuple[str, str]]:
     decoder, at, found = json.JSONDecoder(), 0, []
     try:
         while at < len(text):
-            value, at = decoder.raw_decode(text, at + len(text[at:]) - len(text[at:].lstrip(" \n\t;")))
+            value, at = decoder.raw_decode(text, _behind_gap(text, at))
             found += value if isinstance(value, list) else [value]
-            at += len(text[at:]) - len(text[at:].lstrip(" \n\t;"))
+            at = _behind_gap(text, at)
     except (ValueError, RecursionError):
         return []
     calls = [_named(one, key) for one in found]
     return [call for call in calls if call is not None] if None not in calls else []
 
 
+def _behind_gap(text: str, at: int) -> int:
+    gap = _GAP.match(text, at)
+    return gap.end() if gap else at
+
+
 def _named(found: Any, key: str) -> tuple[str, str] | None:
     if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
         return None
     arguments = found.get(key, {})
-    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half of a character: only an escape can write it
+        text = json.dumps(arguments)
+    except (ValueError, RecursionError):  # Python reads NaN, which is no JSON
+        return None
+    return name, text

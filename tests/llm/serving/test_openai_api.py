@@ -430,7 +430,7 @@ def test_l9_a_form_is_compiled_once_and_not_on_the_event_loop(toy: Toy, monkeypa
     monkeypatch.setattr(constraint, "_grammar", grammar)
     for _ in range(2):
         assert toy.complete(n=3, structured_outputs={"regex": "[xyz]here"}).status == 200
-    assert [name.rpartition("_")[0] for name in threads] == ["reflex-tokenise"]
+    assert [name.rpartition("_")[0] for name in threads] == ["reflex-forms"] * 2  # looked at, and compiled
 
 
 def test_l9_a_form_that_response_format_says_too_is_refused(toy: Toy) -> None:
@@ -439,12 +439,21 @@ def test_l9_a_form_that_response_format_says_too_is_refused(toy: Toy) -> None:
     assert toy.complete(response_format={"type": "text"}, structured_outputs={"regex": "a"}).status == 200
 
 
+def _call(arguments: str) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 WRONG_CHAT: list[tuple[str, Any]] = [
     ("messages", []),
     ("messages[0].role", None),
     ("messages[0].content", [{"type": "image_url", "image_url": {"url": "x"}}]),
     ("messages[0].content", None),
     ("messages[0].tool_calls", [{"id": "1"}]),
+    ("messages[0].tool_calls", [_call("[]")]),
+    ("messages[0].tool_calls", [_call('{"half": "\\ud800"}')]),
+    ("messages[0].tool_calls", [_call('{"x": NaN}')]),
+    ("messages[0].tool_calls", [_call('{"x": [' + "1," * 50_001 + "1]}")]),
+    ("min_tokens", 5000),
     ("tools", [{"type": "function", "function": {}}]),
     ("tools", [{"type": "function", "function": {"name": "a b"}}]),
     ("tools", [{"type": "function", "function": {"name": "f"}}] * 129),
@@ -672,6 +681,10 @@ def test_l9_many_short_texts_are_tokenised_beside_the_loop(toy: Toy, monkeypatch
         monkeypatch.setattr(tokenizer, name, noting)
     assert len(toy.complete(["x" * 100] * 21, max_tokens=1).json["choices"]) == 21
     toy.chat(*[""] * 300, max_tokens=1)  # a template walks through them, short as they are
+    called = {"role": "assistant", "tool_calls": [_call('{"x": "' + "y" * 3000 + '"}')]}
+    asked = GREEDY | {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    for long in ({"messages": [called]}, {"chat_template_kwargs": {"x": "y" * 3000}}):
+        assert toy.post("/v1/chat/completions", asked | long).status == 200
     for seen in threads.values():
         assert [name.rpartition("_")[0] for name in seen] == ["reflex-tokenise"]
 

@@ -216,7 +216,9 @@ class GenerationRuntime:
 
     async def compiled(self, constraint: Constraint | None) -> Matcher | None:
         """See `Generator.compiled`."""
-        return None if constraint is None else await self._texts.beside(self.processor.constraints.compile, constraint)
+        if constraint is None:
+            return None
+        return await self._texts.compiled(self.processor.constraints.compile, constraint)
 
     def request(
         self, prompt: Seq[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,

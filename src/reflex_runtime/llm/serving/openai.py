@@ -280,7 +280,10 @@ def _requests(
     """The requests of one prompt, one for each choice. Raises BadRequest where they could never run."""
     params = asked.params
     if asked.max_tokens is None:  # as many as there is room for
-        params = changed(params, max_tokens=runtime.limits.room(len(ids)))
+        room = runtime.limits.room(len(ids))
+        if params.min_tokens > room:
+            raise BadRequest(f"min_tokens={params.min_tokens}: there is room for {room} tokens", "min_tokens")
+        params = changed(params, max_tokens=room)
     peer = exchange.client
     client = asked.client if asked.client is not None else f"@{peer[0]}" if peer else ""
     recorded = None if span is None or not span.context.sampled else span.context

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -115,6 +115,9 @@ def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionReq
 def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of the model."""
     fields = _decode(_chat, body)
+    calls = (call for message in fields.messages for call in message.tool_calls or ())
+    if sum(call.function.arguments.count(",") for call in calls) > MOST_VALUES:  # they are JSON inside of texts
+        raise BadRequest(f"messages: the arguments in their tool_calls hold more than {MOST_VALUES} values", "messages")
     messages = [_message(i, message) for i, message in enumerate(fields.messages[:MOST_MESSAGES])]
     if not 1 <= len(fields.messages) <= MOST_MESSAGES:
         raise BadRequest(f"messages: holds {len(fields.messages)}, must hold 1 to {MOST_MESSAGES}", "messages")
@@ -351,9 +354,16 @@ def _message(place: int, message: Message) -> dict[str, Any]:
     return found
 
 
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
 def _sent(where: str, call: SentToolCall) -> dict[str, Any]:
+    text = call.function.arguments or "{}"
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = json.loads(text, parse_constant=_no_json)
+        if "\\u" in text:
+            json.dumps(arguments, ensure_ascii=False).encode()  # half of a character: nothing can tokenise it
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

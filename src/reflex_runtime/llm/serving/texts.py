@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from typing import Any, TypeVar
 
+from reflex_runtime.ipc.sampling import Constraint
 from reflex_runtime.llm.tokenizer import Conversation, Tokenizer
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ class Texts:
     def __init__(self, tokenizer: Tokenizer, elsewhere: Elsewhere | None = None, most: int | None = None) -> None:
         self.tokenizer, self.most, self._elsewhere = tokenizer, most, elsewhere
         self._beside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-tokenise")
+        self._forms = ThreadPoolExecutor(max_workers=2, thread_name_prefix="reflex-forms")
 
     async def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of each text."""
@@ -38,8 +40,8 @@ class Texts:
 
     async def encode_chat(self, conversation: Conversation) -> list[int]:
         """The tokens of a conversation in the model's own form. ConfigError when it has none."""
-        length = sum(MESSAGE + len(str(message.get("content", ""))) for message in conversation.messages)
-        length += sum(MESSAGE + len(str(tool)) for tool in conversation.tools)
+        length = sum(MESSAGE + len(str(part)) for message in conversation.messages for part in message.values())
+        length += sum(MESSAGE + len(str(part)) for part in (*conversation.tools, *conversation.more.values()))
         return await self._long(length, self._chat, conversation)
 
     def _chat(self, conversation: Conversation) -> list[int]:
@@ -51,6 +53,7 @@ class Texts:
     def close(self) -> None:
         """Forget the texts that are still being tokenised."""
         self._beside.shutdown(wait=False, cancel_futures=True)
+        self._forms.shutdown(wait=False, cancel_futures=True)
 
     async def _long(self, length: int, function: Callable[[Any], list[int]], argument: Any) -> list[int]:
         if self._elsewhere is not None and length > VERY_LONG:
@@ -60,8 +63,10 @@ class Texts:
         return await self._run(length, function, argument)
 
     async def _run(self, length: int, function: Callable[[Any], T], argument: Any) -> T:
-        return function(argument) if length <= LONG_TEXT else await self.beside(function, argument)
-
-    async def beside(self, function: Callable[[Any], T], argument: Any) -> T:
-        """What the function returns, in another thread."""
+        if length <= LONG_TEXT:
+            return function(argument)
         return await asyncio.get_running_loop().run_in_executor(self._beside, function, argument)
+
+    async def compiled(self, function: Callable[[Constraint], T], constraint: Constraint) -> T:
+        """What the function makes of the form of an output, which can take seconds: in a thread for forms alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._forms, function, constraint)

@@ -261,7 +261,7 @@ class Workers:
     async def compiled(self, constraint: Constraint | None) -> None:
         """See `Generator.compiled`: checked here, compiled in the process that generates."""
         if constraint is not None:
-            await self._texts.beside(check_constraint, constraint)
+            await self._texts.compiled(check_constraint, constraint)
 
     def request(
         self, prompt: Sequence[int], params: SamplingParams, *, id: str, priority: Priority = Priority.DEFAULT,
