@@ -72,6 +72,10 @@ def test_what_was_to_be_called_soon_submits_for_the_batch_of_that_turn_and_may_f
             assert sizes == [4]
             batcher.soon(lambda: [][0])
             assert await batcher.run(Request("b")) == "b"
+            called = asyncio.Event()
+            batcher.soon(lambda: batcher.soon(called.set))  # of itself, with nothing else to do
+            async with asyncio.timeout(PATIENCE):
+                await called.wait()
 
     run(main())
     assert "IndexError" in caplog.text

@@ -399,6 +399,18 @@ def test_a_connection_that_was_asked_something_is_not_the_one_idle_for_longest(t
     with_app(tiny, check, max_connections=2)
 
 
+def test_a_connection_that_was_asked_something_in_this_turn_is_not_closed_as_idle(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        made = [connected(app) for _ in range(2)]
+        made[1][0].data_received(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        app.connections._most[Phase.IDLE] = -1.0  # all that wait have waited for too long
+        app.connections._look()
+        assert [answer.status for answer in parse_answers(made[1][1].written.get_nowait())] == [200]
+        assert made[0][1].closed.is_set()
+
+    with_app(tiny, check)
+
+
 def test_what_comes_in_one_turn_is_read_together_and_one_that_breaks_ends_no_other(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

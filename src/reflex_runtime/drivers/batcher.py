@@ -247,6 +247,9 @@ class Batcher(Generic[V]):
             except Exception:
                 log.exception("what was to be called before the next batch failed")
         self._wake_due = False
+        if self._first:  # what was called has asked for more
+            assert self._loop is not None
+            self._wake_soon(self._loop)
         if self.device.turn():
             self._pump()
             if not self.scheduler.idle:  # what is left, after the loop had its turn

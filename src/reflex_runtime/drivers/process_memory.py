@@ -12,6 +12,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -82,5 +83,6 @@ async def give_back_when_idle(asked: Callable[[], int], freed: FreedMemory, idle
     while True:
         await asyncio.sleep(idle)
         if (now := asked()) == before:
-            freed.give_back()
+            with suppress(OSError):  # no file may be open just now
+                freed.give_back()
         before = now

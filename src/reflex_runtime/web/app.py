@@ -89,7 +89,7 @@ class App:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
         self.elsewhere: Callable[[Exchange], Route | None] | None = None
-        self.connections = connections_of(settings)
+        self.connections = connections_of(settings, self.read)
         self.bodies = Bodies(int(settings.max_bodies_mb * 1e6), self.connections)
         self.scratch = memoryview(bytearray(SCRATCH))
         self.asked = self.active = 0

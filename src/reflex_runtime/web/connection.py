@@ -76,7 +76,6 @@ class HttpConnection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self._client = (str(peer[0]), int(peer[1])) if isinstance(peer, tuple) and len(peer) > 1 else None
         self._file = file_of(transport)
-        self.app.read()  # else one that has just been asked something may be closed, as one that is idle
         try:
             self.app.connections.enter(self, self._loop)
         except Overloaded as error:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -90,11 +91,18 @@ class ConnectionLimits:
     body: float
 
 
-class Connections:
-    """The connections of one server, on its loop."""
+def _nothing() -> None:
+    return
 
-    def __init__(self, limits: ConnectionLimits) -> None:
-        self.limits = limits
+
+class Connections:
+    """The connections of one server, on its loop.
+
+    read: called before connections are closed because they wait: something may have come on one of them.
+    """
+
+    def __init__(self, limits: ConnectionLimits, read: Callable[[], None] = _nothing) -> None:
+        self.limits, self.read = limits, read
         self._loop: asyncio.AbstractEventLoop | None = None
         self._all: set[Connection] = set()
         self._in: dict[Phase, Oldest[Connection]] = {phase: Oldest() for phase in Phase if phase is not ANSWERED}
@@ -157,6 +165,9 @@ class Connections:
             self._cut(stalled, TooSlow("the request stopped coming, and others need its memory"))
 
     def _make_room(self) -> None:
+        self.read()
+        if len(self._all) < self.limits.most:
+            return
         waiting = (self._in[phase].first() for phase in (CLOSING, IDLE, HEAD, BODY, SLOW))
         oldest = next((connection for connection in waiting if connection is not None), None)
         most = self.limits.most
@@ -189,6 +200,7 @@ class Connections:
 
     def _look(self) -> None:
         self._timer = None
+        self.read()
         now = self._time()
         for phase, waiting in self._in.items():
             for connection in waiting.due(now - self._most[phase] + _TICK):
@@ -218,10 +230,11 @@ class ConnectionSettings(Protocol):
     def body_timeout_s(self) -> float: ...
 
 
-def connections_of(config: ConnectionSettings) -> Connections:
-    """Those of a server with these settings."""
+def connections_of(config: ConnectionSettings, read: Callable[[], None] = _nothing) -> Connections:
+    """Those of a server with these settings. read: see `Connections`."""
     most = most_connections(config.max_connections)
-    return Connections(ConnectionLimits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s))
+    limits = ConnectionLimits(most, config.idle_timeout_s, config.head_timeout_s, config.body_timeout_s)
+    return Connections(limits, read)
 
 
 def most_connections(asked: int) -> int:

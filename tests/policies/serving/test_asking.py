@@ -19,7 +19,7 @@ from reflex_runtime.policies.serving.wire_names import ACT
 from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft, ClientError, InvalidRequest, TooManyRequests
 from serving.exports import expected
-from serving.harness import STATE
+from serving.harness import PATIENCE, STATE
 from serving.in_process import with_app
 
 Result = ActAnswer | ReflexError
@@ -115,12 +115,51 @@ def test_what_comes_in_one_turn_is_queued_together_and_a_wrong_one_alone_is_refu
         assert runtime.batcher.scheduler.unsettled("prod") == 0
         assert robot.results.empty()
         results = [await robot.results.get() for _ in range(6)]
-        assert [type(result) for result in results[:3]] == [CallerLeft, InvalidRequest, InvalidRequest]
+        assert [type(result) for result in results[:3]] == [InvalidRequest, InvalidRequest, CallerLeft]
         for answer in results[3:]:
             assert isinstance(answer, ActAnswer)
             np.testing.assert_allclose(answer.actions, expected(STATE, 7), atol=1e-5)
         assert runtime.active == 0
         assert runtime.policies["default"].slots["prod"].version.users == 0
+
+    with_app(tiny, check)
+
+
+def test_one_that_cannot_be_told_its_end_does_not_touch_the_others_of_its_turn(
+    tiny: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def breaks(result: Result) -> None:
+        raise OSError("nobody is there")
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        robot = Robot(Asking(runtime))
+        for state in ([1.0], STATE):  # refused, and answered
+            broken = Ask(ACT, "broken", ("robot", 2), breaks)
+            robot.asking.enter(broken)
+            robot.asking.ask(broken, Question(state=state))
+            robot.asking.ask(robot.begin(), Question(state=STATE))
+        async with asyncio.timeout(PATIENCE):
+            results = [await robot.results.get() for _ in range(2)]
+        assert [type(result) for result in results] == [ActAnswer, ActAnswer]
+        assert runtime.active == 0
+        assert runtime.policies["default"].slots["prod"].version.users == 0
+
+    with_app(tiny, check)
+    assert caplog.text.count("request broken: its error could not be delivered") == 2
+
+
+def test_one_that_leaves_because_another_of_its_turn_fails_is_not_queued(tiny: Path) -> None:
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        robot = Robot(Asking(runtime))
+        rows: list[Ask] = []
+        wrong = Ask(ACT, "wrong", ("robot", 2), lambda result: [robot.asking.leave(row) for row in rows])
+        robot.asking.enter(wrong)
+        robot.asking.ask(wrong, Question(state=[1.0]))
+        rows.append(robot.begin())
+        robot.asking.ask(rows[0], Question(state=STATE))
+        assert isinstance(await robot.settled(), CallerLeft)
+        assert rows[0].ticket is None
+        assert runtime.batcher.scheduler.snapshot()["admitted"] == runtime.active == 0
 
     with_app(tiny, check)
 

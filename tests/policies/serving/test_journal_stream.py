@@ -16,11 +16,14 @@ import pytest
 from reflex_runtime.cli import main, watched_journal
 from reflex_runtime.drivers.in_thread import in_thread
 from reflex_runtime.policies.serving import journal_stream
+from reflex_runtime.policies.serving.runtime import PolicyRuntime
 from reflex_runtime.replicas.front import FrontRuntime
 from reflex_runtime.sim import tuning
 from reflex_runtime.telemetry.journal_reader import Journal, read_journal
+from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import Conflict
-from serving.harness import PATIENCE, STATE, Server
+from serving.harness import PATIENCE, STATE, Server, parse_answers
+from serving.in_process import connected, with_app
 from serving.openai_toy import Toy
 
 KEY = {"Authorization": "Bearer s3cret"}
@@ -100,6 +103,25 @@ def test_x4_as_many_journals_as_there_may_be_and_a_place_again_for_one_that_left
             with journal(server) as five:
                 assert five.status == 429
         server.wait_until(lambda: server.ask("HEAD", "/diagnostics/journal?seconds=1", headers=KEY).status == 200)
+
+
+def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_has_no_journal(tiny: Path) -> None:
+    get = b"GET /diagnostics/journal?seconds=600 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        callers = [connected(app) for _ in range(journal_stream.READERS + 1)]
+        for connection, _ in callers:
+            connection.data_received(get)
+        app.read()
+        assert [answer.status for answer in parse_answers(callers[-1][1].written.get_nowait())] == [429]
+        for connection, _ in callers:
+            connection.connection_lost(None)
+        async with asyncio.timeout(PATIENCE):
+            while app.active:  # noqa: ASYNC110 - it waits for the writers' threads
+                await asyncio.sleep(0.01)
+        assert runtime.journals == []
+
+    with_app(tiny, check)
 
 
 def test_x4_a_server_that_drains_ends_the_journal_with_its_footer(tiny: Path, tmp_path: Path) -> None:

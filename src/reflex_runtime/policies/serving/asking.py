@@ -246,8 +246,17 @@ class Asking:
         try:
             return step(ask, *arguments)
         except Exception as error:
-            self.fail(ask, error)
+            self._fail_alone(ask, error)
             return None
+
+    def _fail_alone(self, ask: Ask, error: Exception) -> None:
+        """Settle one of several with an error. One that cannot be told it ends nevertheless, and touches no other."""
+        try:
+            self.fail(ask, error)
+        except Exception:
+            log.exception("request %s: its error could not be delivered", ask.request_id)
+            self._end(ask)
+        self.leave(ask)  # it may be queued
 
     def _place(self, ask: Ask, question: Question) -> bool:
         """Choose the version that answers. False if the request was answered before its turn came."""
@@ -259,8 +268,6 @@ class Asking:
         version.users += 1
         if question.images:
             check_names(question, served.cameras)
-        if ask.left:
-            raise CallerLeft("the caller left")
         return True
 
     def _prepare(self, ask: Ask, question: Question) -> Request:
@@ -279,6 +286,8 @@ class Asking:
         )
 
     def _submit(self, ask: Ask, request: Request) -> None:
+        if ask.left:  # perhaps since another row of its call failed in this turn
+            raise CallerLeft("the caller left")
         job = request.payload if isinstance(request.payload, Job) else None
         ask.ticket = self.runtime.batcher.submit(request, partial(self._settled, ask), ready=job is None)
         if job is not None:
@@ -316,14 +325,22 @@ class Asking:
             try:
                 ask.settle(answer)
             except Exception as error:
-                self.fail(ask, error)
+                self._fail_alone(ask, error)
         for ask, ticket, answer in made:
-            if ask.ended:  # it could not be written
-                continue
+            try:
+                self._answered(ask, ticket, answer, now)
+            except Exception:
+                log.exception("request %s: its answer was sent, and could not be counted", ask.request_id)
+
+    def _answered(self, ask: Ask, ticket: Ticket, answer: ActAnswer, now: float) -> None:
+        if ask.ended:  # it could not be written
+            return
+        try:
             self._publish(ask, "ok", 200, now, answer, ticket.outcome.value)
+        finally:
             self._end(ask)
-            if ask.served is not None and ask.served.shadow is not None:
-                self._ask_shadow(ask.served.shadow, ask, ticket, ticket.outcome.value)
+        if ask.served is not None and ask.served.shadow is not None:
+            self._ask_shadow(ask.served.shadow, ask, ticket, ticket.outcome.value)
 
     def _made(self, ask: Ask, ticket: Ticket, now: float) -> ActAnswer | None:
         """The answer; None if the request has none and was told so."""

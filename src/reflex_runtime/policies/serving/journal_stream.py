@@ -44,27 +44,33 @@ class JournalStreams:
         seconds = _seconds(exchange)
         if len(self._ends) >= READERS:
             raise TooManyRequests(f"{READERS} journals are being sent already, which is the most", retry_after=10.0)
-        exchange.app.spawn(exchange, self._sending(exchange, seconds))
+        end = asyncio.Event()
+        self._ends.add(end)  # at once: others may come in this turn of the loop
+        exchange.on_left = end.set
+        exchange.app.spawn(exchange, self._sending(exchange, seconds, end))
 
     def close(self) -> None:
         """End every journal: the server is draining."""
         for end in self._ends:
             end.set()
 
-    async def _sending(self, exchange: Exchange, seconds: float) -> None:
-        runtime, end = self._runtime, asyncio.Event()
+    async def _sending(self, exchange: Exchange, seconds: float, end: asyncio.Event) -> None:
+        try:
+            await self._write(exchange, seconds, end)
+        finally:
+            self._ends.discard(end)
+        exchange.end()
+
+    async def _write(self, exchange: Exchange, seconds: float, end: asyncio.Event) -> None:
+        runtime = self._runtime
         writer = runtime.journaled(_Pipe(exchange))
-        self._ends.add(end)
         try:
             exchange.begin(200, [(b"content-type", LINES), (b"cache-control", b"no-store")], _failed)
-            exchange.on_left = end.set
             exchange.app.entered(exchange)
             await _beating(exchange, end, 0.0 if exchange.method == "HEAD" else seconds)
         finally:
-            self._ends.discard(end)
             runtime.forget_journal(writer)
             await in_thread(writer.close)
-        exchange.end()
 
 
 async def _beating(exchange: Exchange, end: asyncio.Event, seconds: float) -> None:
