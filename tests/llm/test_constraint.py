@@ -149,6 +149,7 @@ def test_l8_nothing_left_fails_that_sequence_alone() -> None:
         (Constraint("json", '{"$ref": "http://example.org/x"}'), "json: "),
         (Constraint("regex", "("), "regex: .*unclosed group"),
         (Constraint("grammar", "nothing"), "grammar: "),
+        (Constraint("json", '{"$ref": "#"}'), "json: no text has it$"),
     ],
     ids=lambda value: value.text[:12] if isinstance(value, Constraint) else "",
 )
@@ -173,9 +174,9 @@ def _chain(length: int) -> dict[str, Any]:
         Constraint("grammar", "start: a0\n" + "\n".join(f"a{i}: a{i + 1}" for i in range(5000)) + '\na5000: "x"'),
         Constraint("json", json.dumps(_chain(3000))),
         Constraint("json", '{"type": "integer", "multipleOf": 99999999}'),
-        Constraint("regex", "((((a{1000}){1000}){1000}){1000})"),
+        Constraint("regex", "go ((((a{1000}){1000}){1000}){1000})"),
     ],
-    ids=["deep rules", "deep references", "a huge expression", "a long first step"],
+    ids=["deep rules", "deep references", "a huge expression", "a long step"],
 )
 def test_l8_a_form_that_would_end_or_stop_the_server_is_refused(form: Constraint) -> None:
     """Without a look at it elsewhere the first two end this process, and the third computes for minutes."""
@@ -190,7 +191,7 @@ def test_l8_forms_of_everyday_are_not_too_complex() -> None:
 
 
 def test_l8_words_that_can_be_costly_are_found_however_they_are_written() -> None:
-    for text in ('{"multipleOf": 9}', r'{"mul\u0074ipleOf": 9}', '{"$ref": "#"}', " " * 10_001 + "{}"):
+    for text in ('{"multipleOf": 9}', r'{"mul\u0074ipleOf": 9}', '{"$ref": "#"}', " " * 2001 + "{}"):
         assert not constraint._plain(Constraint("json", text))
     assert constraint._plain(Constraint("json", r'{"type": "object", "required": ["\u00fcber"]}'))
 

@@ -28,7 +28,7 @@ Mask = npt.NDArray[np.bool_]
 # A model that is allowed any number of spaces may write nothing else until its tokens are used up.
 SPACES: Final = r"[\x20\x0A\x0D\x09]{0,32}"
 _KEPT: Final = 64  # compiled forms: clients send the same one again and again
-_PLAIN: Final = 10_000  # characters of a schema that is looked at here, if it has none of the words that can be costly
+_PLAIN: Final = 2000  # characters of a schema that is looked at here, if it has none of the words that can be costly
 _COSTLY: Final = re.compile(r"\$|x-|attern|multipleOf|format|allOf|not|\\u00[0-7]")  # the last could write any of them
 _TOO_COMPLEX: Final = "is too complex: it takes too much time, memory or depth to compile"
 _LONGEST: Final = 60.0  # seconds for a look at a form, on a machine that is very busy
@@ -166,5 +166,6 @@ def _wrong(constraint: Constraint, why: str) -> ConfigError:
 
 
 def _first_line(text: str) -> str:
-    """A message without the picture of where in the text it is."""
-    return " ".join(line.strip() for line in text.splitlines() if line.strip(" ^|"))[:300]
+    """A message without the picture of where in the text it is, and without the state of the library."""
+    told = text.partition("<state>")[0].replace("NoExtensionBias", "no text has it")  # as a reference to itself alone
+    return " ".join(line.strip() for line in told.splitlines() if line.strip(" ^|"))[:300]
