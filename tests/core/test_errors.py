@@ -70,6 +70,7 @@ def test_h12_codes_and_statuses() -> None:
         "ProcessorError": ("processor_failed", 500),
         "ResultCountMismatch": ("processor_failed", 500),
         "NonFiniteResult": ("processor_failed", 500),
+        "GpuLost": ("processor_failed", 500),
         "ProcessorHung": ("processor_hung", 500),
         "CutShort": ("shutting_down", 503),
         "WaitTimeout": ("wait_timeout", 504),

@@ -382,7 +382,10 @@ class Burst:
     @property
     def answered(self) -> bool:
         """Whether an answer has come."""
-        return bool(select.select(self.sockets, [], [], 0)[0])
+        waiting = select.poll()  # select knows only the first 1,024 descriptors of a process
+        for sock in self.sockets:
+            waiting.register(sock, select.POLLIN)
+        return bool(waiting.poll(0))
 
     def answers(self, which: Sequence[int] | None = None) -> list[Answer]:
         """The answers of these requests (default all), in order; seconds from the sending of each."""

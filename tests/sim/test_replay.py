@@ -217,8 +217,9 @@ def test_t6_the_schedule_of_a_later_part_knows_the_warm_up(tmp_path: Path) -> No
 
 def test_t6_another_budget_gives_other_batches(tmp_path: Path) -> None:
     recording = recorded(tmp_path, "monolithic", *(robot(i, 30) for i in range(8)))
-    for batch in recording.batches:  # a slower device: 20 ms and 10 ms each
-        batch.elapsed = 0.020 + 0.010 * len(batch.members)
+    for i, batch in enumerate(recording.batches):  # a slower device: 20 ms and 10 ms each, of which all sizes are known
+        batch.size = 1 + i % 8
+        batch.elapsed = 0.020 + 0.010 * batch.size
     recording.warm.clear()
     for i, line in enumerate(recording.requests):
         assert line.schedule is not None
