@@ -47,7 +47,7 @@ def watched_journal(url: str, seconds: float, key: str = "") -> Iterator[Journal
             if response.status == 401:
                 raise address.wrong_key(key)
             if response.status == 200:
-                _read(response, file, seconds)
+                _read(response, file, seconds, url)
             refused = b"" if response.status == 200 else response.read(4096)
         if not file.exists():
             raise ReflexError(f"{url}: {_why(url, key, response.status, refused)}")
@@ -58,17 +58,19 @@ def watched_journal(url: str, seconds: float, key: str = "") -> Iterator[Journal
             raise
 
 
-def _read(response: http.client.HTTPResponse, file: Path, seconds: float) -> None:
-    """Into the file, as it comes: lines, and a blank one every second."""
-    progress, began, size = ProgressLine("seconds watched"), time.monotonic(), 0
+def _read(response: http.client.HTTPResponse, file: Path, seconds: float, url: str) -> None:
+    """Into the file, as it comes: lines, and a blank one every second. ReflexError if the server is lost meanwhile."""
+    progress, began, passed, size = ProgressLine("seconds watched"), time.monotonic(), 0.0, 0
+    until = seconds + PATIENCE  # what a slow network takes; a journal may have no end
     with file.open("wb") as out:
-        while size < MOST and (data := response.read1(_AT_ONCE)):
-            out.write(data)
-            size += len(data)
-            passed = time.monotonic() - began
-            if passed > seconds + PATIENCE:  # of a slow network; the rest may be without end
-                break
-            progress(int(passed), int(seconds) + 1)
+        try:
+            while size < MOST and passed <= until and (data := response.read1(_AT_ONCE)):
+                out.write(data)
+                size, passed = size + len(data), time.monotonic() - began
+                progress(int(passed), int(seconds) + 1)
+        except (http.client.IncompleteRead, ConnectionError):
+            why = f"ended its answer after {passed:.0f} of {seconds:g} s; is the server still there?"
+            raise ReflexError(f"{url}: {why}") from None
     progress(1, 1)
 
 

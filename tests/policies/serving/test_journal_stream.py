@@ -214,9 +214,12 @@ class Liar(BaseHTTPRequestHandler):
 
     status: int
     pieces: Iterable[bytes]
+    chunked: bool
 
     def do_GET(self) -> None:
         self.send_response(self.status)
+        if self.chunked:
+            self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         with suppress(ConnectionError):
             for piece in self.pieces:
@@ -253,9 +256,17 @@ def test_x4_tune_reads_no_journal_that_does_not_end(
         assert main(["tune", url, "--seconds", "1"]) == 1
 
 
+def test_x4_tune_says_that_the_server_was_lost_while_it_was_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    with lying(200, [b"2\r\n{}\r\n"], chunked=True) as url:  # the last chunk never comes
+        assert main(["tune", url, "--seconds", "30"]) == 2
+    told = capsys.readouterr().err
+    assert f"{url}: ended its answer after " in told
+    assert " of 30 s; is the server still there?" in told
+
+
 @contextmanager
-def lying(status: int, pieces: Iterable[bytes]) -> Iterator[str]:
-    kind = type("OneLiar", (Liar,), {"status": status, "pieces": pieces})
+def lying(status: int, pieces: Iterable[bytes], chunked: bool = False) -> Iterator[str]:
+    kind = type("OneLiar", (Liar,), {"status": status, "pieces": pieces, "chunked": chunked})
     with ThreadingHTTPServer(("127.0.0.1", 0), kind) as http_server:
         thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
