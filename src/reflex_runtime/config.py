@@ -166,7 +166,7 @@ class ServeConfig(ServerConfig):
     max_batch_cost_ms: float | None = option(
         None,
         "most predicted device time of a batch; larger values favour throughput, smaller ones tail latency; by default "
-        "100, or eight times the fixed part of the model's time if that is more",
+        "100, or eight times the fixed part of the model's time if that is more (twice beside other policies)",
         low=10, high=10_000, unit="ms",
         group="batching",
     )

@@ -23,6 +23,7 @@ from reflex_runtime.cli import main
 from reflex_runtime.client import Client
 from reflex_runtime.config import OWN_SETTINGS, ServeConfig
 from reflex_runtime.core.batch import Done
+from reflex_runtime.core.crowd import OVER
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import Request
 from reflex_runtime.core.scheduler import Scheduler
@@ -359,6 +360,31 @@ def test_p35_a_policy_with_deadlines_meets_them_beside_a_backlog_of_another() ->
         scheduler.complete(batch, [Done()] * len(batch), 0.010, now)
     assert len(asked) == 50
     assert {type(ticket.outcome) for ticket in asked[:-1]} == {Done}
+
+
+def test_p35_a_policy_with_a_large_fixed_part_makes_another_wait_for_twice_that() -> None:
+    """In virtual time: the arm has 64 callers and takes 190 + 10 n ms, the hand asks now and then and takes 5 ms."""
+    plain = {"stages": ("",), "captured_sizes": (), "padded_stages": ()}
+    scheduler = Scheduler(
+        group_of(ServeConfig(), "prod", cast("Policy", SimpleNamespace(slot=f"{name}.prod", **plain)), None, 1.0, name)
+        for name in ("arm", "hand")
+    )
+    now, waits, asked = 0.0, list[float](), scheduler.submit(Request(group="hand.prod"), 0.0)
+    for i in range(64):
+        scheduler.submit(Request(group="arm.prod", client=i), now)
+    while now < 20.0:
+        batch = scheduler.next_batch(now)
+        assert batch is not None
+        took = 0.005 if batch.group == "hand.prod" else 0.190 + 0.010 * len(batch)
+        now += took
+        scheduler.complete(batch, [Done()] * len(batch), took, now)
+        for ticket in batch.grants:
+            if ticket is not asked:
+                scheduler.submit(Request(group="arm.prod", client=ticket.request.client), now)
+        if asked.outcome is not None:
+            waits.append(now - asked.arrived)
+            asked = scheduler.submit(Request(group="hand.prod"), now)
+    assert max(waits[len(waits) // 2 :]) <= OVER * 2 * 0.190 + 0.005  # with eight times it waits for all 64, 0.835 s
 
 
 def test_p35_both_with_a_backlog_share_the_device_by_weight(robots: Robots, tmp_path: Path) -> None:

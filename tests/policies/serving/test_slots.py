@@ -116,6 +116,14 @@ def test_v13_a_batch_of_a_version_that_was_let_go_fails_and_nothing_else(version
 # -- the server's slot -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("watchdog_s", "times"), [(0.0, 8.0), (7.9, 0.0), (10.0, 8.0)])
+def test_no_batch_is_planned_that_a_short_watchdog_would_give_up(
+    tmp_path: Path, watchdog_s: float, times: float
+) -> None:
+    group = group_of(ServeConfig(watchdog_s=watchdog_s), "prod", decomposed(tmp_path), None)
+    assert (group.flush.max_batch_cost, group.flush.times_fixed) == (0.1, times)
+
+
 def slot_of(policy: Policy, **settings: Any) -> Slot:
     return Slot("prod", ServeConfig(**settings), policy, [])
 

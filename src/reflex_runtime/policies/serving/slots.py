@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from reflex_runtime.config import ServeConfig
 from reflex_runtime.core.adapt import Affine, Planner
 from reflex_runtime.core.errors import ConfigError
-from reflex_runtime.core.flush import BUDGET, FlushPolicy
+from reflex_runtime.core.flush import BUDGET, TIMES_FIXED, FlushPolicy
 from reflex_runtime.core.group import GroupConfig
 from reflex_runtime.core.time_cost import TimeCost
 from reflex_runtime.policies import (
@@ -37,6 +37,7 @@ SHADOW = "shadow"
 SHADOW_QUEUE = 16  # sampled requests that may wait for a gap
 GAP_CHANCE = 0.5
 WARM_SIZES = (1, 2, 4)
+WATCHED = 4.0  # times what a batch is planned to take that a watchdog must give it
 
 
 class Slot:
@@ -180,9 +181,12 @@ def group_of(
         return GroupConfig(
             name=policy.slot, flush=alone, capacity=SHADOW_QUEUE, weight=0.0, gap_chance=GAP_CHANCE, cost=cost
         )
+    flush = FlushPolicy.window(budget, hold, config.max_batch_size)
+    if budget is None:
+        flush = replace(flush, times_fixed=_times_fixed(config, alone=not tenant))
     return GroupConfig(
         name=policy.slot,
-        flush=FlushPolicy.window(budget, hold, config.max_batch_size),
+        flush=flush,
         capacity=config.max_queue,
         max_queued_seconds=config.max_queue_s or inf,
         max_in_flight_per_client=config.max_in_flight_per_client,
@@ -192,6 +196,14 @@ def group_of(
         cost=cost,
         controller=BudgetPlanner(slo),
     )
+
+
+def _times_fixed(config: ServeConfig, alone: bool) -> float:
+    """How many times its fixed part a batch may take. alone: whether there is no other policy, which would wait for
+    it."""
+    if 0.0 < config.watchdog_s < WATCHED * Planner.LONGEST:
+        return 0.0
+    return TIMES_FIXED if alone else Planner.SHARED
 
 
 def check_alike(specs: Mapping[str, PolicySpec]) -> None:
