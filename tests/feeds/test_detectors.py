@@ -17,7 +17,7 @@ from reflex_runtime.feeds.detectors import overlap
 from reflex_runtime.feeds.detectors.facts import GraphFacts, facts_of, names_in, names_of_file
 from reflex_runtime.feeds.detectors.fitting import GREY, cropped, letterboxed, stretched
 from reflex_runtime.feeds.detectors.found import DetectionLimits, Found
-from reflex_runtime.feeds.detectors.heads import IMAGENET, Classes, Extras, Queries, RawHead, Rows
+from reflex_runtime.feeds.detectors.heads import IMAGENET, Classes, Extras, NamedBoxes, Queries, RawHead, Rows
 from reflex_runtime.feeds.detectors.overlap import AT_ONCE, kept_of
 from reflex_runtime.feeds.detectors.recognise import Trial, dialect_of
 from reflex_runtime.feeds.detectors.results import result_of
@@ -316,6 +316,18 @@ def test_f14_only_filled_rows_count_and_numbers_that_are_none_are_left_out() -> 
     classes = np.full((2, 5), -1000.0)
     classes[0, 2] = np.nan
     assert Classes("o", logits=False).found({"o": classes}, LIMITS)[0].labels.tolist() == []
+
+
+def test_f14_counts_and_keypoints_that_are_no_numbers_fail_nothing() -> None:
+    limits = DetectionLimits(0.25, 0.7, 9)
+    one = {"boxes": np.ones((3, 2, 4)), "scores": np.ones((3, 2)), "labels": np.ones((3, 2))}
+    counts = {"count": np.array([[np.nan], [np.inf], [-1.0]])}
+    found = NamedBoxes(count="count").found(one | counts, limits)
+    assert [len(picture.scores) for picture in found] == [0, 2, 0]
+    row = [2.0, 2.0, 6.0, 6.0, 0.9, 1.0, np.nan, 4.0, 0.8, 3.0, 4.0, 0.7]
+    (picture,) = Rows("rows", Extras(points=2)).found({"rows": np.array([[row]])}, limits)
+    assert picture.points is not None
+    np.testing.assert_allclose(picture.points, [[[0, 0, 0], [3, 4, 0.7]]], rtol=1e-6)
 
 
 def test_f14_of_too_many_places_the_best_ones_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def cells_of(mask: Any) -> NDArray[np.bool_] | None:
         counts = np.asarray(mask["counts"], np.int64)
         if not (0 < rows * columns <= MOST_CELLS and counts.ndim == 1 and counts.min(initial=0) >= 0):
             return None
-        if counts.sum() != rows * columns:
+        if counts.max(initial=0) > rows * columns or counts.sum() != rows * columns:  # their sum could overflow
             return None
         return np.repeat(np.arange(len(counts)) % 2 == 1, counts).reshape(rows, columns)
     except (TypeError, ValueError, KeyError, OverflowError):

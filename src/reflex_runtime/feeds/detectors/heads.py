@@ -50,11 +50,14 @@ class NamedBoxes(Dialect):
     score = 0.5
 
     def found(self, outputs: Outputs, limits: DetectionLimits) -> list[Found]:
-        counts = outputs[self.count].reshape(-1) if self.count else None
+        counts = None
+        if self.count:
+            most = outputs[self.boxes_name].shape[1]
+            counts = np.nan_to_num(outputs[self.count].reshape(-1).astype(np.float64)).clip(0, most).astype(np.int64)
         together = zip(outputs[self.boxes_name], outputs[self.scores_name], outputs[self.labels_name], strict=True)
         found = []
         for i, (boxes, scores, labels) in enumerate(together):
-            filled = slice(None if counts is None else max(0, int(counts[i])))
+            filled = slice(None if counts is None else counts[i])
             found.append(_limited(boxes[filled], scores[filled], labels[filled], limits))
         return found
 
@@ -225,10 +228,12 @@ def softmax(values: Array) -> Array:
 def found_of(
     boxes: Array, scores: Array, labels: Array, behind: Array, extras: Extras, prototypes: Array | None
 ) -> Found:
-    """Chosen boxes with their points and masks. behind: [k, extras.columns]."""
+    """Chosen boxes with their points and masks. behind: [k, extras.columns]. A point that is not finite is at 0, 0, and
+    not visible."""
     points = masks = None
     if extras.points:
         points = behind[:, : extras.points * extras.dims].reshape(-1, extras.points, extras.dims).astype(np.float64)
+        points[~np.isfinite(points).all(axis=-1)] = 0.0
     if prototypes is not None:
         masks = _masks(behind[:, -extras.coefficients :], prototypes)
     return Found(boxes.astype(np.float64), scores.astype(np.float64), labels.astype(np.int64), points, masks)

@@ -175,7 +175,7 @@ def _places(trial: Trial) -> set[int]:
 
 def _extras(trial: Trial, prototypes: str) -> Extras:
     count, dims = trial.facts.points or (0, 3)
-    if trial.facts.task != "pose":
+    if trial.facts.task != "pose" or dims not in (2, 3):
         count = 0
     return Extras(count, dims, prototypes, trial.dims(prototypes)[1] if prototypes else 0)
 
