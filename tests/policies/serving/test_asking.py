@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import PIL.Image
 import pytest
 
+from policies.tiny import HEIGHT, WIDTH, write_export
 from reflex_runtime.core.errors import Expired, ReflexError
 from reflex_runtime.core.request import Priority
 from reflex_runtime.policies.serving.ask import Ask
@@ -20,7 +24,7 @@ from reflex_runtime.web.app import App
 from reflex_runtime.web.errors import CallerLeft, ClientError, InvalidRequest, TooManyRequests
 from serving.exports import expected
 from serving.harness import PATIENCE, STATE
-from serving.in_process import with_app
+from serving.in_process import Caller, with_app
 
 Result = ActAnswer | ReflexError
 
@@ -162,6 +166,25 @@ def test_one_that_leaves_because_another_of_its_turn_fails_is_not_queued(tiny: P
         assert runtime.batcher.scheduler.snapshot()["admitted"] == runtime.active == 0
 
     with_app(tiny, check)
+
+
+def test_one_that_cannot_be_made_of_its_decoded_pictures_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (WIDTH, HEIGHT)).save(file, "PNG")
+    body = {"state": [0.0, 0.0], "instruction": "go", "image": base64.b64encode(file.getvalue()).decode()}
+
+    async def check(app: App, runtime: PolicyRuntime) -> None:
+        policy = runtime.policies["default"].slots["prod"].version.policy
+        monkeypatch.setattr(type(policy), "request", lambda *given, **more: [][0])
+        caller = Caller(app)
+        caller.say(json.dumps(body).encode())
+        async with asyncio.timeout(PATIENCE):
+            assert (await caller.answer()).status == 500
+        assert runtime.batcher.scheduler.unsettled("prod") == runtime.active == 0
+
+    with_app(write_export(tmp_path / "export"), check)
 
 
 def test_a_deadline_counts_from_when_the_request_arrived(tiny: Path) -> None:

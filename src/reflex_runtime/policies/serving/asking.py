@@ -302,7 +302,10 @@ class Asking:
         made: Request | ReflexError
         if observation is not None:
             admitted = ticket.request
-            made = version.policy.request(observation, client=admitted.client, priority=admitted.priority)
+            try:
+                made = version.policy.request(observation, client=admitted.client, priority=admitted.priority)
+            except Exception as failure:  # else it would wait for ever
+                made = known(failure, ask.request_id)
             self.runtime.metrics.prepared(admitted.group, time.monotonic() - ticket.arrived)
         else:
             assert error is not None
