@@ -174,3 +174,10 @@ def test_l8_the_files_values_are_the_defaults(tmp_path: Path) -> None:
 def test_l8_a_value_that_cannot_be_names_file_and_key(tmp_path: Path, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"generation_config\.json: {name}="):
         sampling_defaults(said(tmp_path, **{name: value}))
+
+
+def test_l8_no_token_that_is_left_and_no_parameters_are_errors() -> None:
+    with pytest.raises(ProcessorError, match="no token is left"):
+        shaped([1], [], ends=tuple(range(VOCAB)), min_tokens=1)
+    with pytest.raises(ConfigError, match="0 for 2 prompts"):
+        LLMEngine().generate(["a", "b"], [])

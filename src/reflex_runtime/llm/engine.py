@@ -318,7 +318,7 @@ class LLMEngine:
         params: one for all, or one each; None is how the model's authors sample it. A request that fails has its
         `error` set; one that can never run raises.
         """
-        params = params or self._plain
+        params = self._plain if params is None else params
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ConfigError(f"params: {len(each)} for {len(prompts)} prompts; give one, or one each")

@@ -76,15 +76,16 @@ class Shaping:
             row[output.ids] -= params.frequency_penalty * output.times + params.presence_penalty
         if len(self._biased):
             row[self._biased] += self._bias
-        if self._sampled < params.min_tokens:
+        early = self._sampled < params.min_tokens
+        if early:
             row[self._ends] = -np.inf
         if self.matcher is not None:
             allowed = self.matcher.allowed()
             n = min(len(row), len(allowed))  # a model may have more rows than its tokenizer has tokens, or fewer
             row[:n][~allowed[:n]] = -np.inf
             row[n:] = -np.inf
-            if row.max() == -np.inf:
-                raise ProcessorError("no token is left: min_tokens forbids the end, the form of the output all others")
+        if (early or self.matcher is not None) and row.max() == -np.inf:
+            raise ProcessorError("no token is left: min_tokens forbids the end, the form of the output all others")
 
     @property
     def complete(self) -> bool:

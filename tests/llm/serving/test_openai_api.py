@@ -315,6 +315,7 @@ WRONG: list[tuple[str, Any]] = [
     ("min_tokens", 17),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"five": 1}),
+    ("logit_bias", {"5": 1, "05": 2}),
     ("logit_bias", {"256": 1}),
     ("logit_bias", {str(i): 1 for i in range(1025)}),
     ("stop_token_ids", [256]),
@@ -625,6 +626,20 @@ def test_l9_what_is_not_json_is_400(toy: Toy, body: bytes) -> None:
     answer = toy.post("/v1/completions", body)
     assert answer.status == 400
     assert toy.error(answer)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("size", [0, 200_000], ids=["decoded on the loop", "beside it"])
+@pytest.mark.parametrize("form", ["tools", "demanded", "variables"])
+def test_l9_values_that_nest_too_deeply_are_400_at_every_depth(toy: Toy, form: str, size: int) -> None:
+    """Whoever walks through them runs out of stack a few levels apart: the decoder, the template, the tokenizer."""
+    tools = '"tools": [{"type": "function", "function": {"name": "f", "parameters": %s}}]'
+    demanded, variables = tools + ', "tool_choice": "required"', '"chat_template_kwargs": %s'
+    field = {"tools": tools, "demanded": demanded, "variables": variables}
+    rest = f'"model": "toy", "max_tokens": 1, "messages": [{{"role": "user", "content": "hi"}}]{" " * size}'
+    for depth in range(970, 1000, 2):
+        value = '{"a":' * depth + "1" + "}" * depth
+        answer = toy.post("/v1/chat/completions", f"{{{rest}, {field[form] % value}}}".encode())
+        assert answer.status in (200, 400), depth
 
 
 def test_l9_a_template_that_refuses_is_400_and_does_not_tell_where_the_model_lies(

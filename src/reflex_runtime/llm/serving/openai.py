@@ -210,8 +210,11 @@ class OpenAI:
         with, if that was asked for."""
         self._check_name(asked.model)
         self._check_choices(asked)
-        asked = _with_tools(asked, runtime.tokenizer.tool_format)
-        prompts = await self._tokens(runtime, asked)
+        try:
+            asked = _with_tools(asked, runtime.tokenizer.tool_format)
+            prompts = await self._tokens(runtime, asked)
+        except RecursionError:  # the decoder allows a few levels more than others do
+            raise BadRequest("its values nest too deeply") from None
         self._check_tokens(asked, prompts)
         try:
             matcher = await runtime.compiled(asked.params.constraint)

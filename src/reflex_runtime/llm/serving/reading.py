@@ -264,7 +264,7 @@ def _params(
 
 def _bias(said: dict[str, float] | None) -> Iterator[tuple[int, float]]:
     for key, by in (said or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) < 11):
+        if not (key.isascii() and key.isdigit() and len(key) < 11 and key == str(int(key))):  # each id once
             raise BadRequest(f"logit_bias: the key {key[:50]!r} is no token id", "logit_bias")
         yield int(key), by
 
