@@ -88,6 +88,30 @@ def test_another_c_library_is_left_alone() -> None:
     assert gc.get_threshold() == (50_000, 20, 100)
 
 
+def test_an_interpreter_that_cannot_be_asked_for_its_c_library_serves_too() -> None:
+    def load(name: None) -> object:
+        raise OSError("Dynamic loading not supported")
+
+    prepare_memory({}, load)
+    assert freed_memory(load) is None
+
+
+def test_a_moment_without_a_free_descriptor_does_not_end_the_giving_back() -> None:
+    def resident() -> int:
+        raise OSError(24, "Too many open files")
+
+    async def check() -> None:
+        memory = FreedMemory(lambda: MB, lambda pad: None)
+        memory._resident = resident
+        task = asyncio.create_task(give_back_when_idle(lambda: 1, memory, 0.0))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(check())
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
 def test_what_threads_have_freed_is_used_again_and_a_large_array_goes_back() -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}

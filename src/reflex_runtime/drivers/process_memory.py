@@ -33,7 +33,7 @@ def prepare_memory(environ: Mapping[str, str] = os.environ, load: Callable[[None
     gc.set_threshold(50_000, 20, 100)  # requests make few cycles; a young collection each 700 objects is pure tail
     if any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return
-    mallopt = getattr(load(None), "mallopt", None)
+    mallopt = _function("mallopt", load)
     if mallopt is not None:
         for parameter, value in _MALLOC:
             mallopt(parameter, value)
@@ -66,8 +66,17 @@ class FreedMemory:
 
 def freed_memory(load: Callable[[None], Any] = ctypes.CDLL) -> FreedMemory | None:
     """That of this process; None without Linux and glibc."""
-    trim = getattr(load(None), "malloc_trim", None)
+    trim = _function("malloc_trim", load)
     return FreedMemory(_resident, trim) if trim is not None and _STATM.exists() else None
+
+
+def _function(name: str, load: Callable[[None], Any]) -> Callable[..., Any] | None:
+    """A function of the C library; None where it has none of that name, or cannot be asked."""
+    try:
+        found: Callable[..., Any] | None = getattr(load(None), name, None)
+    except OSError:  # the interpreter is linked statically
+        return None
+    return found
 
 
 _STATM: Final = Path("/proc/self/statm")
