@@ -185,7 +185,7 @@ def _common(model: str, limits: Limits | None) -> dict[str, Any]:
         "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
         "logit_bias": {
             "type": "object",
-            "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
             "maxProperties": MOST_BIASED,
         },
