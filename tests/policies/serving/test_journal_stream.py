@@ -116,9 +116,10 @@ def test_x4_those_that_come_in_one_turn_are_counted_and_one_that_leaves_at_once_
         assert [answer.status for answer in parse_answers(callers[-1][1].written.get_nowait())] == [429]
         for connection, _ in callers:
             connection.connection_lost(None)
-        async with asyncio.timeout(PATIENCE):
-            while app.active:  # noqa: ASYNC110 - it waits for the writers' threads
-                await asyncio.sleep(0.01)
+        writing = asyncio.all_tasks() - {asyncio.current_task()}
+        assert len(writing) >= journal_stream.READERS
+        _, at_work = await asyncio.wait(writing, timeout=PATIENCE)
+        assert not at_work
         assert runtime.journals == []
 
     with_app(tiny, check)

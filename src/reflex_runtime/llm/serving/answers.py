@@ -14,7 +14,7 @@ import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.llm.serving.fields import BadRequest, ModelNotFound
+from reflex_runtime.llm.serving.fields import BadRequest, CalledFunction, CalledTool, ModelNotFound
 from reflex_runtime.llm.tools import ToolParser
 from reflex_runtime.web.errors import Unauthorized, api_error
 
@@ -76,22 +76,7 @@ class TextChoice(msgspec.Struct):
     finish_reason: str | None
 
 
-class CalledFunction(msgspec.Struct):
-    """A function that the model calls. arguments: JSON."""
-
-    name: str
-    arguments: str
-
-
-class AnsweredCall(msgspec.Struct):
-    """A call of a tool."""
-
-    id: str
-    function: CalledFunction
-    type: str = "function"
-
-
-class PartOfCall(AnsweredCall, kw_only=True):
+class PartOfCall(CalledTool, kw_only=True):
     """A call in a stream. index: its place among those of the message."""
 
     index: int
@@ -103,7 +88,7 @@ class ChatMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: None = None
-    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CalledTool] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -280,7 +265,7 @@ class Answer:
         found = parser.feed(text) + parser.end()
         said = "".join(one for one in found if isinstance(one, str))
         calls = [
-            AnsweredCall(one.id, CalledFunction(one.name, one.arguments)) for one in found if not isinstance(one, str)
+            CalledTool(one.id, CalledFunction(one.name, one.arguments)) for one in found if not isinstance(one, str)
         ]
         return ChatMessage("assistant", said or None, tool_calls=calls) if calls else ChatMessage("assistant", said)
 

@@ -122,18 +122,18 @@ class CompletionFields(CommonFields, kw_only=True):
     suffix: str | None = None
 
 
-class SentFunction(msgspec.Struct):
-    """The function of a call that an answer had. arguments: JSON."""
+class CalledFunction(msgspec.Struct):
+    """A function that a model called. arguments: JSON."""
 
     name: str
     arguments: str
 
 
-class SentToolCall(msgspec.Struct):
-    """A call that an answer had, sent back. What else it says is not looked at."""
+class CalledTool(msgspec.Struct):
+    """A call of a tool, in an answer or sent back. What else it says there is not looked at."""
 
     id: str
-    function: SentFunction
+    function: CalledFunction
     type: Literal["function"] = "function"
 
 
@@ -176,7 +176,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: list[SentToolCall] | None = None
+    tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     reasoning_content: Any = None
 

@@ -23,11 +23,11 @@ from reflex_runtime.llm.serving.fields import (
     OF_ANSWERS,
     PLAIN,
     BadRequest,
+    CalledTool,
     ChatFields,
     CommonFields,
     CompletionFields,
     Message,
-    SentToolCall,
 )
 from reflex_runtime.llm.serving.forms import constraint_of
 from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, tools_of
@@ -358,7 +358,7 @@ def _no_json(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-def _sent(where: str, call: SentToolCall) -> dict[str, Any]:
+def _sent(where: str, call: CalledTool) -> dict[str, Any]:
     text = call.function.arguments or "{}"
     try:
         arguments = json.loads(text, parse_constant=_no_json)
