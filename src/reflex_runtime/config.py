@@ -522,7 +522,7 @@ class FeedsConfig:
         group="watching",
     )
     port: int = option(
-        -1, "port for /dashboard, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535
+        -1, "port for /dashboard, /feeds, /metrics and /health; 0 picks a free one, -1 is off", low=-1, high=65535
     )
     host: str = option("127.0.0.1", "address to bind for --port", needs="port")
     api_key: str = option(

@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from browser.looked import Browser, Looked, needs_browser
 from browser.prefix_proxy import PrefixProxy
 from feeds.commands import Feeds
 from serving.harness import STATE, Server
 from serving.openai_toy import Model, Toy
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's chromium is not installed")
-QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+pytestmark = needs_browser
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[sync_api.Browser]:
-    with sync_api.sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
-        yield found
-        found.close()
-
-
-class Looked:
-    """A page on a server, with everything that went wrong on it."""
-
-    def __init__(
-        self, browser: sync_api.Browser, server: Server | Toy | Feeds, address: str = "", **options: object
-    ) -> None:
-        self.url = f"{address or f'http://127.0.0.1:{server.port}'}/dashboard"
-        self.page = browser.new_page(**options)
-        self.page.set_default_timeout(30_000)
-        self.wrong: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
-        self.page.on("console", lambda said: self.wrong.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
-        self.page.goto(self.url)
-
-    def text(self, selector: str) -> str:
-        return str(self.page.inner_text(selector))
-
-    def until(self, selector: str, text: str) -> None:
-        """Returns once the element says it."""
-        self.page.locator(selector, has_text=text).first.wait_for()
-
-
-def test_x4_batches_clients_and_queues_are_seen(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_batches_clients_and_queues_are_seen(browser: Browser, tiny: Path) -> None:
     with Server(tiny) as server:
         look = Looked(browser, server)
         look.until("#link", "live")
@@ -76,7 +39,7 @@ def test_x4_batches_clients_and_queues_are_seen(browser: sync_api.Browser, tiny:
         look.page.close()
 
 
-def test_x4_tokens_are_seen(browser: sync_api.Browser) -> None:
+def test_x4_tokens_are_seen(browser: Browser) -> None:
     with Toy(Model()) as toy:
         look = Looked(browser, toy)
         look.until("#link", "live")
@@ -88,7 +51,7 @@ def test_x4_tokens_are_seen(browser: sync_api.Browser) -> None:
         look.page.close()
 
 
-def test_x4_feeds_are_seen_and_one_is_enlarged_by_keyboard(browser: sync_api.Browser, tmp_path: Path) -> None:
+def test_x4_feeds_are_seen_and_one_is_enlarged_by_keyboard(browser: Browser, tmp_path: Path) -> None:
     arguments = ("door=shapes:seed=1,fps=20", "yard=rtsp://127.0.0.1:9/x", "--onnx", "shapes", "--api-key", "s3cret")
     with Feeds(*arguments, "--port", "0", cwd=tmp_path) as feeds:
         look = Looked(browser, feeds)
@@ -114,7 +77,7 @@ def test_x4_feeds_are_seen_and_one_is_enlarged_by_keyboard(browser: sync_api.Bro
         look.page.close()
 
 
-def test_x4_it_is_read_by_keyboard_and_stands_still_when_paused(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_it_is_read_by_keyboard_and_stands_still_when_paused(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--inject-latency-ms", "30") as server:
         look = Looked(browser, server)
         look.until("#link", "live")
@@ -144,7 +107,7 @@ def test_x4_it_is_read_by_keyboard_and_stands_still_when_paused(browser: sync_ap
         look.page.close()
 
 
-def test_x4_a_pause_keeps_its_picture_and_names_are_bounded(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_a_pause_keeps_its_picture_and_names_are_bounded(browser: Browser, tiny: Path) -> None:
     with Server(tiny) as server:
         look = Looked(browser, server)
         look.until("#link", "live")
@@ -165,7 +128,7 @@ def test_x4_a_pause_keeps_its_picture_and_names_are_bounded(browser: sync_api.Br
         look.page.close()
 
 
-def test_x4_a_shadow_does_not_count_as_answers(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_a_shadow_does_not_count_as_answers(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--shadow-policy", str(tiny), "--shadow-sample", "1") as server:
         look = Looked(browser, server)
         look.until("#link", "live")
@@ -182,7 +145,7 @@ def test_x4_a_shadow_does_not_count_as_answers(browser: sync_api.Browser, tiny: 
         look.page.close()
 
 
-def test_x4_it_works_behind_a_proxy_that_adds_a_prefix(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_it_works_behind_a_proxy_that_adds_a_prefix(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "s3cret") as server, PrefixProxy("/robots/7", server.port) as proxy:
         look = Looked(browser, server, f"http://127.0.0.1:{proxy.port}/robots/7")
         look.until("#link", "the key is needed")
@@ -196,7 +159,7 @@ def test_x4_it_works_behind_a_proxy_that_adds_a_prefix(browser: sync_api.Browser
         look.page.close()
 
 
-def test_x4_the_buttons_are_those_of_the_server_that_answers_now(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_the_buttons_are_those_of_the_server_that_answers_now(browser: Browser, tiny: Path) -> None:
     with Server(tiny) as server:
         look = Looked(browser, server)
         look.until("#link", "live")
@@ -216,7 +179,7 @@ def test_x4_the_buttons_are_those_of_the_server_that_answers_now(browser: sync_a
         look.page.close()
 
 
-def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: sync_api.Browser, tiny: Path) -> None:
+def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: Browser, tiny: Path) -> None:
     with Server(tiny, "--api-key", "s3cret") as server:
         look = Looked(browser, server)
         addresses: list[str] = []
@@ -236,7 +199,7 @@ def test_h5_the_key_is_asked_for_and_never_in_an_address(browser: sync_api.Brows
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_x4_it_fits_a_phone(browser: sync_api.Browser, tiny: Path, scheme: str) -> None:
+def test_x4_it_fits_a_phone(browser: Browser, tiny: Path, scheme: str) -> None:
     with Server(tiny) as server:
         look = Looked(browser, server, viewport={"width": 390, "height": 800}, color_scheme=scheme)
         look.until("#link", "live")
@@ -252,7 +215,7 @@ def test_x4_it_fits_a_phone(browser: sync_api.Browser, tiny: Path, scheme: str) 
         look.page.close()
 
 
-def test_x4_it_connects_again_to_a_server_that_comes_back(browser: sync_api.Browser, tiny: Path) -> None:
+def test_x4_it_connects_again_to_a_server_that_comes_back(browser: Browser, tiny: Path) -> None:
     with Server(tiny, supervised=True) as server:
         look = Looked(browser, server)
         look.until("#link", "live")

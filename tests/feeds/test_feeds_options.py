@@ -324,7 +324,7 @@ def test_f14_table_is_forced_or_forbidden(tmp_path: Path) -> None:
 def test_f14_port_and_host_are_where_metrics_and_health_answer(tmp_path: Path) -> None:
     arguments = ("a=markers:feed=1", *SIZES, "--port", "0", "--host")
     with Feeds(*arguments, "127.0.0.2", cwd=scratch(tmp_path)) as feeds:
-        assert re.search(r"http://127\.0\.0\.2:\d+/dashboard, /metrics and /health", feeds.wait_log("/metrics"))
+        assert re.search(r"http://127\.0\.0\.2:\d+/dashboard, /feeds, /metrics and /health", feeds.wait_log("/metrics"))
         with closing(socket.create_connection(("127.0.0.2", feeds.port), timeout=PATIENCE)) as sock:
             sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             assert b"coordinators" in b"".join(iter(lambda: sock.recv(4096), b""))

@@ -19,11 +19,11 @@ import simplejpeg
 
 from feeds.fakes import frame
 from feeds.pages import PATIENCE, Page
-from reflex_runtime.feeds import pictures
+from reflex_runtime.feeds import picture_views, pictures
 from reflex_runtime.feeds.frame import Frame
-from reflex_runtime.feeds.pictures import LARGE, SMALL, FeedPictures, PictureSize, jpeg_of
+from reflex_runtime.feeds.jpeg import PictureSize, jpeg_of
+from reflex_runtime.feeds.pictures import LARGE, MIDDLE, SMALL, FeedPictures
 from reflex_runtime.feeds.pipeline import Result
-from reflex_runtime.web.exchange import Route
 
 BOX = {"boxes": [[8, 8, 40, 40]], "labels": ["cup"], "scores": [0.5]}
 
@@ -32,14 +32,15 @@ class Cameras:
     """Pictures of the feed `door` on a port. `show` is a result; `play` gives results until the block ends."""
 
     def __init__(self, **settings: Any) -> None:
-        self.routes: dict[str, Route] = {}
         self.pictures = FeedPictures(lambda: {"door", "a b"})
+        self.routes = self.pictures.routes
         self.find, self.close = self.pictures.find, self.pictures.close
         self.page = Page(lambda: self, **settings)
         self.image = np.full((64, 64, 3), 100, np.uint8)
 
     def show(self, value: Any = None) -> None:
-        self.pictures.take(Result(Frame(self.image, 0, None, 0.0), "door", value, 0.01))
+        for name in ("door", "a b"):
+            self.pictures.take(Result(Frame(self.image, 0, None, 0.0), name, value, 0.01))
 
     @contextmanager
     def play(self) -> Iterator[None]:
@@ -126,6 +127,35 @@ def test_i18_a_stream_has_at_most_ten_pictures_a_second_each_made_once(
     assert len(made) == seen
 
 
+def test_i18_several_feeds_come_in_one_answer_and_each_picture_names_its_feed(
+    cameras: Cameras, made: list[PictureSize], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "TOGETHER", 2)
+    seen = set()
+    with cameras.play(), cameras.page.asked("/feeds.mjpeg?feed=a%20b&feed=door&feed=door") as some:
+        while len(seen) < 2:
+            seen.add(named(some))
+    assert (seen, set(made)) == ({"door", "a%20b"}, {MIDDLE})
+    with cameras.play(), cameras.page.asked("/feeds.mjpeg") as every, cameras.page.asked("/feeds.mjpeg?feed=door"):
+        while len(seen) > 1:
+            seen.discard(named(every))
+        assert all(len(cameras.pictures._of[name]) == 1 for name in ("door", "a b"))  # each is made once for both
+    until(lambda: not cameras.pictures._views)
+    told = [cameras.page.ask(f"/feeds.mjpeg?{query}") for query in ("feed=wall", "feed=door&feed=a&feed=b")]
+    assert [(code, json.loads(body)["message"]) for code, _, body in told] == [
+        (404, "there is no feed wall"),
+        (422, "feed: 3 are asked for, at most 2 may be"),
+    ]
+
+
+def named(answer: http.client.HTTPResponse) -> str:
+    """The feed of the next picture of a stream."""
+    while not (line := answer.readline()).startswith(b"X-Feed: "):
+        assert line
+    part(answer)
+    return line[8:].decode().strip()
+
+
 def until(condition: Any) -> None:
     end = time.monotonic() + PATIENCE
     while not condition():
@@ -143,7 +173,7 @@ def test_i18_there_are_only_so_many_streams(cameras: Cameras, monkeypatch: pytes
 def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(
     cameras: Cameras, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "UNREAD", 0.0)
+    monkeypatch.setattr(picture_views, "UNREAD", 0.0)
     monkeypatch.setattr(pictures, "RESTS", 0.0)
     monkeypatch.setattr(pictures, "LARGE", replace(LARGE, every=0.0, quality=100))
     cameras.image = np.random.default_rng(0).integers(0, 255, (900, 900, 3), dtype=np.uint8)
@@ -159,7 +189,7 @@ def test_i18_one_that_does_not_read_is_cut_off_and_others_go_on(
 def test_i18_without_a_frame_there_is_no_picture_and_no_error(
     cameras: Cameras, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pictures, "PATIENCE", 0.05)
+    monkeypatch.setattr(picture_views, "PATIENCE", 0.05)
     assert cameras.page.ask("/feeds/door.jpg")[0] == 204
     assert cameras.page.ask("/feeds/door.mjpeg", "HEAD")[0] == 200
     code, _, body = cameras.page.ask("/feeds/wall.jpg")
@@ -169,7 +199,7 @@ def test_i18_without_a_frame_there_is_no_picture_and_no_error(
 def test_i18_a_frame_that_is_no_picture_is_logged_once(
     cameras: Cameras, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pictures, "PATIENCE", 0.5)
+    monkeypatch.setattr(picture_views, "PATIENCE", 0.5)
     monkeypatch.setattr(pictures, "SMALL", replace(SMALL, every=0.0))
     cameras.image = np.zeros((0, 5, 3), np.uint8)
     with cameras.play():
@@ -180,7 +210,7 @@ def test_i18_a_frame_that_is_no_picture_is_logged_once(
 
 
 def test_h5_pictures_need_the_key_and_pages_of_other_sites_are_refused_without_one(cameras: Cameras) -> None:
-    for path in ("/feeds/door.jpg", "/feeds/door.mjpeg"):
+    for path in ("/feeds/door.jpg", "/feeds/door.mjpeg", "/feeds.mjpeg"):
         assert cameras.page.ask(path, Origin="http://evil.example")[0] == 403
         keyed = Cameras(api_key="s3cret")
         with keyed.page.server, keyed.play():

@@ -272,7 +272,7 @@ class _Session:
         )
         closing.enter_context(server)
         warn_if_open(self._config, server.address)
-        logging.info("%s/dashboard, /metrics and /health", url(server.address))
+        logging.info("%s/dashboard, /feeds, /metrics and /health", url(server.address))
 
     # -- running -------------------------------------------------------------------------------------------------------
 

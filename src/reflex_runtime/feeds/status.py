@@ -1,5 +1,5 @@
-"""The pages of `reflex feeds --port`: /dashboard, /metrics, /health and the feeds' pictures, over the HTTP layer of all
-servers, on a thread with an event loop of its own. A caller cannot delay a feed."""
+"""The pages of `reflex feeds --port`: /dashboard, /feeds, /metrics, /health and the feeds' pictures, over the HTTP
+layer of all servers, on a thread with an event loop of its own. A caller cannot delay a feed."""
 
 from __future__ import annotations
 
@@ -187,5 +187,5 @@ def _health(health: Callable[[], Mapping[str, Any]], exchange: Exchange, _: byte
 
 
 def _missing(routes: Mapping[str, Route], path: str) -> str:
-    there = [known for known in ("/dashboard", "/metrics", "/health") if known in routes]
+    there = [known for known in ("/dashboard", "/feeds", "/metrics", "/health") if known in routes]
     return f"there is no {path[:200]} here, but {', '.join(there)}"

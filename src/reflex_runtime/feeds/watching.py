@@ -14,7 +14,7 @@ from reflex_runtime.feeds.status import WELL, answers
 from reflex_runtime.telemetry.live import Live, LiveSnapshot
 from reflex_runtime.telemetry.processes import own_process
 from reflex_runtime.version import __version__
-from reflex_runtime.web.dashboard import dashboard_routes
+from reflex_runtime.web.dashboard import dashboard_routes, grid_route
 from reflex_runtime.web.watchers import Watchers
 
 MOST: Final = 256  # feeds in a snapshot: by name
@@ -33,14 +33,15 @@ class FeedsLive(Live):
 
 
 class FeedPages:
-    """/dashboard and the pictures of the feeds of one coordinator; see `StatusPages`."""
+    """/dashboard, /feeds and the pictures of the feeds of one coordinator; see `StatusPages`."""
 
     def __init__(self, runtime: Runtime, coordinator: BatchCoordinator, pictures: FeedPictures) -> None:
         told = partial(_server, runtime, coordinator)
         fold = partial(FeedsLive, coordinator)
         self._watchers = Watchers(fold, coordinator.add_sink, coordinator.remove_sink, told)
         self._pictures = pictures
-        self.routes = {route.path: route for route in dashboard_routes(self._watchers)}
+        pages = [*dashboard_routes(self._watchers), grid_route()]
+        self.routes = {route.path: route for route in pages} | pictures.routes
         self.find = pictures.find
 
     def close(self) -> None:

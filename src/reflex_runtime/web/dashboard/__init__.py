@@ -1,4 +1,5 @@
-"""The page that shows a server while it runs: `/dashboard`, from files of its own, and the stream that it reads.
+"""The pages that show a server while it runs: `/dashboard`, and `/feeds` of cameras, from files of their own, and the
+stream that they read.
 
 The files hold no data, so they need no key; the stream does, where there is one. The page asks for the key and sends it
 in a header: `EventSource` could send it only in the address, where it would stand in logs.
@@ -15,9 +16,13 @@ from reflex_runtime.web.form import PLAIN
 from reflex_runtime.web.watchers import Watchers
 
 PAGE: Final = "/dashboard"
+GRID: Final = "/feeds"
 STREAM: Final = "/dashboard/stream"
 _FILES: Final = {
     "index.html": b"text/html; charset=utf-8",
+    "feeds.html": b"text/html; charset=utf-8",
+    "grid.js": b"text/javascript; charset=utf-8",
+    "link.js": b"text/javascript; charset=utf-8",
     "dashboard.js": b"text/javascript; charset=utf-8",
     "strip.js": b"text/javascript; charset=utf-8",
     "feeds.js": b"text/javascript; charset=utf-8",
@@ -44,6 +49,11 @@ def dashboard_routes(watchers: Watchers) -> list[Route]:
     routes = [Route(STREAM, watchers.watch, own_pages=True, form=PLAIN)]
     routes.append(Route(PAGE, partial(_send, "index.html"), open=True))
     return routes + [Route(f"{PAGE}/{name}", partial(_send, name), open=True) for name in _FILES]
+
+
+def grid_route() -> Route:
+    """The page with a picture of every feed."""
+    return Route(GRID, partial(_send, "feeds.html"), open=True)
 
 
 def _send(name: str, exchange: Exchange, _: bytes) -> None:

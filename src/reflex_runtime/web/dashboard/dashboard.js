@@ -1,41 +1,13 @@
-// Reads the stream of snapshots and shows them. The key stays in this tab and is sent in a header, never in an address.
-// Addresses are relative to this file, so that the page also works behind a proxy that adds a prefix.
+// Shows each snapshot of the server.
 import { Charts } from "./charts.js";
 import { Feeds } from "./feeds.js";
+import { $, ask, get, say, watch } from "./link.js";
 import { Strip, milliseconds, round } from "./strip.js";
 import * as tables from "./tables.js";
 
-const AGAIN = 1000; // milliseconds until the next try
-const SILENT = 5000; // milliseconds without a snapshot after which the connection counts as lost
-const at = (path) => new URL(path, import.meta.url);
-const $ = (id) => document.getElementById(id);
 const PRODUCTS = { policies: "robot policies", llm: "language model", feeds: "cameras and videos" };
 
 let strip = null, charts = null, policies = null, feeds = null;
-
-function headers() {
-  const key = sessionStorage.getItem("reflex-key");
-  return key ? { "X-Reflex-Key": key } : {};
-}
-
-function link(text, kind) {
-  $("link").textContent = text;
-  $("link").className = `pill ${kind}`;
-}
-
-function get(path, signal) {
-  return fetch(at(`..${path}`), { headers: headers(), signal, cache: "no-store" });
-}
-
-async function ask(path, fields) {
-  try {
-    const answer = await fetch(at(`..${path}`), { method: "POST", headers: { ...headers(), "Content-Type": "application/json" }, body: JSON.stringify(fields) });
-    const told = await answer.json();
-    return answer.ok ? "done" : told.message;
-  } catch (error) {
-    return `not sent: ${error.message}`;
-  }
-}
 
 function begin() {
   document.querySelector("main").hidden = false;
@@ -84,8 +56,8 @@ function show(snapshot) {
   tables.queues($("queues"), snapshot);
   tables.processes($("processes"), snapshot);
   policies.show(server);
-  if (last !== null && snapshot.number > last.number + 1) link(`live, ${snapshot.number - last.number - 1} snapshots missed`, "warn");
-  else link("live", "good");
+  if (last !== null && snapshot.number > last.number + 1) say(`live, ${snapshot.number - last.number - 1} snapshots missed`, "warn");
+  else say("live", "good");
   last = snapshot;
 }
 
@@ -127,48 +99,4 @@ function tiles(snapshot, groups) {
   }));
 }
 
-let turn = 0; // of the only watch that goes on
-
-async function watch() {
-  const mine = ++turn;
-  const given = new AbortController();
-  let alarm = null;
-  const alive = () => { clearTimeout(alarm); alarm = setTimeout(() => given.abort(), SILENT); };
-  try {
-    alive();
-    const answer = await fetch(at("stream"), { headers: headers(), signal: given.signal, cache: "no-store" });
-    if (answer.status === 401) {
-      $("key").hidden = false;
-      $("refused").textContent = sessionStorage.getItem("reflex-key") ? "The server did not take this key." : "";
-      link("the key is needed", "warn");
-      return;
-    }
-    if (!answer.ok) throw new Error((await answer.json()).message);
-    $("key").hidden = true;
-    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    let rest = "";
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (mine !== turn) return reader.cancel();
-      if (done) throw new Error("the server ended the stream");
-      alive();
-      const lines = (rest + value).split("\n");
-      rest = lines.pop();
-      for (const line of lines) show(JSON.parse(line));
-    }
-  } catch (error) {
-    if (mine !== turn) return;
-    last = null;
-    link(`not connected: ${error.name === "AbortError" ? "nothing came for five seconds" : error.message}`, "bad");
-    setTimeout(() => { if (mine === turn) watch(); }, AGAIN);
-  } finally {
-    clearTimeout(alarm);
-  }
-}
-
-$("key").addEventListener("submit", (event) => {
-  event.preventDefault();
-  sessionStorage.setItem("reflex-key", new FormData(event.target).get("key"));
-  watch();
-});
-watch();
+watch(show, () => { last = null; });

@@ -1,31 +1,33 @@
-// Feeds: a small picture of each with how it is, a larger one of the chosen feed, and a table.
+// Feeds: a picture of each with how it is, and a larger one of the chosen feed.
 import { fill, pill } from "./tables.js";
 import { milliseconds, round } from "./strip.js";
 
 const AGAIN = 2000; // milliseconds between two small pictures of a feed
 const GOOD = new Set(["running", "ended", "stopped"]);
 
-export class Feeds {
+// A tile of each feed. Those who extend it bring the pictures.
+export class Tiles {
   // get: (path, signal) → the server's answer.
   constructor(section, get) {
     this.get = get;
     this.tiles = section.querySelector(".feeds");
-    this.table = section.querySelector("table");
     this.large = section.querySelector("dialog");
     this.known = section.querySelector("small");
-    this.section = section;
     this.made = new Map();
     this.seen = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) target.feed.visible = isIntersecting;
+      this.looked();
     });
-    this.large.addEventListener("close", () => this.watching?.abort());
+    this.large.addEventListener("close", () => {
+      this.watching?.abort();
+      this.looked();
+    });
     this.large.querySelector("button").addEventListener("click", () => this.large.close());
   }
 
-  show({ server }) {
-    const feeds = server.feeds;
-    this.section.hidden = feeds === undefined;
-    if (feeds === undefined) return;
+  looked() {} // what is in sight has changed
+
+  show({ server: { feeds, feeds_known } }) {
     for (const [name, tile] of this.made) {
       if (name in feeds) continue;
       this.seen.unobserve(tile.box);
@@ -36,8 +38,7 @@ export class Feeds {
       if (!this.made.has(name)) this.made.set(name, this.make(name));
       this.update(this.made.get(name), feed);
     }
-    this.known.textContent = server.feeds_known > Object.keys(feeds).length ? `${Object.keys(feeds).length} of ${server.feeds_known}` : "";
-    fill(this.table, HEADS, Object.entries(feeds).map(([name, feed]) => cellsOf(name, feed)), TEXTS);
+    this.known.textContent = feeds_known > Object.keys(feeds).length ? `${Object.keys(feeds).length} of ${feeds_known}` : "";
   }
 
   make(name) {
@@ -58,23 +59,6 @@ export class Feeds {
   update(tile, feed) {
     tile.said.textContent = feed.state !== "running" ? ` ${feed.state}` : ` ${round(feed.fps)} /s${feed.age > 1 ? ` · ${milliseconds(feed.age)} ago` : ""}`;
     tile.box.classList.toggle("unwell", !GOOD.has(feed.state));
-    const news = feed.answered !== tile.answered; // a feed that stands still is not asked for again
-    if (tile.visible && news && !tile.busy && !document.hidden && performance.now() >= tile.next) this.draw(tile, feed.answered);
-  }
-
-  async draw(tile, answered) {
-    tile.busy = true;
-    try {
-      const answer = await this.get(`/feeds/${encodeURIComponent(tile.name)}.jpg`);
-      if (answer.status === 200) {
-        paint(tile.canvas, await createImageBitmap(await answer.blob()));
-        tile.answered = answered;
-      }
-    } catch { // the stream says that the server is gone
-    } finally {
-      tile.busy = false;
-      tile.next = performance.now() + AGAIN;
-    }
   }
 
   async enlarge(name) {
@@ -86,11 +70,12 @@ export class Feeds {
     canvas.setAttribute("aria-label", `the newest frames of ${name}`);
     said.textContent = "waiting for a frame";
     if (!this.large.open) this.large.showModal();
+    this.looked();
     try {
       const answer = await this.get(`/feeds/${encodeURIComponent(name)}.mjpeg`, mine.signal);
       if (!answer.ok) throw new Error((await answer.json()).message);
-      for await (const jpeg of parts(answer.body.getReader())) {
-        paint(canvas, await createImageBitmap(new Blob([jpeg], { type: "image/jpeg" })));
+      for await (const [, jpeg] of parts(answer.body.getReader())) {
+        await paint(canvas, jpeg);
         said.textContent = "";
       }
       throw new Error("the server ended it");
@@ -100,7 +85,46 @@ export class Feeds {
   }
 }
 
-function paint(canvas, bitmap) {
+// The dashboard's: a table too, and a new picture of each feed every two seconds.
+export class Feeds extends Tiles {
+  constructor(section, get) {
+    super(section, get);
+    this.section = section;
+    this.table = section.querySelector("table");
+  }
+
+  show(snapshot) {
+    const feeds = snapshot.server.feeds;
+    this.section.hidden = feeds === undefined;
+    if (feeds === undefined) return;
+    super.show(snapshot);
+    fill(this.table, HEADS, Object.entries(feeds).map(([name, feed]) => cellsOf(name, feed)), TEXTS);
+  }
+
+  update(tile, feed) {
+    super.update(tile, feed);
+    const news = feed.answered !== tile.answered; // a feed that stands still is not asked for again
+    if (tile.visible && news && !tile.busy && !document.hidden && performance.now() >= tile.next) this.draw(tile, feed.answered);
+  }
+
+  async draw(tile, answered) {
+    tile.busy = true;
+    try {
+      const answer = await this.get(`/feeds/${encodeURIComponent(tile.name)}.jpg`);
+      if (answer.status === 200) {
+        await paint(tile.canvas, await answer.blob());
+        tile.answered = answered;
+      }
+    } catch { // the stream says that the server is gone
+    } finally {
+      tile.busy = false;
+      tile.next = performance.now() + AGAIN;
+    }
+  }
+}
+
+export async function paint(canvas, jpeg) {
+  const bitmap = await createImageBitmap(jpeg);
   if (canvas.width !== bitmap.width || canvas.height !== bitmap.height) {
     canvas.width = bitmap.width;
     canvas.height = bitmap.height;
@@ -109,8 +133,8 @@ function paint(canvas, bitmap) {
   bitmap.close();
 }
 
-// The pictures of a multipart answer: a head with Content-Length, an empty line, and the bytes.
-async function* parts(reader) {
+// The pictures of a multipart answer, each with the name of its feed.
+export async function* parts(reader) {
   let rest = new Uint8Array(0);
   const more = async () => {
     const { value, done } = await reader.read();
@@ -122,14 +146,14 @@ async function* parts(reader) {
     return true;
   };
   for (;;) {
-    const head = new TextDecoder("latin1").decode(rest.subarray(0, 512));
-    const found = /Content-Length: (\d+)\r\n\r\n/.exec(head);
-    const end = found ? found.index + found[0].length + Number(found[1]) : Infinity;
+    const head = new TextDecoder("latin1").decode(rest.subarray(0, 2048));
+    const found = /X-Feed: (.*)\r\n.*\r\nContent-Length: (\d+)\r\n\r\n/.exec(head);
+    const end = found ? found.index + found[0].length + Number(found[2]) : Infinity;
     if (rest.length < end) {
       if (!await more()) return;
       continue;
     }
-    yield rest.slice(end - Number(found[1]), end);
+    yield [decodeURIComponent(found[1]), new Blob([rest.slice(end - Number(found[2]), end)], { type: "image/jpeg" })];
     rest = rest.slice(end);
   }
 }
