@@ -12,7 +12,7 @@ import pytest
 from reflex_runtime.cli.serving import names_model
 from reflex_runtime.demo.scribe import SCRIBE, model_directory
 from reflex_runtime.llm import LLMEngine, SamplingParams
-from reflex_runtime.llm.tokenizer import HFTokenizer
+from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer
 from reflex_runtime.llm.torch_runner import TorchRunner
 
 LIMIT = 10_000_000  # bytes of the whole directory
@@ -55,7 +55,8 @@ def test_transformers_reads_it_and_writes_the_same(engine: LLMEngine, library: A
     reference = library.AutoModelForCausalLM.from_pretrained(SCRIBE, dtype=torch.float32).eval()
     tokenizer = library.AutoTokenizer.from_pretrained(SCRIBE)
     assert tokenizer.vocab_size == reference.config.vocab_size == engine.processor.tokenizer.vocab_size
-    prompts = [engine.processor.tokenizer.chat(chat) for chat in CHATS] + [tokenizer("A scheduler")["input_ids"]]
+    prompts = [engine.processor.tokenizer.chat(Conversation(chat)) for chat in CHATS]
+    prompts.append(tokenizer("A scheduler")["input_ids"])
     for chat, ids in zip(CHATS, prompts, strict=False):
         assert tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == ids
     outputs = engine.generate(prompts, SamplingParams.greedy(32, ignore_eos=True))
@@ -76,7 +77,8 @@ def test_transformers_reads_it_and_writes_the_same(engine: LLMEngine, library: A
 
 def test_it_answers_and_ends(engine: LLMEngine) -> None:
     tokenizer = engine.processor.tokenizer
-    story, word, month = engine.generate([tokenizer.chat(chat) for chat in CHATS], SamplingParams.greedy(300))
+    prompts = [tokenizer.chat(Conversation(chat)) for chat in CHATS]
+    story, word, month = engine.generate(prompts, SamplingParams.greedy(300))
     assert [output.finish_reason for output in (story, word, month)] == ["stop"] * 3
     assert story.text.count("Ada") >= 3
     assert word.text == "Batch: tickets that run together, and the units granted to each."
@@ -84,7 +86,7 @@ def test_it_answers_and_ends(engine: LLMEngine) -> None:
 
 
 def test_what_is_drawn_at_random_can_be_read_too(engine: LLMEngine) -> None:
-    prompts = [engine.processor.tokenizer.chat(STORY)] * 8
+    prompts = [engine.processor.tokenizer.chat(Conversation(STORY))] * 8
     params = [SamplingParams(max_tokens=300, temperature=0.7, seed=seed) for seed in range(8)]
     told = engine.generate(prompts, params)
     assert {output.finish_reason for output in told} == {"stop"}

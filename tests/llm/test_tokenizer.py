@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Core
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
-from reflex_runtime.llm.tokenizer import HFTokenizer
+from reflex_runtime.llm.tokenizer import Conversation, HFTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "der schnelle braune Fuchs springt über den faulen Hund"] * 20
 TEMPLATE = """{{ bos_token }}
@@ -174,7 +174,7 @@ def test_what_ends_an_answer_is_gathered_from_all_files(root: Path) -> None:
 def test_a_conversation_is_written_as_the_template_says(root: Path) -> None:
     tokenizer = HFTokenizer.load(root)
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]
-    ids = tokenizer.chat([{"role": "system", "content": " be kind"}, {"role": "user", "content": parts}])
+    ids = tokenizer.chat(Conversation([{"role": "system", "content": " be kind"}, {"role": "user", "content": parts}]))
     shown = "".join(map(tokenizer.token, ids))
     assert shown == "<s>[system] be kind\n[user] one\ntwo\n[assistant] "
     assert ids.count(0) == 1  # the template wrote it, nobody adds a second
@@ -195,7 +195,7 @@ def test_a_conversation_has_the_ids_that_transformers_gives_it(root: Path, templ
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": "ü <b>"}, {"role": "a", "content": "z"}]
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(root)
     expected = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert HFTokenizer.load(root).chat(messages) == expected
+    assert HFTokenizer.load(root).chat(Conversation(messages)) == expected
 
 
 TOOL_TEMPLATE = (
@@ -221,9 +221,9 @@ def test_tools_calls_and_variables_have_the_ids_that_transformers_gives_them(roo
         messages, tools=tools, add_generation_prompt=True, return_dict=False, enable_thinking=False
     )
     tokenizer = HFTokenizer.load(root)
-    assert tokenizer.chat(messages, tools, {"enable_thinking": False}) == expected
-    assert tokenizer.chat(messages, tools) != expected
-    assert tokenizer.chat(messages, (), {"enable_thinking": False}) != expected
+    assert tokenizer.chat(Conversation(messages, tools, {"enable_thinking": False})) == expected
+    assert tokenizer.chat(Conversation(messages, tools)) != expected
+    assert tokenizer.chat(Conversation(messages, more={"enable_thinking": False})) != expected
     assert tokenizer.tool_format == "hermes"
 
 
@@ -238,7 +238,7 @@ def test_a_prompt_that_is_too_long_is_told_before_all_of_it_is_tokenised(
         tokenizer.encode(long, 100)
     assert sum(seen) < 10_000
     with pytest.raises(TooLarge, match="context holds 100 tokens"):
-        tokenizer.chat([{"role": "user", "content": long}], most=100)
+        tokenizer.chat(Conversation([{"role": "user", "content": long}]), most=100)
     most = len(encode(long, True))
     assert len(tokenizer.encode(long, most)) == most  # what fits to the last token is not refused
     monkeypatch.setattr("reflex_runtime.llm.tokenizer._LIKELY", 1)
@@ -256,9 +256,9 @@ def test_a_template_may_stand_in_its_own_file_or_among_several(root: Path) -> No
     settings(root, chat_template=named)
     hello = [{"role": "user", "content": "hello"}]
     tokenizer = HFTokenizer.load(root)
-    assert tokenizer.decode(tokenizer.chat(hello)) == "plain"
+    assert tokenizer.decode(tokenizer.chat(Conversation(hello))) == "plain"
     (root / "chat_template.jinja").write_text("own file")
-    assert tokenizer.decode(HFTokenizer.load(root).chat(hello)) == "own file"
+    assert tokenizer.decode(HFTokenizer.load(root).chat(Conversation(hello))) == "own file"
 
 
 def test_a_template_runs_in_a_sandbox(root: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_template_runs_in_a_sandbox(root: Path) -> None:
     for template in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"):
         settings(root, chat_template=template)
         with pytest.raises(ConfigError, match="chat template: SecurityError"):
-            HFTokenizer.load(root).chat(hello)
+            HFTokenizer.load(root).chat(Conversation(hello))
 
 
 def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
@@ -279,13 +279,13 @@ def test_messages_a_template_cannot_take_are_refused(root: Path) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], r"messages\[0\].content: every part must be"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            tokenizer.chat(messages)  # type: ignore[arg-type]
+            tokenizer.chat(Conversation(messages))  # type: ignore[arg-type]
     settings(root, chat_template="{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ConfigError, match="the chat template refuses them: roles must alternate"):
-        HFTokenizer.load(root).chat([{"role": "user", "content": "x"}])
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "x"}]))
     settings(root, chat_template=None)
     with pytest.raises(ConfigError, match=r"has no chat template in tokenizer_config\.json"):
-        HFTokenizer.load(root).chat([{"role": "user", "content": "x"}])
+        HFTokenizer.load(root).chat(Conversation([{"role": "user", "content": "x"}]))
 
 
 def test_a_long_text_takes_time_in_proportion(root: Path) -> None:

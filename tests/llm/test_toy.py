@@ -9,6 +9,7 @@ import pytest
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runner import Step
+from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.llm.toy import ByteTokenizer, ToyRunner
 
 
@@ -52,7 +53,8 @@ def test_bytes_as_tokens() -> None:
     assert tokenizer.decode(tokenizer.encode("naïve €")) == "naïve €"
     stream = tokenizer.stream()
     assert "".join(map(stream, tokenizer.encode("naïve €"))) == "naïve €"
-    assert tokenizer.decode(tokenizer.chat([{"role": "user", "content": "hi"}])) == "user: hi\nassistant: "
+    hello = Conversation([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(tokenizer.chat(hello)) == "user: hi\nassistant: "
     assert (tokenizer.token(65), tokenizer.token(0xE2)) == ("A", "\ufffd")
 
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NoReturn, Protocol
 
 from reflex_runtime.core.errors import ConfigError, TooLarge
@@ -31,9 +30,6 @@ _LIKELY: Final = 8  # a text of so many characters for each token that fits is h
 _PIECE: Final = 4096  # characters
 _PER_CUT: Final = 64  # tokens that a cut may add, at the very most
 _SPECIAL: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
-NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +65,9 @@ class Tokenizer(Protocol):
         prompt: the ids before the first; the text goes on from theirs.
         """
 
-    def chat(
-        self,
-        messages: Seq[dict[str, Any]],
-        tools: Seq[dict[str, Any]] = (),
-        more: Mapping[str, Any] = NOTHING,
-        most: int | None = None,
-    ) -> list[int]:
-        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. tools,
-        more: see `Conversation`. most: see `encode`."""
+    def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
+        """The ids of a conversation and the beginning of the answer; ConfigError when the model has no template. most:
+        see `encode`."""
 
     def token(self, id: int) -> str:
         """One token as text, special ones too."""
@@ -144,20 +134,14 @@ class HFTokenizer:
             feed(id)
         return feed
 
-    def chat(
-        self,
-        messages: Seq[dict[str, Any]],
-        tools: Seq[dict[str, Any]] = (),
-        more: Mapping[str, Any] = NOTHING,
-        most: int | None = None,
-    ) -> list[int]:
+    def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         if self._template is None:
             where = f"{SETTINGS_FILE} (chat_template) or {TEMPLATE_FILE}"
             raise ConfigError(f"{self._file.parent}: has no chat template in {where}, so it takes no messages")
-        given: dict[str, Any] = {**more, **self._special}
-        given["messages"] = [_message(i, message) for i, message in enumerate(messages)]
-        if tools:
-            given["tools"] = list(tools)
+        given: dict[str, Any] = {**conversation.more, **self._special}
+        given["messages"] = [_message(i, message) for i, message in enumerate(conversation.messages)]
+        if conversation.tools:
+            given["tools"] = conversation.tools
         try:
             text = self._template.render(given, add_generation_prompt=True)
         except ConfigError:

@@ -8,7 +8,7 @@ the output.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.llm.runner import Step
-from reflex_runtime.llm.tokenizer import NOTHING
+from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.llm.tools import ToolFormat
 
 _MIX = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -42,15 +42,9 @@ class ByteTokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: decoder.decode(bytes((token,)))
 
-    def chat(
-        self,
-        messages: Seq[dict[str, Any]],
-        tools: Seq[dict[str, Any]] = (),
-        more: Mapping[str, Any] = NOTHING,
-        most: int | None = None,
-    ) -> list[int]:
-        lines = [f"tool: {tool['function']['name']}\n" for tool in tools]
-        lines += [f"{message['role']}: {message['content']}\n" for message in messages]
+    def chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
+        lines = [f"tool: {tool['function']['name']}\n" for tool in conversation.tools]
+        lines += [f"{message['role']}: {message['content']}\n" for message in conversation.messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def token(self, token: int) -> str:

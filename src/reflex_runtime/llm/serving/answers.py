@@ -14,7 +14,8 @@ import msgspec
 
 from reflex_runtime.core.errors import InFlightCapReached, QueueFull, ReflexError, TooLarge
 from reflex_runtime.ipc.engine import Output
-from reflex_runtime.llm.serving.fields import BadRequest, CalledFunction, CalledTool, ModelNotFound
+from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
+from reflex_runtime.llm.serving.tool_fields import CalledFunction, CalledTool
 from reflex_runtime.llm.tools import ToolParser
 from reflex_runtime.web.errors import Unauthorized, api_error
 

@@ -15,31 +15,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from reflex_runtime.web.errors import ClientError, NotFound
+from reflex_runtime.llm.serving.forms import ResponseFormat, StructuredOutputs
+from reflex_runtime.llm.serving.tool_fields import CalledTool, ChosenTool, ToolField
 from reflex_runtime.web.fields import Whole
-from reflex_runtime.web.json import printable
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
 MOST_MESSAGES = 10_000
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
-MOST_TEXTS = 1000  # of which an answer may have to be one
-MOST_TOOLS = 128
-
-
-class BadRequest(ClientError):
-    """A field is wrong. param: its name, None for the request as a whole. told: the error code in the answer."""
-
-    def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
-        super().__init__(printable(message))
-        self.param, self.told = param, told
-
-    def __reduce__(self) -> Any:
-        return (BadRequest, (self.message, self.param, self.told))
-
-
-class ModelNotFound(NotFound):
-    """No model of that name is served."""
 
 
 class MessagePart(msgspec.Struct):
@@ -54,32 +37,6 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-
-
-class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
-
-    name: str
-    schema: msgspec.Raw = msgspec.Raw()
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, as the OpenAI API has it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of an answer, as vLLM has it: one of them."""
-
-    json: msgspec.Raw = msgspec.Raw()
-    json_object: bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
 
 
 class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -120,50 +77,6 @@ class CompletionFields(CommonFields, kw_only=True):
     best_of: Whole | None = None
     echo: bool | None = None
     suffix: str | None = None
-
-
-class CalledFunction(msgspec.Struct):
-    """A function that a model called. arguments: JSON."""
-
-    name: str
-    arguments: str
-
-
-class CalledTool(msgspec.Struct):
-    """A call of a tool, in an answer or sent back. What else it says there is not looked at."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call. parameters: a JSON Schema. strict: it holds where a call is demanded."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ToolField(msgspec.Struct, forbid_unknown_fields=True):
-    """An entry of `tools`."""
-
-    type: Literal["function"]
-    function: ToolFunction
-
-
-class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function that is to be called."""
-
-    name: str
-
-
-class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
-    """`tool_choice` of one function."""
-
-    type: Literal["function"]
-    function: ChosenFunction
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,22 +1,48 @@
-"""The form that a request wants its answer to have, from either of the two fields that can say it."""
+"""The form that a request wants its answer to have: the fields that say it, and the constraint that they mean."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm.serving.fields import MOST_TEXTS, BadRequest, CommonFields, StructuredOutputs
+from reflex_runtime.llm.serving.refusals import BadRequest
 from reflex_runtime.web.json import encode
 
+MOST_TEXTS: Final = 1000  # of which an answer may have to be one
 _ANY_OBJECT: Final = '{"type": "object"}'
 
 
-def constraint_of(fields: CommonFields) -> Constraint | None:
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A schema for the answer; name, description and strict are for people and other servers: it always holds."""
+
+    name: str
+    schema: msgspec.Raw = msgspec.Raw()
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as the OpenAI API has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The form of an answer, as vLLM has it: one of them."""
+
+    json: msgspec.Raw = msgspec.Raw()
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+def constraint_of(form: ResponseFormat | None, other: StructuredOutputs | None) -> Constraint | None:
     """What `response_format` or `structured_outputs` say; the BadRequest that names what is wrong with them."""
-    form, other = fields.response_format, fields.structured_outputs
     if other is not None:
         if form is not None and form.type != "text":
             raise BadRequest("structured_outputs: response_format says a form, too; send one", "structured_outputs")

@@ -24,9 +24,9 @@ from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving import reading as wire
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
-from reflex_runtime.llm.serving.fields import BadRequest, ModelNotFound
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
+from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.llm.serving.watching import watchers_of

@@ -18,6 +18,8 @@ from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_ID
 from reflex_runtime.llm.limits import Limits
 from reflex_runtime.llm.serving import answers
 from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.llm.serving.forms import MOST_TEXTS
+from reflex_runtime.llm.serving.tool_fields import MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.web.fields import MAX_ID_BYTES
 from reflex_runtime.web.json import JSON_TYPE
 from reflex_runtime.web.openapi import failures, finished
@@ -63,47 +65,13 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": wire.MOST_TEXTS}
+_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MOST_TEXTS}
 _STRUCTURED: dict[str, dict[str, Any]] = {
     "json": {"type": "object"},
     "json_object": {"const": True},
     "regex": {"type": "string", "minLength": 1},
     "choice": _TEXTS,
     "grammar": {"type": "string", "minLength": 1},
-}
-
-
-_TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "pattern": r"^[a-zA-Z0-9_.-]{1,64}$"},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-            "required": ["name"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "function"],
-    "additionalProperties": False,
-}
-_CALL = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": {"type": "string"}, "arguments": {"const": "{}"}},
-            "required": ["name", "arguments"],
-        },
-    },
-    "required": ["id", "function"],
 }
 
 
@@ -131,7 +99,7 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
         "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
     }
     schemas = {"Error": _ERROR}
-    for kind in (answers.Body, answers.TextChoice, answers.ChatChoice):
+    for kind in (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool):
         schemas |= answers.schemas(kind)
     return finished(f"Reflex, {model}", paths, schemas, unguarded)
 
@@ -141,8 +109,8 @@ def _failures(*codes: str, but: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]:
-    body = {"$ref": "#/components/schemas/Body"}
-    choices = {"type": "array", "items": {"$ref": f"#/components/schemas/{choice.__name__}"}}
+    body = _ref(answers.Body)
+    choices = {"type": "array", "items": _ref(choice)}
     event = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
     whole = {"allOf": [body, {"type": "object", "properties": {"choices": choices}}]}
     return {
@@ -233,7 +201,7 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
             "content": said,
             "name": _maybe({"type": "string"}),
             "tool_call_id": _maybe({"type": "string"}),
-            "tool_calls": _maybe({"type": "array", "items": _CALL}),
+            "tool_calls": _maybe({"type": "array", "items": _ref(CalledTool)}),
             **{name: {"enum": [None, "", []]} for name in wire.OF_ANSWERS},
         },
         "role",
@@ -246,7 +214,7 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
         "logprobs": _maybe({"type": "boolean"}),
         "top_logprobs": _maybe(_whole(0, MOST_LOGPROBS)),
         "parallel_tool_calls": _maybe({"type": "boolean"}),
-        "tools": _maybe({"type": "array", "items": _TOOL, "maxItems": wire.MOST_TOOLS}),
+        "tools": _maybe({"type": "array", "items": _ref(ToolField), "maxItems": MOST_TOOLS}),
         "tool_choice": _maybe({"enum": ["none", "auto"]}),
         "chat_template_kwargs": _maybe({"type": "object", "maxProperties": 0}),
         "metadata": {},
@@ -260,6 +228,10 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
         if name not in fields and name not in ("echo", "suffix"):
             fields[name] = {"enum": [None, *plain, *empty.get(name, ["", [], {}])]}
     return _object(fields, "model", "messages")
+
+
+def _ref(kind: type) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
 def _object(fields: dict[str, Any], *required: str) -> dict[str, Any]:

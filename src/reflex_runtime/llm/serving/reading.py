@@ -22,15 +22,14 @@ from reflex_runtime.llm.serving.fields import (
     MOST_TOKENS,
     OF_ANSWERS,
     PLAIN,
-    BadRequest,
-    CalledTool,
     ChatFields,
     CommonFields,
     CompletionFields,
     Message,
 )
 from reflex_runtime.llm.serving.forms import constraint_of
-from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, tools_of
+from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, CalledTool, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.fields import check_id, suggestion
 from reflex_runtime.web.json import is_json, printable
@@ -131,7 +130,7 @@ def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
     if fields.top_logprobs is not None and not 0 <= fields.top_logprobs <= MOST_LOGPROBS:
         raise BadRequest(f"top_logprobs={fields.top_logprobs}: must be in [0, {MOST_LOGPROBS}]", "top_logprobs")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    tools, shown = tools_of(fields)
+    tools, shown = tools_of(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
     conversation = Conversation(messages, shown, _template_kwargs(fields.chat_template_kwargs))
     asked = _asked(fields, [], conversation, getattr(fields, name), name, logprobs, defaults)
     if tools.forced and asked.params.constraint is not None:
@@ -251,7 +250,7 @@ def _params(
             presence_penalty=fields.presence_penalty or 0.0,
             frequency_penalty=fields.frequency_penalty or 0.0,
             logit_bias=tuple(_bias(fields.logit_bias)),
-            constraint=constraint_of(fields),
+            constraint=constraint_of(fields.response_format, fields.structured_outputs),
             **{name: getattr(defaults, name) if value is None else value for name, value in said.items()},
         )
     except ConfigError as error:

@@ -45,7 +45,7 @@ class Texts:
         return await self._long(length, self._chat, conversation)
 
     def _chat(self, conversation: Conversation) -> list[int]:
-        return self.tokenizer.chat(conversation.messages, conversation.tools, conversation.more, self.most)
+        return self.tokenizer.chat(conversation, self.most)
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, self.most)

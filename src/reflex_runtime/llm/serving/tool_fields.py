@@ -1,19 +1,66 @@
-"""The tools of a request: which ones its answer may call, and which ones it must."""
+"""The tools of a request: the fields that say them, which ones its answer may call, and which ones it must."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import to_builtins
 
 from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.ipc.sampling import Constraint
-from reflex_runtime.llm.serving.fields import MOST_TOOLS, BadRequest, ChatFields
+from reflex_runtime.llm.serving.refusals import BadRequest
 from reflex_runtime.llm.tools import Tool, ToolFormat, ToolParser, forced
 
-_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+MOST_TOOLS = 128
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+
+
+class CalledFunction(msgspec.Struct):
+    """A function that a model called. arguments: JSON."""
+
+    name: str
+    arguments: str
+
+
+class CalledTool(msgspec.Struct):
+    """A call of a tool, in an answer or sent back. What else it says there is not looked at."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """A function that the model may call. parameters: a JSON Schema. strict: it holds where a call is demanded."""
+
+    name: Annotated[str, msgspec.Meta(extra_json_schema={"pattern": NAME})]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolField(msgspec.Struct, forbid_unknown_fields=True):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """The function that is to be called."""
+
+    name: str
+
+
+class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: ChosenFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +90,15 @@ class AskedTools:
 NO_TOOLS = AskedTools()
 
 
-def tools_of(fields: ChatFields) -> tuple[AskedTools, list[dict[str, Any]]]:
+def tools_of(
+    sent: Sequence[ToolField], choice: str | ChosenTool | None, parallel: bool | None
+) -> tuple[AskedTools, list[dict[str, Any]]]:
     """The tools, and what a chat template shows the model of them. BadRequest names what is wrong."""
-    sent, choice = fields.tools or [], fields.tool_choice
     if len(sent) > MOST_TOOLS:
         raise BadRequest(f"tools: holds {len(sent)}, at most {MOST_TOOLS} are taken", "tools")
     tools = [Tool(tool.function.name, tool.function.parameters or {"type": "object"}) for tool in sent]
     for i, tool in enumerate(tools):
-        if not _NAME.fullmatch(tool.name):
+        if not re.fullmatch(NAME, tool.name):
             name = f"tools[{i}].function.name"
             raise BadRequest(f"{name}={tool.name[:80]!r}: must be 1 to 64 letters, digits, _, - or .", name)
     if choice == "none":
@@ -61,7 +109,7 @@ def tools_of(fields: ChatFields) -> tuple[AskedTools, list[dict[str, Any]]]:
     if named is not None and named not in {tool.name for tool in tools}:
         raise BadRequest(f"tool_choice: {named[:80]!r} is none of the tools", "tool_choice")
     may = tuple(tool for tool in tools if named in (None, tool.name))
-    several = fields.parallel_tool_calls is not False and named is None
+    several = parallel is not False and named is None
     shown = [{"type": "function", "function": _shown(tool.function)} for tool in sent]
     return AskedTools(may, choice == "required" or named is not None, several), shown
 

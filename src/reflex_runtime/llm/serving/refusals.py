@@ -1,0 +1,23 @@
+"""What is wrong with a request, by the name of its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reflex_runtime.web.errors import ClientError, NotFound
+from reflex_runtime.web.json import printable
+
+
+class BadRequest(ClientError):
+    """A field is wrong. param: its name, None for the request as a whole. told: the error code in the answer."""
+
+    def __init__(self, message: str, param: str | None = None, told: str | None = None) -> None:
+        super().__init__(printable(message))
+        self.param, self.told = param, told
+
+    def __reduce__(self) -> Any:
+        return (BadRequest, (self.message, self.param, self.told))
+
+
+class ModelNotFound(NotFound):
+    """No model of that name is served."""
