@@ -12,6 +12,7 @@ from reflex_runtime.options import again, flag, one_line, option, validate
 
 DEFAULT_POLICY = "default"  # the name of SOURCE; its policy is asked where a request names none
 MAX_POLICIES = 32
+_ORIGIN = r"\*|https?://([\w.-]{1,253}|\[[0-9a-fA-F:.]{2,45}\])(:[0-9]{1,5})?"
 _ZMQ_ADDRESS = r"tcp://(\*|localhost|[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):(?P<port>[0-9]{1,5})"
 
 
@@ -24,11 +25,17 @@ class ServerConfig:
         group="listening and trust",
     )
     port: int = option(8000, "port to bind; 0 picks a free one", low=0, high=65535)
-    api_key: str = option("", "key that clients must send as Authorization: Bearer or X-Reflex-Key", secret=True)
+    api_key: str = option(
+        "", "key that clients must send as Authorization: Bearer, X-Reflex-Key or x-api-key", secret=True
+    )
     api_key_file: str = option("", "file that holds the key", metavar="FILE")
     allow_host: tuple[str, ...] = option(
         (), "without a key: a further host name of the server, and a site whose pages may POST; * is any",
         metavar="NAME", repeat=True, unless="api_key",
+    )
+    cors: tuple[str, ...] = option(
+        (), "a site whose pages may ask this server and read its answers; * is any; operators' paths take no part",
+        metavar="ORIGIN", repeat=True,
     )
     max_body_bytes: int = option(16 * 2**20, "largest request body; beyond it 413", low=1024, high=2**31, unit="bytes")
     max_bodies_mb: float = option(
@@ -68,6 +75,10 @@ class ServerConfig:
         validate(self)
         _check_endpoint(self.otel)
         _check_trust(self)
+        for origin in self.cors:
+            if not re.fullmatch(_ORIGIN, origin):
+                expected = "*, or a site such as https://example.org or http://localhost:3000, without a path"
+                raise ConfigError(f"--cors={one_line(origin)}: must be {expected}", field="cors")
 
 
 @dataclass(frozen=True)

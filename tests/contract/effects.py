@@ -72,6 +72,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics",
         "api_key_file": "test_h5_the_key_may_stand_in_a_file",
         "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
+        "cors": "test_h5_cors_never_lets_a_page_reach_operators",
         "robot_id": "test_h10_the_provider_in_force_is_shown",
         "trace": "test_the_trace_of_a_run_is_whole",
         "oip_grpc": "test_w50_the_stock_client_gets_the_answer_of_act",
@@ -132,6 +133,7 @@ EFFECTS: Final[dict[type[Any], dict[str, str]]] = {
         "api_key": "test_h5_a_key_guards_everything_but_health_and_metrics_of_a_model",
         "api_key_file": "test_h5_the_key_may_stand_in_a_file",
         "allow_host": "test_h5_allow_host_names_what_else_it_is_called",
+        "cors": "test_h5_cors_lets_the_pages_of_a_site_ask_and_read",
         "trace": "test_h10_trace_writes_every_step",
     },
     RayConfig: {

@@ -48,14 +48,25 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
         body["response_format"] = None
     if isinstance(messages := body.get("messages"), list) and 100 < len(messages) <= 10_000:
         body["messages"] = messages[:3]  # all of them are more than the model's context holds
-    if isinstance(body.get("prompt"), list):
-        body["prompt"] = _plain(body["prompt"])
+    for message in messages if isinstance(messages, list) else ():
+        for call in _list(message, "tool_calls"):
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                function["arguments"] = "{}"  # JSON inside of a text
+    for name in ("prompt", "tokens"):
+        if isinstance(body.get(name), list):
+            body[name] = _plain(body[name])
     if _within(body.get("best_of"), 128):
         body["best_of"] = body["n"] if _within(body.get("n"), 128) else 1
     if isinstance(body.get("stream_options"), dict) and body.get("stream") in (None, False):
         body["stream"] = True
-    if isinstance(body.get("top_logprobs"), int) and body.get("logprobs") in (None, False):
+    if isinstance(body.get("top_logprobs"), int | float) and body.get("logprobs") in (None, False):
         body["logprobs"] = True
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    found = value.get(name) if isinstance(value, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def _form(said: Any) -> Any:

@@ -258,8 +258,8 @@ def test_w2_a_refused_handshake_is_one_warning_for_each_status(caplog: pytest.Lo
 
     running(check, api_key="secret")
     assert [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "reflex.server"] == [
-        ("WARNING", "a websocket was refused: 401 unauthorized: send the key as Authorization: Bearer KEY or as "
-         "X-Reflex-Key (repeats are not logged)"),
+        ("WARNING", "a websocket was refused: 401 unauthorized: send the key as Authorization: Bearer KEY, "
+         "X-Reflex-Key or x-api-key (repeats are not logged)"),
         ("WARNING", "a websocket was refused: 404 not_found: no such path: /other (repeats are not logged)"),
     ]  # fmt: skip
 

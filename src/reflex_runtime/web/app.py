@@ -13,12 +13,13 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
 from reflex_runtime.core.errors import Closed
 from reflex_runtime.web.bodies import Bodies
 from reflex_runtime.web.connections import ConnectionSettings, Seldom, connections_of
+from reflex_runtime.web.cors import Cors, answer_preflight, is_preflight
 from reflex_runtime.web.errors import MethodNotAllowed, NotFound, Unauthorized, known
 from reflex_runtime.web.exchange import Exchange, Route, too_large
 from reflex_runtime.web.form import ErrorForm, Headers
@@ -68,7 +69,8 @@ class App:
     """The application of one server.
 
     routes: by path; `find` returns the route of any other path. form: of errors. on_answer: called with each
-    exchange and its status. missing: what to say of a path that has no route. elsewhere: set it to find the route of
+    exchange and its status. missing: what to say of a path that has no route. cors: sites
+    whose pages may read answers. elsewhere: set it to find the route of
     requests that another process answers; it comes first.
 
     asked: requests so far. active: those not answered yet. entering: those whose body is still arriving, or that are
@@ -85,6 +87,7 @@ class App:
         find: Callable[[str], Route | None] = lambda path: None,
         on_answer: Callable[[Exchange, int], None] | None = None,
         missing: Callable[[str], str] = lambda path: f"no such path: {path[:200]}",
+        cors: Collection[str] = (),
     ) -> None:
         self.routes, self.form, self._find, self._on_answer = dict(routes), form, find, on_answer
         self._missing = missing
@@ -99,6 +102,7 @@ class App:
         self.marks: Headers = []
         self._lined: list[LinedUp] = []
         self._key = settings.api_key.encode()
+        self._cors = Cors(cors)
         self._trust = Trust(settings.host, settings.allow_host)
         self._prefix = secrets.token_hex(6)
         self._refused: defaultdict[int, Seldom] = defaultdict(Seldom)  # websockets, by status
@@ -134,8 +138,14 @@ class App:
         try:
             elsewhere = None if self.elsewhere is None else self.elsewhere(exchange)
             route = exchange.route = elsewhere or self.routes.get(exchange.path) or self._find(exchange.path)
+            crosses = self._cors.admits(exchange, route)
+            if crosses and route is not None and is_preflight(exchange):
+                if not self._key:
+                    self._trust.check("GET", exchange.headers)
+                answer_preflight(exchange, route)
+                return False
             if route is None or route.checked:
-                self._check_caller(exchange, route)
+                self._check_caller(exchange, route, crosses)
             if exchange.upgrades and route is not None and route.socket is not None:
                 if self.closing:
                     raise Closed("the server is shutting down", retry_after=1.0)
@@ -227,16 +237,17 @@ class App:
             self.entering.discard(exchange)
             self.answered()
 
-    def _check_caller(self, exchange: Exchange, route: Route | None) -> None:
+    def _check_caller(self, exchange: Exchange, route: Route | None, crosses: bool) -> None:
+        """crosses: it is from a page of another site that may ask this."""
         if not self._key:
             guarded = exchange.upgrades or (route is not None and route.own_pages)
-            self._trust.check("POST" if guarded else exchange.method, exchange.headers)
+            self._trust.check("POST" if guarded else "GET" if crosses else exchange.method, exchange.headers)
             if route is not None and route.changes and exchange.method == route.method:
                 check_direct(exchange.client, exchange.headers)
         elif route is None or not route.open:
             plain, borne = keys_in(exchange.headers)
             if not (hmac.compare_digest(plain, self._key) | hmac.compare_digest(borne, self._key)):
-                raise Unauthorized("send the key as Authorization: Bearer KEY or as X-Reflex-Key")
+                raise Unauthorized("send the key as Authorization: Bearer KEY, X-Reflex-Key or x-api-key")
 
     def may_change(self, exchange: Exchange) -> bool:
         """Whether this caller may change state; for paths that do not always change it."""

@@ -97,7 +97,7 @@ class Exchange:
     number: our own id of the request. request_id: goes out as X-Request-Id. route: what answers it; None before that
     is known. ask: what the product keeps with it. left: the caller has gone; on_left is called when that happens.
     begun: the head of a streamed answer was sent. done: it is answered. held: bytes of its body that `Bodies` counts.
-    moved: another server answered what it continues.
+    moved: another server answered what it continues. cross: headers for the page of another site that asked.
 
     The rest is for the connection. opened: its turn has come. wanted: its body must be read or handed over. whole: it
     is complete. broken: why it never will be. upgrades: it asks for a websocket, and may have it now.
@@ -112,6 +112,7 @@ class Exchange:
         "broken",
         "carrier",
         "client",
+        "cross",
         "done",
         "expects",
         "headers",
@@ -161,6 +162,7 @@ class Exchange:
         self.ask: Any = None
         self._on_error: Callable[[ReflexError], bytes] | None = None
         self.task: asyncio.Task[Any] | None = None
+        self.cross: Headers = []
         self.held = self.size = 0
         self.body: list[bytes] = []
         self.expects = b"expect" in headers
@@ -177,6 +179,7 @@ class Exchange:
             (b"x-request-id", header_text(self.request_id)),
         ]
         headers += self.app.marks
+        headers += self.cross
         if extra:
             headers += extra
         if self._closes:
@@ -188,7 +191,7 @@ class Exchange:
     def begin(self, status: int, headers: Headers, on_error: Callable[[ReflexError], bytes]) -> None:
         """Send the head of an answer that comes in parts. on_error: makes the last part of an answer that fails."""
         self.begun, self._on_error = True, on_error
-        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks]
+        headers = [*headers, (b"x-request-id", header_text(self.request_id)), *self.app.marks, *self.cross]
         if self._closes:
             headers.append(CLOSE)
         self.app.bodies.release(self)

@@ -93,9 +93,10 @@ def _hostname(url: bytes) -> str:
 
 
 def keys_in(headers: Mapping[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The keys that a caller sends: as X-Reflex-Key, and as Authorization; b"" where it sends none."""
+    """The keys that a caller sends: as X-Reflex-Key or x-api-key, and as Authorization; b"" where it sends none."""
     scheme, _, borne = headers.get(b"authorization", b"").partition(b" ")
-    return headers.get(b"x-reflex-key", b""), borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
+    plain = headers.get(b"x-reflex-key") or headers.get(b"x-api-key", b"")
+    return plain, borne.strip() if scheme.lower() in (b"bearer", b"api-key") else b""
 
 
 def _is_address(host: str) -> bool:

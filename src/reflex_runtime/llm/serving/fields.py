@@ -21,7 +21,6 @@ from reflex_runtime.web.fields import Whole
 
 MOST_CHOICES = 128  # of one prompt
 MOST_PROMPTS = 2048  # of one request
-MOST_MESSAGES = 10_000
 MOST_TOKENS = 1 << 20  # of one request, where prompts come as token ids
 
 

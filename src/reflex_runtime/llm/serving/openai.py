@@ -8,10 +8,10 @@ status. If a caller disconnects, streaming or not, its request is cancelled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from msgspec.structs import replace as changed
@@ -23,6 +23,7 @@ from reflex_runtime.ipc.engine import OutputStream
 from reflex_runtime.llm.constraint import Matcher
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
 from reflex_runtime.llm.serving import reading as wire
+from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
@@ -33,6 +34,7 @@ from reflex_runtime.llm.serving.watching import watchers_of
 from reflex_runtime.llm.tools import ToolFormat
 from reflex_runtime.telemetry import metrics
 from reflex_runtime.telemetry.tracing import RequestSpan
+from reflex_runtime.version import __version__
 from reflex_runtime.web.app import App
 from reflex_runtime.web.bodies import LARGE
 from reflex_runtime.web.dashboard import dashboard_routes
@@ -45,7 +47,10 @@ from reflex_runtime.web.serve import Make
 from reflex_runtime.web.supervisor import Lives
 
 STATUS, MODELS, COMPLETIONS, CHAT = "/status", "/v1/models", "/v1/completions", "/v1/chat/completions"
-OPEN_PATHS: Final = ("/health", "/metrics", "/openapi.json", "/docs")
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+OPEN_PATHS: Final = ("/health", "/metrics", "/version", "/openapi.json", "/docs")
+T = TypeVar("T")
+F = TypeVar("F", tokens.TokenizeFields, tokens.DetokenizeFields)
 _STREAM: Final[Headers] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -72,12 +77,15 @@ class OpenAI:
         routes = [
             Route("/health", self._health, open=True),
             Route("/metrics", partial(self._later, self._metrics), open=True),
+            Route("/version", self._version, open=True),
             Route("/openapi.json", self._openapi, open=True),
             Route("/docs", self._docs, open=True),
             Route(STATUS, partial(self._later, self._status)),
             Route(MODELS, self._models),
             self._generating(COMPLETIONS, chat=False),
             self._generating(CHAT, chat=True),
+            Route(TOKENIZE, self._tokenize, "POST", most=model.config.max_body_bytes, enter=self._enter),
+            Route(DETOKENIZE, self._detokenize, "POST", most=model.config.max_body_bytes, enter=self._enter),
         ]
         self.app = App(
             model.config,
@@ -85,6 +93,7 @@ class OpenAI:
             ErrorForm(_refuse, keeps_id=True),
             find=lambda path: name if path.startswith(MODELS + "/") else None,
             on_answer=self._count,
+            cors=model.config.cors,
         )
 
     def _generating(self, path: str, chat: bool) -> Route:
@@ -112,6 +121,31 @@ class OpenAI:
     def _later(self, answer: Any, exchange: Exchange, _: bytes) -> None:
         answering: Coroutine[Any, Any, None] = answer(exchange)
         self.app.spawn(exchange, answering)
+
+    def _version(self, exchange: Exchange, _: bytes) -> None:
+        exchange.answer(200, encode({"version": __version__}))
+
+    def _tokenize(self, exchange: Exchange, body: bytes) -> None:
+        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.tokenize_fields, tokens.tokenized))
+
+    def _detokenize(self, exchange: Exchange, body: bytes) -> None:
+        self.app.spawn(exchange, self._of_tokens(exchange, body, tokens.detokenize_fields, tokens.detokenized))
+
+    async def _of_tokens(
+        self,
+        exchange: Exchange,
+        body: bytes,
+        read: Callable[[bytes], F],
+        answer: Callable[[F, Generator[Any]], Awaitable[bytes]],
+    ) -> None:
+        """Answer what only the tokenizer is asked for."""
+        fields = await self._decoded(read, body)
+        if fields.model is not None:
+            self._check_name(fields.model)
+        exchange.answer(200, await answer(fields, exchange.ask))
+
+    async def _decoded(self, read: Callable[[bytes], T], body: bytes) -> T:
+        return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
 
     def _openapi(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, self._described())
@@ -163,7 +197,7 @@ class OpenAI:
         try:
             bell = Bell()
             decode = partial(wire.chat if chat else wire.completion, defaults=self.model.defaults)
-            asked = decode(body) if len(body) <= LARGE else await self.app.bodies.beside(decode, body)
+            asked = await self._decoded(decode, body)
             del body  # what it says is decoded
             echoes: list[str] = []
             asked = await self._queue(exchange, runtime, asked, streams, bell, span, echoes)

@@ -16,8 +16,9 @@ from typing import Any
 from reflex_runtime.core.request import PRIORITIES
 from reflex_runtime.ipc.sampling import MOST_BIASED, MOST_LOGPROBS, MOST_STOP_IDS, MOST_STOPS
 from reflex_runtime.llm.limits import Limits
-from reflex_runtime.llm.serving import answers
+from reflex_runtime.llm.serving import answers, tokens
 from reflex_runtime.llm.serving import fields as wire
+from reflex_runtime.llm.serving.decoding import MOST_MESSAGES
 from reflex_runtime.llm.serving.forms import MOST_TEXTS
 from reflex_runtime.llm.serving.tool_fields import MOST_TOOLS, CalledTool, ToolField
 from reflex_runtime.web.fields import MAX_ID_BYTES
@@ -60,6 +61,7 @@ _GETS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "/health": ("200 only when ready, else 503", ("200", "503"), _OBJECT),
     "/status": ("requests that wait and run, and how batches were formed", ("200",), _OBJECT),
     "/metrics": ("Prometheus text", ("200",), {"text/plain": {"schema": {"type": "string"}}}),
+    "/version": ("the server's version", ("200",), _OBJECT),
     "/openapi.json": ("this document", ("200",), _OBJECT),
     "/docs": ("this document for people", ("200",), {"text/html": {"schema": {"type": "string"}}}),
 }
@@ -86,6 +88,8 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
     }
     content = paths["/v1/completions"]["post"]["requestBody"]["content"][JSON_TYPE]
     content["example"] = {"model": model, "prompt": "Once there was"}
+    paths["/tokenize"] = {"post": _small("Token ids of a text or a conversation", _tokenize(model), tokens.TokenIds)}
+    paths["/detokenize"] = {"post": _small("The text of token ids", _detokenize(model, limits), tokens.Detokenized)}
     for path, (summary, codes, content) in _GETS.items():
         done = {code: {"description": "OK" if code == "200" else "not ready", "content": content} for code in codes}
         more = _failures("401", "403", "405", "408", but=codes)
@@ -99,7 +103,8 @@ def document(model: str, limits: Limits | None, most: int, unguarded: Sequence[s
         "parameters": [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}],
     }
     schemas = {"Error": _ERROR}
-    for kind in (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool):
+    named = (answers.Body, answers.TextChoice, answers.ChatChoice, ToolField, CalledTool)
+    for kind in (*named, tokens.TokenIds, tokens.Detokenized):
         schemas |= answers.schemas(kind)
     return finished(f"Reflex, {model}", paths, schemas, unguarded)
 
@@ -125,6 +130,30 @@ def _post(summary: str, request: dict[str, Any], choice: type) -> dict[str, Any]
         }
         | _failures(*_ERRORS),
     }
+
+
+def _small(summary: str, request: dict[str, Any], answer: type) -> dict[str, Any]:
+    """A question that is answered without the model."""
+    done = {"description": "OK", "content": {JSON_TYPE: {"schema": _ref(answer)}}}
+    body = {"required": True, "content": {JSON_TYPE: {"schema": request}}}
+    return {
+        "summary": summary,
+        "requestBody": body,
+        "responses": {"200": done} | _failures("400", "401", "403", "404", "405", "408", "413", "500", "503"),
+    }
+
+
+def _tokenize(model: str) -> dict[str, Any]:
+    both = {"model": _maybe({"const": model}), "return_token_strs": _maybe({"type": "boolean"})}
+    both |= {name: {"enum": [None, plain]} for name, plain in tokens.PLAIN.items()}
+    text = _object(both | {"prompt": {"type": "string"}}, "prompt")
+    talk = _object(both | {"messages": _messages()}, "messages")
+    return {"anyOf": [text, talk]}
+
+
+def _detokenize(model: str, limits: Limits | None) -> dict[str, Any]:
+    ids = {"type": "array", "items": _whole(0, 2**31 if limits is None else limits.vocab_size - 1), "maxItems": 1000}
+    return _object({"tokens": ids, "model": _maybe({"const": model})}, "tokens")
 
 
 def _common(model: str, limits: Limits | None) -> dict[str, Any]:
@@ -188,7 +217,7 @@ def _completion(model: str, limits: Limits | None, most: int) -> dict[str, Any]:
     return _object(fields, "model", "prompt")
 
 
-def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
+def _messages() -> dict[str, Any]:
     part = {
         "type": "object",
         "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -207,9 +236,13 @@ def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
         "role",
         "content",
     )
+    return {"type": "array", "items": message, "minItems": 1, "maxItems": MOST_MESSAGES}
+
+
+def _chat(model: str, limits: Limits | None) -> dict[str, Any]:
     common = _common(model, limits)
     fields = common | {
-        "messages": {"type": "array", "items": message, "minItems": 1, "maxItems": wire.MOST_MESSAGES},
+        "messages": _messages(),
         "max_completion_tokens": common["max_tokens"],
         "logprobs": _maybe({"type": "boolean"}),
         "top_logprobs": _maybe(_whole(0, MOST_LOGPROBS)),

@@ -1,4 +1,4 @@
-"""From the body of a request to what is asked, checked in one pass by msgspec; no field is ignored silently."""
+"""From the body of a request to what is asked, validated; no field is ignored silently."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -15,9 +15,9 @@ from reflex_runtime.core.errors import ConfigError
 from reflex_runtime.core.request import PRIORITIES, Priority
 from reflex_runtime.ipc.sampling import MOST_LOGPROBS, SamplingParams
 from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.decoding import MOST_MESSAGES, MOST_VALUES, at_fault, decode
 from reflex_runtime.llm.serving.fields import (
     MOST_CHOICES,
-    MOST_MESSAGES,
     MOST_PROMPTS,
     MOST_TOKENS,
     OF_ANSWERS,
@@ -31,23 +31,14 @@ from reflex_runtime.llm.serving.forms import constraint_of
 from reflex_runtime.llm.serving.refusals import BadRequest
 from reflex_runtime.llm.serving.tool_fields import NO_TOOLS, AskedTools, CalledTool, tools_of
 from reflex_runtime.llm.tokenizer import Conversation
-from reflex_runtime.web.fields import check_id, suggestion
-from reflex_runtime.web.json import is_json, printable
+from reflex_runtime.web.fields import check_id
 
-MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
-MOST_PLAIN = 10_000  # in any field that is neither the prompt nor the messages
 PIECE = 1 << 16  # bytes of token ids decoded at a time: nothing else runs meanwhile
-_WHOLE = (
-    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
-)  # fmt: skip
-_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
-_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
 _OF_SAMPLING = re.compile(r"SamplingParams\.(\w+)=")
 _OF_MESSAGE = re.compile(r"(\w+(?:\[\d+\])?(?:\.\w+)?)[:=]")
 _AS_SAID = tuple(field.name for field in fields_of(SamplingDefaults))  # where a request says them
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})  # of templates: not to be overwritten
 
-F = TypeVar("F", bound=CommonFields)
 _PROMPT = msgspec.json.Decoder(str | list[Any])
 _LISTS = msgspec.json.Decoder(list[msgspec.Raw])
 _IDS = msgspec.json.Decoder(list[int])
@@ -86,22 +77,12 @@ class CompletionRequest:
 
 _completion = msgspec.json.Decoder(CompletionFields)
 _chat = msgspec.json.Decoder(ChatFields)
-_parts: dict[type[Any], msgspec.json.Decoder[msgspec.Struct]] = {  # the same fields, each as it was sent
-    kind: msgspec.json.Decoder(
-        msgspec.defstruct(
-            "Parts", [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__], forbid_unknown_fields=True
-        )
-    )
-    for kind in (CompletionFields, ChatFields)
-}
-
-
 _NONE = SamplingDefaults()
 
 
 def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
     """POST /v1/completions, or the BadRequest that names what is wrong. defaults: of the model."""
-    fields = _decode(_completion, body)
+    fields = decode(_completion, body, PLAIN)
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise BadRequest(f"best_of={fields.best_of}: must equal n={fields.n or 1}, or be left out", "best_of")
     if fields.echo and fields.logprobs is not None:
@@ -113,7 +94,11 @@ def completion(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionReq
 
 def chat(body: bytes, defaults: SamplingDefaults = _NONE) -> CompletionRequest:
     """POST /v1/chat/completions, or the BadRequest that names what is wrong. defaults: of the model."""
-    fields = _decode(_chat, body)
+    return chat_request(decode(_chat, body, PLAIN), defaults)
+
+
+def chat_request(fields: ChatFields, defaults: SamplingDefaults) -> CompletionRequest:
+    """What these fields ask for, or the BadRequest that names what is wrong. defaults: of the model."""
     calls = (call for message in fields.messages for call in message.tool_calls or ())
     if sum(call.function.arguments.count(",") for call in calls) > MOST_VALUES:  # they are JSON inside of texts
         raise BadRequest(f"messages: the arguments in their tool_calls hold more than {MOST_VALUES} values", "messages")
@@ -143,57 +128,6 @@ def _template_kwargs(said: dict[str, Any] | None) -> dict[str, Any]:
         if name in _OWN_VARIABLES or not name.isidentifier() or name.startswith("_"):
             raise BadRequest(f"chat_template_kwargs: {name[:50]!r} cannot be set", "chat_template_kwargs")
     return said or {}
-
-
-def _decode(decoder: msgspec.json.Decoder[F], body: bytes) -> F:
-    try:
-        if body.count(b",") > MOST_VALUES:
-            _check_values(_parts[decoder.type].decode(body))
-        fields = decoder.decode(body)
-        for name in _WHOLE:
-            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
-                setattr(fields, name, _whole(name, value))
-    except msgspec.ValidationError as error:
-        if not is_json(body):
-            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
-        raise _invalid(str(error), decoder.type) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
-    for name, plain in PLAIN.items():
-        value = getattr(fields, name, None)
-        if value is not None and value != [] and value != {} and value != "" and value not in plain:
-            raise BadRequest(f"{name}: is not supported here; leave it out", name)
-    return fields
-
-
-def _whole(name: str, value: float) -> int:
-    if not value.is_integer():
-        raise BadRequest(f"{name}={value}: must be a whole number", name)
-    return int(value)
-
-
-def _check_values(parts: msgspec.Struct) -> None:
-    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
-    for name in parts.__struct_fields__:
-        raw = bytes(getattr(parts, name))
-        if name == "messages":  # as keys alone they have plain quotes
-            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
-            if messages > MOST_MESSAGES:
-                raise BadRequest(f"messages: holds {messages}, must hold 1 to {MOST_MESSAGES}", "messages")
-            if kinds > MOST_MESSAGES:
-                raise BadRequest(f"messages: holds {kinds} parts, at most {MOST_MESSAGES} are taken", "messages")
-        elif name != "prompt" and raw.count(b",") > MOST_PLAIN:
-            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
-
-
-def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
-    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
-    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
-    where = path[1] if path else ""
-    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
-    plain = _PATH.sub("", text)
-    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
-    return BadRequest(told, printable(param) or None)
 
 
 def _asked(
@@ -276,8 +210,7 @@ def _prompts(sent: msgspec.Raw) -> list[str | list[int]]:
     try:
         prompt = _PROMPT.decode(raw)
     except msgspec.ValidationError as error:
-        plain = _PATH.sub("", str(error))
-        raise BadRequest(f"prompt: {plain[:1].lower()}{plain[1:]}", "prompt") from None
+        raise BadRequest(at_fault(error, "prompt"), "prompt") from None
     if isinstance(prompt, str):
         found: list[str | list[int]] = [prompt]
     elif prompt and all(type(token) is int for token in prompt):

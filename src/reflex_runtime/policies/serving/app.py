@@ -73,7 +73,7 @@ def application(
     live = dashboard_routes(watchers_of(runtime) if watchers is None else watchers)
     live.append(JournalStreams(runtime).route)
     routes = plain.by_path | {route.path: route for route in live}
-    app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime))
+    app = App(config, routes, PLAIN, find, missing=partial(_missing, runtime), cors=config.cors)
     if not listens:
         return app
     if config.gr00t:

@@ -1,0 +1,97 @@
+"""From the bytes of a body to its fields, checked in one pass by msgspec; errors name the field as its caller wrote it.
+
+What would keep the event loop waiting is refused before it is decoded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.web.fields import suggestion
+from reflex_runtime.web.json import is_json, printable
+
+MOST_MESSAGES = 10_000
+MOST_VALUES = 50_000  # commas in a body whose fields are decoded without looking at each before
+MOST_PLAIN = 10_000  # in any field but those with a bound of their own
+_LONG = ("prompt", "tokens")  # fields that hold token ids
+_TALKS = ("messages", "input")  # fields that hold a conversation
+_WHOLE = (
+    "n", "seed", "max_tokens", "min_tokens", "top_k", "logprobs", "best_of", "max_completion_tokens", "top_logprobs",
+    "max_output_tokens",
+)  # fmt: skip
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_UNKNOWN = re.compile(r"(?:unknown|missing required) field `(.*?)`(?: - at|$)")
+
+F = TypeVar("F", bound=msgspec.Struct)
+
+
+@lru_cache
+def _parts(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """The same fields, each as it was sent."""
+    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
+    return msgspec.json.Decoder(msgspec.defstruct("Parts", fields, forbid_unknown_fields=True))
+
+
+def decode(decoder: msgspec.json.Decoder[F], body: bytes, plain: Mapping[str, tuple[Any, ...]]) -> F:
+    """The fields, or the BadRequest that names what is wrong. plain: fields that are known and not supported, with the
+    values that have no effect; None and empty values have none either."""
+    try:
+        if body.count(b",") > MOST_VALUES:
+            _check_values(_parts(decoder.type).decode(body))
+        fields = decoder.decode(body)
+        for name in _WHOLE:
+            if type(value := getattr(fields, name, None)) is float:  # 3.0 is a whole number too
+                setattr(fields, name, _whole(name, value))
+    except msgspec.ValidationError as error:
+        if not is_json(body):
+            raise BadRequest("the body is not JSON: it breaks off", told="invalid_json") from None
+        raise _invalid(str(error), decoder.type) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", told="invalid_json") from None
+    for name, values in plain.items():
+        value = getattr(fields, name, None)
+        if value is not None and value != [] and value != {} and value != "" and value not in values:
+            raise BadRequest(f"{name}: is not supported here; leave it out", name)
+    return fields
+
+
+def at_fault(error: msgspec.ValidationError, name: str) -> str:
+    """What msgspec says of the field of that name."""
+    plain = _PATH.sub("", str(error))
+    return f"{name}: {plain[:1].lower()}{plain[1:]}"
+
+
+def _whole(name: str, value: float) -> int:
+    if not value.is_integer():
+        raise BadRequest(f"{name}={value}: must be a whole number", name)
+    return int(value)
+
+
+def _check_values(parts: msgspec.Struct) -> None:
+    """Raise when a field holds so many values that decoding it would keep the event loop waiting."""
+    for name in parts.__struct_fields__:
+        raw = bytes(getattr(parts, name))
+        if name in _TALKS:  # as keys alone they have plain quotes
+            messages, kinds = raw.count(b'"role"'), raw.count(b'"type"')
+            if messages > MOST_MESSAGES:
+                raise BadRequest(f"{name}: holds {messages}, must hold 1 to {MOST_MESSAGES}", name)
+            if kinds > MOST_MESSAGES:
+                raise BadRequest(f"{name}: holds {kinds} parts, at most {MOST_MESSAGES} are taken", name)
+        elif name not in _LONG and raw.count(b",") > MOST_PLAIN:
+            raise BadRequest(f"{name}: holds more than {MOST_PLAIN} values", name)
+
+
+def _invalid(text: str, kind: type[msgspec.Struct]) -> BadRequest:
+    """What msgspec says, with the name of the field as the caller wrote it. kind: of the body."""
+    unknown, path = _UNKNOWN.search(text), _PATH.search(text)
+    where = path[1] if path else ""
+    param = ".".join(filter(None, (where, unknown[1] if unknown else "")))
+    plain = _PATH.sub("", text)
+    told = printable(f"{param or 'the body'}: {plain[:1].lower()}{plain[1:]}") + suggestion(text, kind)
+    return BadRequest(told, printable(param) or None)

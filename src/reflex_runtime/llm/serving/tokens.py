@@ -1,0 +1,139 @@
+"""POST /tokenize and /detokenize, as vLLM has them: a text or a conversation to token ids, and back.
+
+They need the tokenizer alone; nothing is queued.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from reflex_runtime.core.errors import ConfigError
+from reflex_runtime.llm.sampling_defaults import SamplingDefaults
+from reflex_runtime.llm.serving.decoding import decode
+from reflex_runtime.llm.serving.fields import ChatFields, Message
+from reflex_runtime.llm.serving.generation import Generator
+from reflex_runtime.llm.serving.reading import chat_request, refused
+from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.llm.serving.tool_fields import ToolField
+from reflex_runtime.llm.tokenizer import Conversation
+from reflex_runtime.web.json import encode
+
+T = TypeVar("T")
+FEW = 1000  # tokens; the texts of more are made beside the loop
+
+
+class TokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /tokenize: a prompt, or messages. model: may be left out. return_token_strs: each token's text,
+    too. add_special_tokens, add_generation_prompt: as the model is asked; other values are refused."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[ToolField] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+
+
+class DetokenizeFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class TokenIds(msgspec.Struct):
+    """What /tokenize answers. count: of the tokens. max_model_len: how many a request may have, output included."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(msgspec.Struct):
+    """What /detokenize answers. prompt: their text, special tokens left out."""
+
+    prompt: str
+
+
+PLAIN = {
+    "add_special_tokens": True,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "chat_template": "",
+}
+_PLAIN = {name: (value,) for name, value in PLAIN.items()}
+_tokenize = msgspec.json.Decoder(TokenizeFields)
+_detokenize = msgspec.json.Decoder(DetokenizeFields)
+
+
+def tokenize_fields(body: bytes) -> TokenizeFields:
+    """The body of POST /tokenize, or the BadRequest that names what is wrong."""
+    fields = decode(_tokenize, body, _PLAIN)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequest("prompt: send it or messages, one of them", "prompt")
+    if fields.prompt is not None and (fields.tools or fields.chat_template_kwargs):
+        raise BadRequest("prompt: goes without tools and chat_template_kwargs, which are for messages", "prompt")
+    return fields
+
+
+async def tokenized(fields: TokenizeFields, generator: Generator[Any]) -> bytes:
+    """The answer to POST /tokenize."""
+    field = "messages" if fields.prompt is None else "prompt"
+    try:
+        if fields.prompt is not None:
+            (ids,) = await generator.encode([fields.prompt])
+        else:
+            ids = await generator.encode_chat(_conversation(fields))
+    except RecursionError:
+        raise BadRequest("its values nest too deeply") from None
+    except ConfigError as error:
+        raise refused(error, field) from None
+    texts = None
+    if fields.return_token_strs:
+        token = generator.tokenizer.token
+        texts = await _beside(len(ids), lambda: [token(id) for id in ids])
+    return encode(TokenIds(len(ids), generator.limits.max_model_len, ids, texts))
+
+
+async def _beside(tokens: int, work: Callable[[], T]) -> T:
+    """What it returns; of many tokens it is done in a thread."""
+    if tokens <= FEW:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def _conversation(fields: TokenizeFields) -> Conversation:
+    """What the chat endpoint would make of it."""
+    chat = ChatFields(
+        model="", messages=fields.messages or [], tools=fields.tools, chat_template_kwargs=fields.chat_template_kwargs
+    )
+    conversation = chat_request(chat, SamplingDefaults()).conversation
+    assert conversation is not None
+    return conversation
+
+
+def detokenize_fields(body: bytes) -> DetokenizeFields:
+    """The body of POST /detokenize, or the BadRequest that names what is wrong."""
+    return decode(_detokenize, body, {})
+
+
+async def detokenized(fields: DetokenizeFields, generator: Generator[Any]) -> bytes:
+    """The answer to POST /detokenize."""
+    longest = generator.limits.max_model_len
+    if len(fields.tokens) > longest:
+        raise BadRequest(f"tokens: holds {len(fields.tokens)}, and the model's context {longest}", "tokens")
+    most = generator.limits.vocab_size
+    if fields.tokens and not (min(fields.tokens) >= 0 and max(fields.tokens) < most):
+        told = f"[0, {most - 1}], not {min(fields.tokens)} to {max(fields.tokens)}"
+        raise BadRequest(f"tokens: must be in {told}", "tokens")
+    decoder = generator.tokenizer.decode
+    return encode(Detokenized(await _beside(len(fields.tokens), lambda: decoder(fields.tokens))))

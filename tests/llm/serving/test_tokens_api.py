@@ -1,0 +1,85 @@
+"""L9 /tokenize, /detokenize and /version: what the tokenizer says, without the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from reflex_runtime.llm.serving import tokens
+from reflex_runtime.version import __version__
+from serving.openai_toy import Model, Toy
+
+HELLO = [{"role": "user", "content": "hi"}]
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Toy]:
+    with Toy(Model(max_model_len=512)) as server:
+        yield server
+
+
+def test_l9_tokenize_tells_the_tokens_of_a_text_and_of_a_conversation(toy: Toy) -> None:
+    answer = toy.post("/tokenize", {"model": "toy", "prompt": "né"})
+    assert answer.json == {"count": 3, "max_model_len": 512, "tokens": list("né".encode()), "token_strs": None}
+    assert toy.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json["token_strs"] == ["a", "b"]
+    found = toy.post("/tokenize", {"messages": HELLO, "tools": [ADD]}).json
+    assert bytes(found["tokens"]).decode() == "tool: add\nuser: hi\nassistant: "
+    asked = toy.chat("hi", max_tokens=1).json["usage"]["prompt_tokens"]
+    assert toy.post("/tokenize", {"messages": HELLO}).json["count"] == asked
+
+
+def test_l9_detokenize_tells_the_text(toy: Toy) -> None:
+    assert toy.post("/detokenize", {"tokens": list("né".encode())}).json == {"prompt": "né"}
+    assert toy.post("/detokenize", {"model": "toy", "tokens": []}).json == {"prompt": ""}
+
+
+def test_l9_many_tokens_are_shown_beside_the_loop(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "FEW", 3)
+    threads: list[str] = []
+    assert toy.model is not None
+    tokenizer: Any = toy.model.generator.tokenizer
+    decode = tokenizer.decode
+
+    def noting(ids: list[int]) -> str:
+        threads.append(threading.current_thread().name)
+        return str(decode(ids))
+
+    monkeypatch.setattr(tokenizer, "decode", noting)
+    for text in ("abc", "abcd"):
+        assert toy.post("/detokenize", {"tokens": list(text.encode())}).json == {"prompt": text}
+    assert threads[0] == "toy-server"
+    assert threads[1] != "toy-server"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": [ADD]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"messages": HELLO, "chat_template": "x"}, "chat_template"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/tokenize", {"promt": "a"}, "promt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [256]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [1.5]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [0] * 513}, "tokens"),
+        ("/detokenize", {"tokens": [0] * 60_000}, "tokens"),
+    ],
+)
+def test_l9_what_has_no_tokens_is_refused_by_name(toy: Toy, path: str, fields: Any, param: str) -> None:
+    answer = toy.post(path, fields)
+    assert answer.status == (404 if param == "model" else 400)
+    assert toy.error(answer)["param"] == param
+
+
+def test_version_tells_the_version(toy: Toy) -> None:
+    assert toy.get("/version").json == {"version": __version__}
