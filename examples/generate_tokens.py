@@ -5,16 +5,15 @@ import sys
 from reflex_runtime import Priority
 from reflex_runtime.demo.scribe import SCRIBE
 from reflex_runtime.llm import LLMEngine, SamplingParams
+from reflex_runtime.llm.tokenizer import Conversation
 
 
 def main() -> None:
     engine = LLMEngine(sys.argv[1] if len(sys.argv) > 1 else SCRIBE, max_num_batched_tokens=16, max_num_seqs=2)
     chat = engine.processor.tokenizer.chat
     ask = SamplingParams(max_tokens=60, temperature=0.7, seed=7)
-    bulk = [
-        engine.add_request(chat([{"role": "user", "content": f"What is a {word}?"}]), ask, priority=Priority.BACKGROUND)
-        for word in ("batch", "feed", "ticket")
-    ]
+    talks = [Conversation([{"role": "user", "content": f"What is a {word}?"}]) for word in ("batch", "feed", "ticket")]
+    bulk = [engine.add_request(chat(talk), ask, priority=Priority.BACKGROUND) for talk in talks]
     for _ in range(3):
         engine.step()
     urgent = engine.add_request("Once there was", ask, priority=Priority.URGENT)  # takes a place from the bulk

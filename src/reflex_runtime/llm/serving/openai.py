@@ -27,7 +27,7 @@ from reflex_runtime.llm.serving import tokens
 from reflex_runtime.llm.serving.answers import Answer, Cached, Usage, error_body, told
 from reflex_runtime.llm.serving.generation import Generator, merged
 from reflex_runtime.llm.serving.openapi import document
-from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound
+from reflex_runtime.llm.serving.refusals import BadRequest, ModelNotFound, too_deep
 from reflex_runtime.llm.serving.served_model import Open, ServedModel
 from reflex_runtime.llm.serving.spans import GenerationSpans, asked_in, first_token
 from reflex_runtime.llm.serving.watching import watchers_of
@@ -145,7 +145,10 @@ class OpenAI:
         exchange.answer(200, await answer(fields, exchange.ask))
 
     async def _decoded(self, read: Callable[[bytes], T], body: bytes) -> T:
-        return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
+        try:
+            return read(body) if len(body) <= LARGE else await self.app.bodies.beside(read, body)
+        except RecursionError:
+            raise too_deep() from None
 
     def _openapi(self, exchange: Exchange, _: bytes) -> None:
         exchange.answer(200, self._described())
@@ -248,7 +251,7 @@ class OpenAI:
             asked = _with_tools(asked, runtime.tokenizer.tool_format)
             prompts = await self._tokens(runtime, asked)
         except RecursionError:  # the decoder allows a few levels more than others do
-            raise BadRequest("its values nest too deeply") from None
+            raise too_deep() from None
         self._check_tokens(asked, prompts)
         try:
             matcher = await runtime.compiled(asked.params.constraint)

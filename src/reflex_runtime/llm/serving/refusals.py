@@ -21,3 +21,8 @@ class BadRequest(ClientError):
 
 class ModelNotFound(NotFound):
     """No model of that name is served."""
+
+
+def too_deep() -> BadRequest:
+    """For a body that the decoder took, and that others cannot walk through."""
+    return BadRequest("its values nest too deeply")

@@ -17,7 +17,7 @@ from reflex_runtime.llm.serving.decoding import decode
 from reflex_runtime.llm.serving.fields import ChatFields, Message
 from reflex_runtime.llm.serving.generation import Generator
 from reflex_runtime.llm.serving.reading import chat_request, refused
-from reflex_runtime.llm.serving.refusals import BadRequest
+from reflex_runtime.llm.serving.refusals import BadRequest, too_deep
 from reflex_runtime.llm.serving.tool_fields import ToolField
 from reflex_runtime.llm.tokenizer import Conversation
 from reflex_runtime.web.json import encode
@@ -94,7 +94,7 @@ async def tokenized(fields: TokenizeFields, generator: Generator[Any]) -> bytes:
         else:
             ids = await generator.encode_chat(_conversation(fields))
     except RecursionError:
-        raise BadRequest("its values nest too deeply") from None
+        raise too_deep() from None
     except ConfigError as error:
         raise refused(error, field) from None
     texts = None
